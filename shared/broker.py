@@ -1,0 +1,106 @@
+"""The way into Redis: the Celery application, the Redis client, publishing by name, and the queue's depth.
+
+Everything that opens a connection does it here, so that passwords, timeouts and errors are handled once.
+JSON only: no process of ours reads or writes pickle.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from shared.errors import RedisError
+from shared.messages import ClassifyOptions, Post
+from shared.settings import PREFIX, Settings
+
+#: The one task. Producers send it by this name; only workers hold its code.
+CLASSIFY_TASK = "feedmill.classify"
+#: Header with the time of sending, in seconds since 1970: tells how long a post was queued.
+SENT_AT = "sent_at"
+#: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
+PRIORITIES = (0, 3, 6, 9)
+PRIORITY_MARK = "\x06\x16"
+
+
+def make_app(settings: Settings) -> Celery:
+    """The Celery application that producers, workers and Flower share."""
+    app = Celery("feedmill", broker=settings.broker_url, backend=settings.broker_url)
+    app.conf.update(
+        task_serializer="json",
+        result_serializer="json",
+        accept_content=["json"],
+        task_default_queue=settings.queue,
+        task_acks_late=True,
+        result_expires=settings.celery_result_ttl,
+        worker_send_task_events=True,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        # A daemon outlives its Redis: it connects again for as long as it takes.
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        worker_enable_prefetch_count_reduction=False,
+        broker_transport_options={
+            "visibility_timeout": settings.visibility_timeout,
+            # Celery's default looks for abandoned messages every 100 seconds.
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+        },
+    )
+    return app
+
+
+def connect(settings: Settings) -> "Redis[str]":
+    """A client of the Redis that holds queue and results. Connects with its first command."""
+    return Redis.from_url(
+        settings.broker_url, decode_responses=True, socket_connect_timeout=5, health_check_interval=30
+    )
+
+
+@contextmanager
+def told_plainly(settings: Settings) -> Iterator[None]:
+    """Turns a lost or refused connection inside the block into RedisError, a sentence for people."""
+    try:
+        yield
+    except (RedisFault, OperationalError) as fault:
+        raise RedisError(
+            f"Redis at {settings.redis_address} does not answer ({fault}). Nothing is running there, or the "
+            f"password is wrong. Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
+        ) from None
+
+
+def publish(app: Celery, posts: Sequence[Post], options: ClassifyOptions) -> None:
+    """Send one message of posts, by task name. Nobody waits for its Celery result; results are stored."""
+    app.send_task(
+        CLASSIFY_TASK,
+        kwargs={
+            "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
+            **options.arguments(),
+        },
+        headers={SENT_AT: time.time()},
+        ignore_result=True,
+        # What events and Flower show instead of the posts: short, and nobody's words.
+        argsrepr="()",
+        kwargsrepr=f"{{'posts': <{len(posts)} posts>}}",
+    )
+
+
+class QueueDepth(NamedTuple):
+    """Messages by where they are: `waiting` in the queue, `held` by workers."""
+
+    waiting: int
+    held: int
+
+
+def queue_depth(redis: "Redis[str]", queue: str) -> QueueDepth:
+    """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue)."""
+    pipe: Any = redis.pipeline(transaction=False)
+    for priority in PRIORITIES:
+        pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
+    pipe.hlen("unacked")
+    *waiting, held = pipe.execute()
+    return QueueDepth(sum(waiting), held)

@@ -1,0 +1,89 @@
+"""Every error that Feedmill raises on purpose. Depends on nothing of Feedmill's.
+
+FeedmillError
+ ├─ UserError            a mistake that a person can mend; shown as its sentence, never as a traceback
+ │   ├─ SettingsError    a setting has a bad value; names the variable
+ │   ├─ InputError       a file cannot be read as posts
+ │   ├─ ModelError       the model's files are missing, damaged or of an unknown kind
+ │   ├─ PackagesError    packages of two installations are mixed
+ │   ├─ StackError       a process of the embedded stack could not be started
+ │   └─ RedisError       Redis does not answer, or refuses
+ ├─ RequestRefused       a message's options are wrong; the message fails with this reason
+ ├─ PostRefused          one post is bad; the others of its message go on
+ └─ MessageFailed        every post of a message failed, or any did with strict=true
+"""
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+
+class FeedmillError(Exception):
+    """Base of all the errors below."""
+
+
+class UserError(FeedmillError):
+    """A mistake that a person can mend. Its text says what happened, what it means and what to do."""
+
+
+class SettingsError(UserError):
+    """A setting has a value that it cannot have."""
+
+
+class InputError(UserError):
+    """A file, or standard input, cannot be read as posts."""
+
+
+class ModelError(UserError):
+    """The model cannot be loaded."""
+
+
+class PackagesError(UserError):
+    """The four packages do not come from one installation."""
+
+
+class StackError(UserError):
+    """The embedded stack could not start one of its processes."""
+
+
+class RedisError(UserError):
+    """Redis does not answer, or does not let us in."""
+
+
+class RequestRefused(FeedmillError):  # noqa: N818 - named after what happened, like Celery's Retry and Reject
+    """A message's options (labels, template, ...) are wrong."""
+
+
+class PostRefused(FeedmillError):  # noqa: N818
+    """One post is bad.
+
+    field: the name of the field that is at fault; reason: what is wrong with it.
+    """
+
+    def __init__(self, post_id: str | None, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.post_id = post_id
+        self.field = field
+        self.reason = reason
+
+
+class MessageFailed(FeedmillError):  # noqa: N818
+    """A message as a whole failed. Its text names how many posts failed and the first few reasons."""
+
+    #: Reasons quoted in the text; a message may hold a thousand bad posts, an error is read by a person.
+    QUOTED = 3
+
+    @classmethod
+    def of(cls, reasons: Sequence[str], posts: int) -> "MessageFailed":
+        """The error of a message of `posts` posts of which one failed for each of `reasons`."""
+        quoted = "; ".join(reasons[: cls.QUOTED])
+        more = f"; and {len(reasons) - cls.QUOTED} more" if len(reasons) > cls.QUOTED else ""
+        return cls(f"{len(reasons)} of {posts} posts failed: {quoted}{more}")
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first problem of a pydantic error, as (field, reason) for a person to read."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "the object"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return field, reason[0].lower() + reason[1:]

@@ -1,0 +1,56 @@
+"""Every key in Redis, in one table: name, type, who writes it, and what bounds it.
+
+A test runs the whole system and fails when a key appears that is not here, or that nothing bounds.
+"""
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+#: Stream of results, newest last; one entry for each classification that was new.
+RESULTS_STREAM = "feedmill:results"
+#: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label).
+COUNTERS = "feedmill:counters"
+
+
+def result_key(post_id: str) -> str:
+    """Hash of a post's results: fingerprint -> Classification as JSON."""
+    return f"feedmill:result:{post_id}"
+
+
+def sent_key(post_id: str) -> str:
+    """Hash of what was already sent of a post: digest of text and options -> when, in seconds since 1970."""
+    return f"feedmill:sent:{post_id}"
+
+
+class Key(NamedTuple):
+    """One row of the table. `bound` says why the key cannot grow, or stay, for ever."""
+
+    pattern: str
+    type: str
+    writer: str
+    bound: str
+
+
+#: First match counts. The patterns of Celery and kombu hold for their versions in constraints.txt.
+TABLE: tuple[Key, ...] = (
+    Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
+    Key(COUNTERS, "hash", "shared/results.py", "three fields"),
+    Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
+    Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
+    Key("celery-task-meta-*", "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
+    Key("unacked", "hash", "kombu, what workers hold", "window_posts of each worker"),
+    Key("unacked_index", "zset", "kombu, when they took it", "window_posts of each worker"),
+    Key("unacked_mutex", "string", "kombu, one sweep at a time", "ttl"),
+    Key("_kombu.binding.*", "set", "kombu, which queue hears which exchange", "one member a queue and worker"),
+    Key("_kombu.binding_permanent.*", "set", "kombu, bindings without expiry", "one member a queue"),
+    Key("_kombu.binding_deadlines*", "any", "kombu, when bindings expire", "one member a binding"),
+    Key("*.reply.celery.pidbox*", "list", "Celery, answers to inspect", "expires with its reader"),
+    Key("*.celery.pidbox*", "list", "Celery, remote control", "expires with its worker"),
+    Key("celeryev.*", "list", "Celery, event readers such as Flower", "expires with its reader"),
+    Key("feedmill*", "list", "producers, the waiting messages", "queue_limit messages"),
+)
+
+
+def find(name: str) -> Key | None:
+    """The row of the table that the key `name` belongs to."""
+    return next((key for key in TABLE if fnmatchcase(name, key.pattern)), None)

@@ -1,0 +1,221 @@
+"""What travels: a post, the options of a request, and one outcome per post.
+
+The models here are the public contract: other applications send `feedmill.classify` with these fields as
+JSON and read these outcomes. They say what is valid; they know nothing of Celery, Redis or the model.
+"""
+
+import html
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from shared.errors import PostRefused, RequestRefused, first_problem
+
+#: Raised whenever `clean` gives another text for the same post: results of another version are not reused.
+CLEANING_VERSION = 1
+#: Posts in one message, at most: bounds what one message can hold a worker up with.
+MAX_POSTS_PER_MESSAGE = 1000
+#: Characters. Reddit allows 300 in a title and 40,000 in a body; other sources get some room.
+MAX_TITLE, MAX_BODY = 4_000, 100_000
+#: Bytes of JSON that another application may attach to a post.
+MAX_EXTRA_BYTES = 4096
+#: What Reddit puts in place of a body that is gone.
+GONE = frozenset({"[removed]", "[deleted]"})
+
+
+def clean(title: str, body: str) -> str:
+    """The text that is classified: unescaped title, a blank line, unescaped body.
+
+    The title alone when the body is missing or gone; the body alone when there is no title.
+    """
+    body = "" if body.strip() in GONE else body
+    parts = (html.unescape(part).strip() for part in (title, body))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _text(value: object) -> object:
+    """None means no text; lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
+    if value is None:
+        return ""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+#: Last in an annotation, since pydantic runs validators from the right: the limits then see repaired text.
+Repaired = BeforeValidator(_text)
+
+
+class Post(BaseModel):
+    """One post. Only `id` and a title or a body are required. Authors are never kept: unknown fields drop."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    id: Annotated[str, StringConstraints(min_length=1, max_length=128, strip_whitespace=True), Repaired]
+    topic: Annotated[str, StringConstraints(max_length=200), Repaired] | None = None
+    title: Annotated[str, StringConstraints(max_length=MAX_TITLE), Repaired] = ""
+    body: Annotated[str, StringConstraints(max_length=MAX_BODY), Repaired] = ""
+    subreddit: Annotated[str, StringConstraints(max_length=100), Repaired] | None = None
+    score: Annotated[int, Field(ge=-(2**53), le=2**53)] | None = None
+    url: Annotated[str, StringConstraints(max_length=4096), Repaired] | None = None
+    #: Seconds since 1970, UTC.
+    created_utc: Annotated[float, Field(ge=0, le=253_402_300_799)] | None = None
+    extra: dict[str, JsonValue] | None = None
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_is_small(cls, value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        if value is not None and (size := len(json.dumps(value))) > MAX_EXTRA_BYTES:
+            raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are kept")
+        return value
+
+    @model_validator(mode="after")
+    def _has_text(self) -> "Post":
+        if not self.text:
+            raise PostRefused(self.id, "title", "neither title nor body holds any text")
+        return self
+
+    @cached_property
+    def text(self) -> str:
+        """What is classified; see `clean`."""
+        return clean(self.title, self.body)
+
+    @classmethod
+    def parse(cls, raw: object) -> "Post":
+        """Read one post. Raises PostRefused with the field and the reason."""
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            post_id = raw.get("id") if isinstance(raw, dict) else None
+            raise PostRefused(str(post_id)[:128] if post_id else None, *first_problem(error)) from None
+
+
+def _split(value: object) -> object:
+    """A string is split on commas, as in transformers' zero-shot pipeline; a list is left as it is."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _some_and_none_twice(labels: tuple[str, ...]) -> tuple[str, ...]:
+    if not labels:
+        raise ValueError("name at least one label")
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise ValueError(f"the label {twice!r} is named twice")
+    return labels
+
+
+def _has_a_place(template: str) -> str:
+    if "{}" not in template:
+        raise ValueError(f"no {{}} in {template!r}; it marks where the label goes, as in 'This is about {{}}.'")
+    return template
+
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
+Labels = Annotated[
+    tuple[Label, ...], Field(max_length=256), AfterValidator(_some_and_none_twice), BeforeValidator(_split)
+]
+#: The sentence that a label is put into.
+Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
+
+
+class ClassifyOptions(BaseModel):
+    """How the posts of one message are to be classified; None means what the worker is set to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    labels: Labels | None = None
+    template: Template | None = None
+    multi_label: bool = False
+    #: The message fails when any of its posts does; the good ones are stored all the same.
+    strict: bool = False
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> "ClassifyOptions":
+        """Read a message's options. Raises RequestRefused with the option and the reason."""
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            option, reason = first_problem(error)
+            raise RequestRefused(f"{option}: {reason}") from None
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `feedmill.classify` that ask for this; defaults are left out."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+class Classification(BaseModel):
+    """What one post was found to be, by which model, where and when."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    label: str
+    #: Every label's score, best first.
+    scores: dict[str, float]
+    model: str
+    revision: str | None
+    #: SHA-256 of the weights file, in hex.
+    weights: str
+    fingerprint: str
+    #: Seconds since 1970, UTC.
+    classified_at: float
+    worker: str
+    device: str
+    #: Seconds from sending to the result; None where the sender gave no `sent_at` header.
+    queued_seconds: float | None
+
+
+class PostError(BaseModel):
+    """Why one post has no classification."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str | None
+    error: str
+
+    @classmethod
+    def of(cls, refused: PostRefused) -> "PostError":
+        return cls(id=refused.post_id, error=str(refused))
+
+
+#: One per post of a message, in the message's order.
+Outcome = Classification | PostError
+
+
+def digest(*parts: str | None) -> str:
+    """128 bits over the parts, in hex. Parts are framed, so that ("ab", "c") differs from ("a", "bc")."""
+    framed = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
+    return blake2b(framed.encode(), digest_size=16).hexdigest()
+
+
+def fingerprint(post: Post, recipe: str) -> str:
+    """What makes two classifications the same: the post, its text, and the recipe.
+
+    recipe: digest of model, weights, label set, template, multi-label flag and truncation.
+    """
+    return digest(post.id, post.text, str(CLEANING_VERSION), recipe)
+
+
+def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:
+    """Each post, or why it was refused, in order."""
+
+    def parse(item: object) -> Post | PostError:
+        try:
+            return Post.parse(item)
+        except PostRefused as refused:
+            return PostError.of(refused)
+
+    return [parse(item) for item in raw]

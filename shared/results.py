@@ -1,0 +1,125 @@
+"""The results store: exactly once by fingerprint, and a stream that readers can follow.
+
+A micro-batch is written by one script: each classification is set if absent, and only what was new is
+appended to the stream. A message that is delivered twice, or by two workers at once, therefore leaves one
+result and one stream entry. The store knows nothing of models or of Celery.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from shared.keys import COUNTERS, RESULTS_STREAM, result_key
+from shared.messages import Classification, Post
+from shared.settings import Settings
+
+#: Writes one micro-batch.
+#:
+#:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
+#:   KEYS[3+] feedmill:result:<id>  hash, one for each result
+#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream
+#:   ARGV[3]  posts that failed               ARGV[4+] fingerprint, classification, post of each result
+#:
+#: Returns how many of the results were new.
+WRITE = """
+local new = 0
+for i = 3, #KEYS do
+  local at = 4 + (i - 3) * 3
+  if redis.call('HSETNX', KEYS[i], ARGV[at], ARGV[at + 1]) == 1 then
+    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'classification', ARGV[at + 1], 'post', ARGV[at + 2])
+    new = new + 1
+  end
+  redis.call('EXPIRE', KEYS[i], ARGV[1])
+end
+local counts = {stored = new, repeated = #KEYS - 2 - new, failed = tonumber(ARGV[3])}
+for name, count in pairs(counts) do
+  if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
+end
+return new
+"""
+
+
+class Result(NamedTuple):
+    """A post and what it was found to be. In the stream the post's body is clipped."""
+
+    post: Post
+    classification: Classification
+
+
+class Counters(NamedTuple):
+    """Posts since the store was made."""
+
+    stored: int = 0
+    #: Classified again although the result was there: after a redelivery, say.
+    repeated: int = 0
+    failed: int = 0
+
+
+class ResultsStore:
+    """Reads and writes the results in Redis. Thread-safe, as redis-py's client is."""
+
+    def __init__(self, redis: "Redis[str]", settings: Settings) -> None:
+        self._redis = redis
+        self._settings = settings
+        self._write: Any = redis.register_script(WRITE)
+
+    def write(self, results: Sequence[Result], failed: int = 0) -> int:
+        """Store a micro-batch and count `failed` posts; returns how many results were new.
+
+        Raises redis.exceptions.RedisError; writing the same again is then harmless.
+        """
+        if not results and not failed:
+            return 0
+        keys = [RESULTS_STREAM, COUNTERS, *(result_key(post.id) for post, _ in results)]
+        arguments: list[Any] = [self._settings.results_ttl, self._settings.results_stream_length, failed]
+        for post, classification in results:
+            arguments += [classification.fingerprint, classification.model_dump_json(), self._clipped(post)]
+        return int(self._write(keys=keys, args=arguments))
+
+    def _clipped(self, post: Post) -> str:
+        """The post as its stream entry carries it."""
+        body = post.body[: self._settings.stream_body]
+        # model_copy does not validate: a body clipped to nothing is fine here.
+        return post.model_copy(update={"body": body}).model_dump_json(exclude_defaults=True)
+
+    def get(self, post_id: str) -> list[Classification]:
+        """Every living classification of a post, oldest first; one for each text, model and label set."""
+        found: Any = self._redis.hvals(result_key(post_id))
+        return sorted(
+            (Classification.model_validate_json(value) for value in found), key=lambda c: c.classified_at
+        )
+
+    def latest(self, count: int) -> list[Result]:
+        """The newest `count` entries of the stream, oldest of them first."""
+        entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
+        return [_entry(fields) for _, fields in reversed(entries)]
+
+    def follow(self, after: str = "$", block_ms: int = 1000) -> Iterator[Result | None]:
+        """Entries as they come, from the id `after` on ("0": from the oldest, "$": only new ones).
+
+        Yields None whenever none came for `block_ms` milliseconds, so that the caller can stop.
+        """
+        if after == "$":
+            # A "$" asked for again after each wait would skip what came in between.
+            newest: Any = self._redis.xrevrange(RESULTS_STREAM, count=1)
+            after = newest[0][0] if newest else "0"
+        while True:
+            answer: Any = self._redis.xread({RESULTS_STREAM: after}, count=500, block=block_ms)
+            if not answer:
+                yield None
+            for _, entries in answer or ():
+                for after, fields in entries:  # noqa: PLW2901 - the id of the last entry is where to go on
+                    yield _entry(fields)
+
+    def counters(self) -> Counters:
+        """Posts stored, repeated and failed since the store was made."""
+        found: Any = self._redis.hgetall(COUNTERS)
+        return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
+
+
+def _entry(fields: dict[str, str]) -> Result:
+    """A stream entry. The post was valid when it was written, and may have been clipped since."""
+    post = Post.model_construct(**json.loads(fields["post"]))
+    return Result(post, Classification.model_validate_json(fields["classification"]))

@@ -1,0 +1,148 @@
+"""Every setting, with its unit and its default. One name for setting, environment variable and flag.
+
+`token_budget` is `FEEDMILL_TOKEN_BUDGET` in the environment and `--token-budget` on the command line.
+Loading a bad value raises SettingsError, which names the variable and says what it should be.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from shared.errors import SettingsError, first_problem
+from shared.messages import Labels, Template
+from shared.topics import DEFAULT_TOPICS
+
+PREFIX = "FEEDMILL_"
+#: Where Redis is looked for when nothing says otherwise and no `feedmill up` is running.
+FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
+#: In the data folder; written by `feedmill up`, readable by its owner alone.
+STACK_FILE = "stack.json"
+DAY = 86_400
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """The settings of every process. Values come from flags, then the environment, then the defaults here."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    # Where things are.
+
+    #: Redis, as redis://[user]:[password]@host:port/database. Unset: the running `feedmill up`, else localhost.
+    redis_url: SecretStr | None = None
+    #: Folder of the embedded stack's data: the append-only file of its Redis, logs, its address.
+    data_folder: Path = Path("~/.local/share/feedmill")
+    #: Name of the Celery queue that posts wait in.
+    queue: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "feedmill"
+
+    # What producers do.
+
+    #: Posts packed into one message. More cost less per post on the way, and are redone together after a crash.
+    posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
+    #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.
+    queue_limit: Count = 20_000
+    #: Seconds for which a post that was sent is remembered and not sent again.
+    sent_ttl: Count = 30 * DAY
+
+    # What workers do.
+
+    #: A folder with a transformers model, or the name of the embedded one.
+    model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    #: auto, cpu, cuda, cuda:N or mps.
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    #: auto takes float16 on CUDA, bfloat16 on a CPU that has it in hardware, else float32.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    #: Labels for messages that name none: comma-separated, or a JSON list.
+    labels: Annotated[Labels, NoDecode] = DEFAULT_TOPICS
+    #: The sentence a label is put into; {} marks the place.
+    template: Template = "This post is about {}."
+    #: Tokens of a post that are read, at most; never more than the model can take.
+    max_tokens: Annotated[int, Field(ge=8)] = 256
+    #: Tokens of one padded micro-batch, at most: its longest row times its rows. Unset: by device.
+    token_budget: Count | None = None
+    #: Rows of one micro-batch, at most.
+    batch_rows: Count = 256
+    #: Posts a worker holds beyond which it fetches no further message. Wider windows pad less and wait longer.
+    window_posts: Count = 1024
+    #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
+    drain: Seconds = 30.0
+    #: Seconds after which a message held by a vanished worker is delivered again.
+    visibility_timeout: Annotated[int, Field(ge=10)] = 600
+
+    # What stays in Redis.
+
+    #: Seconds a result lives.
+    results_ttl: Count = 7 * DAY
+    #: Entries kept in the results stream (about; Redis trims by whole nodes).
+    results_stream_length: Count = 100_000
+    #: Characters of a post's body that its stream entry carries.
+    stream_body: Annotated[int, Field(ge=0)] = 500
+    #: Seconds that Celery keeps a message's result for the application that sent it.
+    celery_result_ttl: Count = 3600
+
+    # What is told.
+
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _json_list(cls, value: object) -> object:
+        """Labels that hold commas are given as a JSON list."""
+        return json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and urlsplit(value.get_secret_value()).scheme != "redis":
+            raise ValueError("must look like redis://:password@host:6379/0 (TLS and Sentinel come later)")
+        return value
+
+    @field_validator("data_folder")
+    @classmethod
+    def _expand(cls, value: Path) -> Path:
+        return value.expanduser()
+
+    @property
+    def broker_url(self) -> str:
+        """The address of Redis with its password: for opening connections, never for people to read."""
+        if self.redis_url is not None:
+            return self.redis_url.get_secret_value()
+        try:
+            return str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
+        except FileNotFoundError:
+            return FALLBACK_REDIS_URL
+        except (OSError, ValueError, KeyError) as error:
+            raise SettingsError(
+                f"{self.data_folder / STACK_FILE} should hold the address of the running `feedmill up`, "
+                f"but cannot be read ({error}). Set {PREFIX}REDIS_URL instead, or delete the file."
+            ) from None
+
+    @property
+    def redis_address(self) -> str:
+        """The address of Redis for people to read: no user, no password."""
+        url = urlsplit(self.broker_url)
+        return f"{url.hostname}:{url.port or 6379}{url.path}"
+
+
+def load(**flags: Any) -> Settings:
+    """Settings from the given flags (None: not given), then the environment, then the defaults.
+
+    Raises SettingsError with the variable's name and what it should be.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        field, reason = first_problem(error)
+        name = field.split(".")[0]
+        shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
+        raise SettingsError(f"{shown}: {reason}.") from None
+    except ValueError as error:  # a JSON list that is none
+        raise SettingsError(f"A {PREFIX} variable cannot be read: {error}") from None

@@ -1,0 +1,1 @@
+"""Where posts are classified. Knows nothing of where they come from."""
