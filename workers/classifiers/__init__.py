@@ -1,0 +1,64 @@
+"""What is computed of a post, in three verbs: prepare, forward, finish.
+
+A classifier turns texts into token rows (`prepare`, on the tokenizer thread), runs one padded micro-batch of
+rows of any posts and label sets (`forward`, on the device thread), and turns the outputs into scores
+(`finish`, on the writer thread). It knows nothing of messages, Celery or Redis.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.messages import ClassifyOptions
+from workers.device import Device
+from workers.weights import Weights
+
+#: Each label's score, in the label set's order.
+Scores = dict[str, float]
+
+
+@dataclass(eq=False, slots=True)
+class LabelSet:
+    """Labels with the template they are put into; prepared once, then shared by every row that asks for it."""
+
+    labels: tuple[str, ...]
+    multi_label: bool
+    #: Digest of all that, with the post, decides the scores: see `shared.messages.fingerprint`.
+    recipe: str
+    #: The labels as the classifier's model reads them: token ids of each.
+    tokens: list[list[int]]
+    #: What the classifier keeps of them on the device; filled on the device thread, by the first batch.
+    on_device: Any = field(default=None, repr=False)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One row of a forward pass."""
+
+    tokens: list[int]
+    label_set: LabelSet
+    #: Whose row it is; set and read by whoever asked for it.
+    owner: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class Classifier(Protocol):
+    """What the pipeline asks of a classifier."""
+
+    weights: Weights
+    device: Device
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        """The label set of a message, cached. Raises RequestRefused when the model cannot serve it."""
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        """Each text's rows."""
+
+    def forward(self, rows: Sequence[Row]) -> Any:
+        """The outputs of one padded micro-batch, still on the device. Device thread only."""
+
+    def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
+        """The scores of each post whose last row is among `rows`, with that row."""

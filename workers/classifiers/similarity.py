@@ -1,0 +1,117 @@
+"""Zero-shot by embedding: a post belongs to the label whose sentence lies nearest to it.
+
+Post and label ("This post is about food.") are embedded by one sentence-transformers model; the cosine of
+their embeddings says how near they are. With several labels of which one is wanted the cosines become
+probabilities, softmax(20 · cosine): all-MiniLM-L6-v2 was trained on exactly that distribution, with that scale
+(its model card, "Fine-tuning"). With `multi_label`, or with one label, each score is the cosine itself.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import normalize
+
+from shared.errors import ModelError
+from shared.messages import ClassifyOptions, digest
+from shared.settings import Settings
+from workers.classifiers import LabelSet, Row, Scores
+from workers.device import Device
+from workers.engines.torch_engine import TorchEngine
+from workers.weights import Weights
+
+#: The scale that the model's training multiplied cosines with.
+SCALE = 20.0
+#: Label sets kept; a message with another one pays a forward pass for its labels.
+LABEL_SETS = 64
+
+
+class Similarity:
+    """The classifier of the embedded default model.
+
+    Raises ModelError when the folder holds no sentence-transformers model with mean or CLS pooling.
+    """
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        self.weights = weights
+        self.device = device
+        self._settings = settings
+        self._pools_first_token = _pooling(weights) == "cls"
+        self._engine = TorchEngine(weights, device)
+        self._max_tokens = min(settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens)
+        self._engine.tokenizer.enable_truncation(self._max_tokens)
+        self._label_sets: OrderedDict[tuple[tuple[str, ...], str, bool], LabelSet] = OrderedDict()
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        labels = options.labels or self._settings.labels
+        template = options.template or self._settings.template
+        key = (labels, template, options.multi_label)
+        if key not in self._label_sets:
+            recipe = digest(
+                "similarity", self.weights.sha256, str(self._max_tokens), template, str(options.multi_label), *labels
+            )
+            tokens = self._tokenize([template.replace("{}", label) for label in labels])
+            self._label_sets[key] = LabelSet(labels, options.multi_label, recipe, tokens)
+            if len(self._label_sets) > LABEL_SETS:
+                self._label_sets.popitem(last=False)
+        self._label_sets.move_to_end(key)
+        return self._label_sets[key]
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
+
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._engine.tokenizer.encode_batch_fast(list(texts))]
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Scores [rows, most labels of any row] in float32; unused places of shorter label sets are 0."""
+        embeddings = self._embed([row.tokens for row in rows])
+        by_label_set: dict[LabelSet, list[int]] = {}
+        for index, row in enumerate(rows):
+            by_label_set.setdefault(row.label_set, []).append(index)
+        scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
+        for label_set, members in by_label_set.items():
+            if label_set.on_device is None:
+                label_set.on_device = self._embed(label_set.tokens)
+            cosines = embeddings[members] @ label_set.on_device.T
+            independent = label_set.multi_label or len(label_set.labels) == 1
+            scores[members, : len(label_set.labels)] = cosines if independent else (SCALE * cosines).softmax(-1)
+        return scores
+
+    def _embed(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Unit vectors [rows, dimensions] in float32."""
+        output, mask = self._engine.forward(rows)
+        hidden = output.last_hidden_state.float()
+        if self._pools_first_token:
+            return normalize(hidden[:, 0], dim=-1)
+        # The mean's divisor only scales the vector, and the norm takes the scale out again.
+        return normalize((hidden * mask.unsqueeze(-1)).sum(1), dim=-1)
+
+    def finish(self, rows: Sequence[Row], outputs: torch.Tensor) -> list[tuple[Row, Scores]]:
+        return [
+            (row, dict(zip(row.label_set.labels, scores, strict=False)))
+            for row, scores in zip(rows, outputs.tolist(), strict=True)
+        ]
+
+
+def _pooling(weights: Weights) -> str:
+    """How the model pools token embeddings: mean or cls."""
+    path = weights.folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{weights.folder} is no sentence-transformers model: it has no 1_Pooling/config.json. "
+            "Classifying by similarity needs one."
+        )
+    modes = json.loads(path.read_text())
+    for mode, name in (("pooling_mode_mean_tokens", "mean"), ("pooling_mode_cls_token", "cls")):
+        if modes.get(mode):
+            return name
+    raise ModelError(f"{path} asks for a pooling other than mean or cls, which is not supported yet.")
+
+
+def _max_tokens(weights: Weights) -> int | None:
+    """The length that the model was made for, special tokens included, where its folder says so."""
+    path = weights.folder / "sentence_bert_config.json"
+    return json.loads(path.read_text()).get("max_seq_length") if path.is_file() else None

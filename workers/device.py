@@ -1,0 +1,71 @@
+"""Which device this worker is, in which precision it computes, and why."""
+
+from typing import NamedTuple
+
+import torch
+
+from shared.errors import SettingsError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: Tokens of one padded micro-batch where the setting `token_budget` is unset. On a CPU larger batches fall out
+#: of its caches (measured: docs/measurements); a GPU needs them to be busy.
+CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 65_536
+
+
+class Device(NamedTuple):
+    """A torch device with its precision; `reason` says how it was chosen."""
+
+    torch: torch.device
+    dtype: torch.dtype
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """As results and node names bear it: cpu, cuda:0, mps."""
+        return str(self.torch)
+
+    @property
+    def token_budget(self) -> int:
+        return CPU_TOKEN_BUDGET if self.torch.type == "cpu" else GPU_TOKEN_BUDGET
+
+    def __str__(self) -> str:
+        return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
+
+
+def choose(device: str = "auto", dtype: str = "auto") -> Device:
+    """The device for the settings `device` and `dtype`.
+
+    Raises SettingsError where the machine does not have it.
+    """
+    found, why_device = _device(device)
+    if dtype == "auto":
+        precision, why_dtype = _half_precision(found)
+    else:
+        precision, why_dtype = DTYPES[dtype], "precision as set"
+    return Device(found, precision, f"{why_device}; {why_dtype}")
+
+
+def _device(wanted: str) -> tuple[torch.device, str]:
+    if wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available()):
+        count = torch.cuda.device_count()
+        index = int(wanted.partition(":")[2] or 0)
+        if index >= count:
+            raise SettingsError(f"FEEDMILL_DEVICE: {wanted} is wanted, but torch sees {count} CUDA devices here.")
+        return torch.device("cuda", index), torch.cuda.get_device_name(index)
+    if wanted == "mps" or (wanted == "auto" and torch.backends.mps.is_available()):
+        if not torch.backends.mps.is_available():
+            raise SettingsError("FEEDMILL_DEVICE: mps is wanted, but torch finds no Apple GPU here.")
+        return torch.device("mps"), "Apple GPU"
+    return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
+
+
+def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:
+    """Half precision where the hardware computes in it; emulated it would be slower than float32."""
+    if device.type != "cpu":
+        return torch.float16, "GPUs compute in half precision"
+    capabilities = torch.cpu.get_capabilities()
+    for feature in ("amx_bf16", "avx512_bf16", "bf16"):
+        if capabilities.get(feature):
+            return torch.bfloat16, f"this CPU has {feature}"
+    return torch.float32, "this CPU has no bfloat16 in hardware"

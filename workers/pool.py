@@ -1,0 +1,262 @@
+"""A Celery worker pool with exactly one slot: the device.
+
+The obvious way to batch with Celery, a strategy that collects requests and calls a task with the lot
+(celery-batches), takes the requests away from Celery: no events, no revokes, no retries, and one exception
+acknowledges them all. Here the default strategy, the Request class and the tracer stay Celery's own. The pool
+only decides *when* a request's task runs: once the device has its answer. Celery sees a pool that is busy with
+many messages at a time and finishes them one by one.
+
+This file and shared/broker.py know Celery; of what happens to a message in between it knows `Pipeline` alone.
+
+What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
+
+- `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
+  holds the decoded `args` and `kwargs` (celery/worker/request.py).
+- Callbacks are bound methods of the Request; `acknowledged` keeps it from acknowledging again.
+- `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
+  from another one Celery loses events, and Flower shows tasks that never end.
+- `Hub._pop_ready` holds the acknowledgements that a closing worker has yet to send.
+- `state.should_stop` ends the worker with that exit status.
+- `QoS.can_consume` decides whether the transport fetches; Celery's own worker_disable_prefetch replaces it too.
+"""
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery import bootsteps
+from celery.concurrency.base import BasePool, apply_target
+from celery.exceptions import WorkerShutdown
+from celery.platforms import EX_FAILURE
+from celery.worker import state
+
+from shared.broker import CLASSIFY_TASK, SENT_AT, connect
+from shared.errors import UserError
+from shared.results import ResultsStore
+from shared.settings import Settings
+from workers import device
+from workers.app import IN_HAND
+from workers.classifiers.similarity import Similarity
+from workers.pipeline import Message, Pipeline
+from workers.weights import locate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """What it takes to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    accepted: Callable[[int, float], None]
+    succeeded: Callable[[Any], None]
+    failed: Callable[[Any], None]
+    #: The posts on their way through the pipeline; None for a task that is not micro-batched.
+    message: Message | None = None
+
+    @property
+    def request(self) -> Any:
+        return self.accepted.__self__  # type: ignore[attr-defined]
+
+
+class DevicePool(BasePool):
+    """Hands the posts of each request to the pipeline and, when their outcomes are there, lets Celery finish it."""
+
+    #: Closing waits for the device: never inside a signal handler.
+    signal_safe = False
+    body_can_be_buffer = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.limit != 1:
+            logger.warning("the device is one slot: concurrency %s is taken as 1", self.limit)
+        self.limit = 1
+        self.settings: Settings = self.app.settings
+        self._hub: Any = None
+        #: What was fetched and is not yet finished. Touched by the consumer's thread alone, like the next line.
+        self._held: set[Ticket] = set()
+        self._posts_held = 0
+        #: Callbacks for the consumer's thread, in order.
+        self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def on_start(self) -> None:
+        """Load the model; a worker that cannot classify must not take a message."""
+        _, worker = self.options["initargs"]
+        try:
+            self._device = device.choose(self.settings.device, self.settings.dtype)
+            logger.info("device %s", self._device)
+            began = time.monotonic()
+            classifier = Similarity(locate(self.settings.model), self._device, self.settings)
+        except UserError as error:
+            logger.critical("%s", error)
+            raise WorkerShutdown(EX_FAILURE) from None
+        logger.info("model %s loaded in %.1f s", self.settings.model, time.monotonic() - began)
+        self.pipeline = Pipeline(
+            classifier,
+            ResultsStore(connect(self.settings), self.settings),
+            self.settings,
+            worker,
+            self._on_started,
+            self._on_finished,
+            self._on_failure,
+        )
+        self.pipeline.start()
+
+    def register_with_event_loop(self, loop: Any) -> None:
+        self._hub = loop
+
+    # From Celery: a request comes.
+
+    def on_apply(  # type: ignore[override]
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],  # noqa: ARG002 - always empty; Celery packs everything into args
+        callback: Callable[[Any], None],
+        accept_callback: Callable[[int, float], None],
+        error_callback: Callable[[Any], None],
+        **_: Any,
+    ) -> None:
+        if self._state != self.RUN:
+            return  # fetched while closing: unacknowledged, so it goes back when the connection closes
+        ticket = Ticket(target, args, accept_callback, callback, error_callback)
+        self._held.add(ticket)
+        name, _, request, *_ = args
+        if name == CLASSIFY_TASK:
+            ticket.message = Message(_arguments(request), request.get(SENT_AT), ticket)
+            self._posts_held += len(ticket.message.raw_posts)
+            self.pipeline.submit(ticket.message)
+        else:
+            self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
+
+    # From the pipeline, on its threads.
+
+    def _on_started(self, message: Message) -> None:
+        self._deliver(partial(message.ticket.accepted, os.getpid(), time.monotonic()))
+
+    def _on_finished(self, message: Message) -> None:
+        """Let Celery's tracer finish the message: result backend, links, signals."""
+        token = IN_HAND.set(message)
+        try:
+            self._trace(message.ticket)
+        finally:
+            IN_HAND.reset(token)
+
+    def _run_whole(self, ticket: Ticket) -> None:
+        """A task that is not micro-batched."""
+        self._deliver(partial(ticket.accepted, os.getpid(), time.monotonic()))
+        self._trace(ticket)
+
+    def _trace(self, ticket: Ticket) -> None:
+        def succeeded(result: Any) -> None:
+            self._deliver(partial(self._finish, ticket, partial(ticket.succeeded, result)))
+
+        try:
+            apply_target(ticket.target, ticket.args, callback=succeeded)
+        except Exception:
+            # The tracer keeps the task's own errors to itself: this is Reject, or a broken result backend.
+            self._deliver(partial(self._finish, ticket, partial(ticket.failed, ExceptionInfo())))
+
+    def _on_failure(self) -> None:
+        state.should_stop = EX_FAILURE
+        self._deliver(lambda: None)
+
+    # To Celery, on the consumer's thread.
+
+    def _deliver(self, callback: Callable[[], None]) -> None:
+        self._deliveries.put(callback)
+        if self._hub is not None:
+            self._hub.call_soon(self._run_deliveries)
+
+    def _run_deliveries(self) -> None:
+        while not self._deliveries.empty():
+            self._deliveries.get()()
+
+    def _finish(self, ticket: Ticket, callback: Callable[[], None]) -> None:
+        callback()
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._held.discard(ticket)
+        self._posts_held -= len(ticket.message.raw_posts) if ticket.message else 0
+
+    def has_room(self) -> bool:
+        """Whether another message may be fetched: the window is bounded in posts, a message's size is its own."""
+        return self._posts_held < self.settings.window_posts
+
+    def flush(self) -> None:
+        """The connection is lost, and with it the right to acknowledge what came over it.
+
+        The broker delivers it all again, under the same tags: acknowledging late would take away a delivery that
+        someone else works on. Results are kept; the store takes each one once.
+        """
+        self.pipeline.forget(ticket.message for ticket in self._held if ticket.message)
+        for ticket in list(self._held):
+            if ticket.message and ticket.message.abandoned:
+                self._forget(ticket)
+            else:
+                ticket.request.acknowledged = True
+
+    def on_close(self) -> None:
+        """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis."""
+        deadline = time.monotonic() + self.settings.drain
+        while self._held and not self.pipeline.failure and time.monotonic() < deadline:
+            try:
+                self._deliveries.get(timeout=0.1)()
+            except queue.Empty:
+                continue
+            for todo in self._hub._pop_ready() if self._hub else ():
+                todo()
+        if self._held:
+            logger.warning("%d messages go back to the queue unfinished", len(self._held))
+        self.pipeline.stop()
+
+    def on_terminate(self) -> None:
+        self.pipeline.stop(seconds=1.0)
+
+    def _get_info(self) -> dict[str, Any]:
+        """What `inspect stats` and `feedmill status` show."""
+        statistics = self.pipeline.statistics
+        return super()._get_info() | {
+            "device": str(self._device),
+            "model": self.settings.model,
+            "posts": statistics.posts,
+            "failed": statistics.failed,
+            "batches": statistics.batches,
+            "rows": statistics.rows,
+            "padding_efficiency": round(statistics.padding_efficiency, 4),
+            "device_seconds": round(statistics.device_seconds, 3),
+            "posts_held": self._posts_held,
+        }
+
+
+def _arguments(request: dict[str, Any]) -> dict[str, Any]:
+    """The task's arguments by name, however they were sent; none where they are no arguments at all.
+
+    What does not fit the task's signature fails later, in the tracer, with Python's own words.
+    """
+    args, kwargs = request["args"], request["kwargs"]
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
+        return {}
+    names = ("posts", "labels", "template", "multi_label", "strict")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+class WindowGate(bootsteps.StartStopStep):
+    """Stops fetching while the pool holds a full window of posts, whatever the messages' sizes."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        if not isinstance(parent.pool, DevicePool):
+            return  # another pool was asked for on the command line
+        qos = parent.task_consumer.channel.qos
+        has_credit = qos.can_consume
+        qos.can_consume = lambda: parent.pool.has_room() and has_credit()

@@ -1,0 +1,32 @@
+"""Runs one worker in this process, as `feedmill worker` does."""
+
+import os
+import socket
+import warnings
+
+from celery.platforms import SecurityWarning
+from celery.signals import setup_logging
+
+from shared import logs
+from shared.settings import Settings
+from workers.app import make_worker_app
+
+
+def run_worker(settings: Settings, name: str | None) -> int:
+    """Run until SIGTERM or a failure; returns the exit status.
+
+    name: the node name, with or without @host; it must be unique among the workers of one Redis.
+    """
+    # Celery leaves logging alone where someone has connected to this.
+    setup_logging.connect(lambda **_: logs.configure(settings), weak=False)
+    # As root in a container is how many people run it; JSON only makes that warning's danger (pickle) moot.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    node = name or f"feedmill-{os.getpid()}"
+    worker = make_worker_app(settings).Worker(
+        hostname=node if "@" in node else f"{node}@{socket.gethostname()}",
+        quiet=True,
+        # Every worker listening to every other worker's events costs with the square of their number.
+        without_gossip=True,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
