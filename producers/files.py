@@ -12,6 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -94,13 +95,15 @@ def _post(record: Record, where: str) -> Iterator[Post | BadRecord]:
             return
 
 
-def _open(path: str) -> TextIOWrapper:
+@contextmanager
+def _open(path: str) -> Iterator[TextIOWrapper]:
     """The file as text, unpacked where it begins as gzip does, whatever its name. Bad bytes become U+FFFD."""
-    raw = sys.stdin.buffer if path == "-" else Path(path).open("rb")  # noqa: SIM115 - closed with the text
-    binary = cast(BufferedReader, raw)
-    if binary.peek(2)[:2] == b"\x1f\x8b":
-        binary = cast(BufferedReader, gzip.GzipFile(fileobj=binary))
-    return TextIOWrapper(binary, encoding="utf-8-sig", errors="replace")
+    with ExitStack() as opened:
+        raw = sys.stdin.buffer if path == "-" else opened.enter_context(Path(path).open("rb"))
+        binary = cast(BufferedReader, raw)
+        if binary.peek(2)[:2] == b"\x1f\x8b":
+            binary = cast(BufferedReader, opened.enter_context(gzip.GzipFile(fileobj=binary)))
+        yield opened.enter_context(TextIOWrapper(binary, encoding="utf-8-sig", errors="replace"))
 
 
 def _records(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
@@ -163,7 +166,9 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
     if not header_line.strip():
         raise InputError(f"{name} is empty.")
     delimiter = max(",;\t", key=header_line.count)
-    header = [column.strip().lower().replace(" ", "_") for column in next(csv.reader([header_line], delimiter=delimiter))]
+    header = [
+        column.strip().lower().replace(" ", "_") for column in next(csv.reader([header_line], delimiter=delimiter))
+    ]
     if not any(column in NAMES["title"] + NAMES["body"] for column in header):
         raise InputError(
             f"{name} is no JSON, and as CSV it has no column for a title or a body. Its columns: "
@@ -209,9 +214,10 @@ def _seconds(value: object) -> object:
     Dates are ISO, or 12/31/2021, 23:59:59, which many scraping scripts write; UTC where they name no zone.
     """
     if isinstance(value, str):
+        text = value.strip()
         for convert in (float, _iso, _american):
             try:
-                value = convert(value.strip())
+                value = convert(text)
                 break
             except ValueError:
                 continue

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from celery import Celery
 from kombu.exceptions import OperationalError
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import OutOfMemoryError
+from redis.exceptions import TimeoutError as TimeoutFault
 
 from shared.errors import RedisError
 from shared.messages import ClassifyOptions, Post
@@ -61,7 +63,7 @@ def make_app(settings: Settings) -> Application:
     return app
 
 
-def connect(settings: Settings) -> "Redis[str]":
+def connect(settings: Settings) -> Redis:
     """A client of the Redis that holds queue and results. Connects with its first command."""
     return Redis.from_url(
         settings.broker_url, decode_responses=True, socket_connect_timeout=5, health_check_interval=30
@@ -70,13 +72,18 @@ def connect(settings: Settings) -> "Redis[str]":
 
 @contextmanager
 def told_plainly(settings: Settings) -> Iterator[None]:
-    """Turns a lost or refused connection inside the block into RedisError, a sentence for people."""
+    """Turns a Redis that cannot be reached, or takes no more, into RedisError, a sentence for people."""
     try:
         yield
-    except (RedisFault, OperationalError) as fault:
+    except (ConnectionFault, TimeoutFault, OperationalError) as fault:
         raise RedisError(
             f"Redis at {settings.redis_address} does not answer ({fault}). Nothing is running there, or the "
             f"password is wrong. Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
+        ) from None
+    except OutOfMemoryError:
+        raise RedisError(
+            f"Redis at {settings.redis_address} has reached its memory limit and takes nothing more. "
+            "Wait until workers have emptied the queue, or raise its `maxmemory`."
         ) from None
 
 
@@ -103,7 +110,7 @@ class QueueDepth(NamedTuple):
     held: int
 
 
-def queue_depth(redis: "Redis[str]", queue: str) -> QueueDepth:
+def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue)."""
     pipe: Any = redis.pipeline(transaction=False)
     for priority in PRIORITIES:

@@ -60,7 +60,7 @@ class Counters(NamedTuple):
 class ResultsStore:
     """Reads and writes the results in Redis. Thread-safe, as redis-py's client is."""
 
-    def __init__(self, redis: "Redis[str]", settings: Settings) -> None:
+    def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
         self._settings = settings
         self._write: Any = redis.register_script(WRITE)
@@ -87,32 +87,37 @@ class ResultsStore:
     def get(self, post_id: str) -> list[Classification]:
         """Every living classification of a post, oldest first; one for each text, model and label set."""
         found: Any = self._redis.hvals(result_key(post_id))
-        return sorted(
-            (Classification.model_validate_json(value) for value in found), key=lambda c: c.classified_at
-        )
+        return sorted((Classification.model_validate_json(value) for value in found), key=lambda c: c.classified_at)
 
     def latest(self, count: int) -> list[Result]:
         """The newest `count` entries of the stream, oldest of them first."""
-        entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
-        return [_entry(fields) for _, fields in reversed(entries)]
+        return [_entry(fields) for _, fields in self._newest(count)]
 
-    def newest_entry_id(self) -> str:
-        """Where the stream ends now: what `follow` takes to go on from here. "0" when it is empty."""
-        newest: Any = self._redis.xrevrange(RESULTS_STREAM, count=1)
-        return str(newest[0][0]) if newest else "0"
-
-    def follow(self, after: str, block_ms: int = 1000) -> Iterator[Result | None]:
-        """Entries as they come, from the one behind the id `after` on.
+    def follow(self, history: int = 0, block_ms: int = 1000) -> Iterator[Result | None]:
+        """The newest `history` entries, then those that come, each once.
 
         Yields None whenever none came for `block_ms` milliseconds, so that the caller can stop.
         """
+        # One entry more than asked for nothing: its id says where the stream ends now.
+        newest = self._newest(max(history, 1))
+        cursor = newest[-1][0] if newest else "0"
+        for _, fields in newest[:history]:
+            yield _entry(fields)
         while True:
-            answer: Any = self._redis.xread({RESULTS_STREAM: after}, count=500, block=block_ms)
+            answer: Any = self._redis.xread({RESULTS_STREAM: cursor}, count=500, block=block_ms)
             if not answer:
                 yield None
             for _, entries in answer or ():
-                for after, fields in entries:  # noqa: PLW2901 - the last entry's id is where to go on
+                for entry_id, fields in entries:
                     yield _entry(fields)
+                    cursor = entry_id
+
+    def _newest(self, count: int) -> list[tuple[str, dict[str, str]]]:
+        """(id, fields) of the newest entries, oldest of them first."""
+        if count <= 0:
+            return []
+        entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
+        return list(reversed(entries))
 
     def counters(self) -> Counters:
         """Posts stored, repeated and failed since the store was made."""

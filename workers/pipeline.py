@@ -301,9 +301,10 @@ class Pipeline:
     def _hand_to_writer(self, finished: Finished) -> None:
         while not self._stopping.is_set():
             try:
-                return self._finished.put(finished, timeout=1)
+                self._finished.put(finished, timeout=1)
             except queue.Full:
                 continue
+            return
 
     def _writer_loop(self) -> None:
         while not self._stopping.is_set():

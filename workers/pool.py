@@ -94,6 +94,7 @@ class DevicePool(BasePool):
             logger.info("device %s", self._device)
             began = time.monotonic()
             classifier = Similarity(locate(self.settings.model), self._device, self.settings)
+            classifier.warm_up()
         except UserError as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
@@ -114,7 +115,7 @@ class DevicePool(BasePool):
 
     # From Celery: a request comes.
 
-    def on_apply(  # type: ignore[override]
+    def on_apply(
         self,
         target: Callable[..., Any],
         args: tuple[Any, ...],
@@ -124,11 +125,11 @@ class DevicePool(BasePool):
         error_callback: Callable[[Any], None],
         **_: Any,
     ) -> None:
-        if self._state != self.RUN:
+        if not self.active:
             return  # fetched while closing: unacknowledged, so it goes back when the connection closes
         ticket = Ticket(target, args, accept_callback, callback, error_callback)
         self._held.add(ticket)
-        name, _, request, *_ = args
+        name, _, request, *_body = args
         if name == CLASSIFY_TASK:
             ticket.message = Message(_arguments(request), request.get(SENT_AT), ticket)
             self._posts_held += len(ticket.message.raw_posts)
@@ -165,7 +166,7 @@ class DevicePool(BasePool):
             self._deliver(partial(self._finish, ticket, partial(ticket.failed, ExceptionInfo())))
 
     def _on_failure(self) -> None:
-        state.should_stop = EX_FAILURE
+        state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub knows None alone
         self._deliver(lambda: None)
 
     # To Celery, on the consumer's thread.
@@ -224,7 +225,8 @@ class DevicePool(BasePool):
     def _get_info(self) -> dict[str, Any]:
         """What `inspect stats` and `feedmill status` show."""
         statistics = self.pipeline.statistics
-        return super()._get_info() | {
+        info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub
+        return info | {
             "device": str(self._device),
             "model": self.settings.model,
             "posts": statistics.posts,

@@ -4,7 +4,7 @@ import os
 import socket
 import warnings
 
-from celery.platforms import SecurityWarning
+from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging
 
 from shared import logs

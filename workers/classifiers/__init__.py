@@ -51,6 +51,9 @@ class Classifier(Protocol):
     weights: Weights
     device: Device
 
+    def warm_up(self) -> None:
+        """Run one forward pass, so that the first message does not pay for what the first pass sets up."""
+
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """The label set of a message, cached. Raises RequestRefused when the model cannot serve it."""
 

@@ -39,9 +39,15 @@ class Similarity:
         self._settings = settings
         self._pools_first_token = _pooling(weights) == "cls"
         self._engine = TorchEngine(weights, device)
-        self._max_tokens = min(settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens)
+        self._max_tokens = min(
+            settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens
+        )
         self._engine.tokenizer.enable_truncation(self._max_tokens)
         self._label_sets: OrderedDict[tuple[tuple[str, ...], str, bool], LabelSet] = OrderedDict()
+
+    def warm_up(self) -> None:
+        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
+        self.forward(rows[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         labels = options.labels or self._settings.labels
@@ -49,7 +55,12 @@ class Similarity:
         key = (labels, template, options.multi_label)
         if key not in self._label_sets:
             recipe = digest(
-                "similarity", self.weights.sha256, str(self._max_tokens), template, str(options.multi_label), *labels
+                "similarity",
+                self.weights.sha256,
+                str(self._max_tokens),
+                template,
+                str(options.multi_label),
+                *labels,
             )
             tokens = self._tokenize([template.replace("{}", label) for label in labels])
             self._label_sets[key] = LabelSet(labels, options.multi_label, recipe, tokens)

@@ -1,0 +1,52 @@
+# Both commands of the README live here: `make demo` and `make test`. Each does its own set-up from nothing.
+
+VENV ?= .venv
+# Passed on to pip, for an index or a cache of your own.
+PIP_ARGS ?=
+# 1: a test that is skipped is a failure.
+STRICT ?=
+# The first of these that is a Python 3.11 or 3.12 with venv.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$python && break; done || true)
+
+BIN := $(VENV)/bin
+# pip, not uv: uv takes other wheels of torch than the ones that constraints.txt was tested with.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint long clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
+	$(BIN)/feedmill demo
+
+test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
+	$(BIN)/python -m pytest $(if $(STRICT),--strict-skips)
+
+lint: $(VENV)/test ## Lint, formatting, types and import contracts alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## Remove .venv and everything that was generated
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an installation is done again when what it was made from has changed.
+$(VENV)/base:
+	@test -n "$(PYTHON)" || { echo "feedmill: Python 3.11 or 3.12 with venv is needed. Install it, or set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@$(PYTHON) feedmill/prerequisites.py
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo: pyproject.toml constraints.txt | $(VENV)/base
+	$(INSTALL) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/test: pyproject.toml constraints.txt | $(VENV)/base
+	$(INSTALL) --editable '.[demo,dev]'
+	@touch $@ $(VENV)/demo

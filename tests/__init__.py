@@ -1,0 +1,1 @@
+"""unit/ mirrors the packages; integration/ has a real Redis; e2e/ runs whole processes; tour/ follows one post."""

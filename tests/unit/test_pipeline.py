@@ -1,0 +1,230 @@
+"""workers/pipeline.py on a stand-in classifier and store: order, isolation, retries, and threads that die."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from redis.exceptions import ConnectionError as ConnectionFault
+
+from shared.errors import MessageFailed, RequestRefused
+from shared.messages import ClassifyOptions
+from shared.results import Result
+from shared.settings import Settings
+from tests.support import wait_until
+from workers.classifiers import LabelSet, Row, Scores
+from workers.device import Device
+from workers.pipeline import Message, Pipeline
+from workers.weights import Weights
+
+LABELS = LabelSet(("good", "bad"), False, "recipe", [[1], [2]])
+
+
+class StandIn:
+    """One row a post, of one token a word; posts with "poison" in them fail their forward pass."""
+
+    weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
+    device = Device(torch.device("cpu"), torch.float32, "for a test")
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def warm_up(self) -> None: ...
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        if options.labels == ("unservable",):
+            raise RequestRefused("labels: this model cannot serve them")
+        return LABELS
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        if "explode" in texts:
+            raise RuntimeError("the tokenizer is broken")
+        return [[Row(list(range(len(text.split()))), label_set)] for text in texts]
+
+    def forward(self, rows: Sequence[Row]) -> Any:
+        self.gate.wait()
+        self.batches.append(len(rows))
+        if any("poison" in row.owner.post.text for row in rows):
+            raise ValueError("cannot read this")
+        return [float("nan") if "overflow" in row.owner.post.text else 0.75 for row in rows]
+
+    def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
+        if any("kill the writer" in row.owner.post.text for row in rows):
+            raise AssertionError("a bug")
+        return [(row, {"good": output, "bad": 0.25}) for row, output in zip(rows, outputs, strict=True)]
+
+
+class Store:
+    """Keeps what is written; refuses as often as `refusals` says."""
+
+    def __init__(self) -> None:
+        self.written: list[Result] = []
+        self.failed = 0
+        self.refusals = 0
+
+    def write(self, results: Sequence[Result], failed: int = 0) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise ConnectionFault("Redis is away")
+        self.written += results
+        self.failed += failed
+        return len(results)
+
+
+class Owner:
+    """A pipeline with what it told its owner."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.classifier, self.store = StandIn(), Store()
+        self.started: list[Message] = []
+        self.finished: list[Message] = []
+        self.failures = 0
+        self.pipeline = Pipeline(
+            self.classifier,
+            self.store,  # type: ignore[arg-type]
+            Settings(**settings),
+            "worker",
+            self.started.append,
+            self.finished.append,
+            self._failed,
+        )
+        self.pipeline.start()
+
+    def _failed(self) -> None:
+        self.failures += 1
+
+    def send(self, *titles: str, **options: Any) -> Message:
+        posts = [{"id": str(number), "title": title} for number, title in enumerate(titles)]
+        message = Message({"posts": posts, **options}, None)
+        self.pipeline.submit(message)
+        return message
+
+    def results(self, *titles: str, **options: Any) -> list[dict[str, Any]]:
+        message = self.send(*titles, **options)
+        wait_until(lambda: message in self.finished, "the message is finished", 10)
+        return message.result()
+
+
+@pytest.fixture
+def owner() -> Any:
+    made = Owner()
+    yield made
+    made.classifier.gate.set()
+    made.pipeline.stop()
+
+
+def test_one_outcome_a_post_in_order(owner: Owner) -> None:
+    found = owner.results("short", "a much longer title", "", "middle length")
+    assert [outcome["id"] for outcome in found] == ["0", "1", "2", "3"]
+    assert found[1]["label"] == "good"
+    assert found[1]["scores"] == {"good": 0.75, "bad": 0.25}
+    assert found[2] == {"id": "2", "error": "title: neither title nor body holds any text"}
+    assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
+    assert owner.store.failed == 1
+
+
+def test_every_message_is_started_once_before_it_is_finished(owner: Owner) -> None:
+    messages = [owner.send("a", "b c d") for _ in range(20)] + [owner.send("")]
+    wait_until(lambda: len(owner.finished) == 21, "all are finished", 10)
+    assert sorted(map(id, owner.started)) == sorted(map(id, messages)) == sorted(map(id, owner.finished))
+
+
+def test_rows_of_many_messages_share_a_forward_pass(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    first = owner.send("it keeps the device busy")
+    wait_until(lambda: first.started, "the device is busy")
+    for _ in range(10):
+        owner.send("one", "two words")
+    wait_until(lambda: len(owner.pipeline._window) == 20, "the window fills")
+    owner.classifier.gate.set()
+    wait_until(lambda: len(owner.finished) == 11, "all are finished", 10)
+    assert owner.classifier.batches == [1, 20]
+
+
+def test_one_poison_post_fails_alone(owner: Owner) -> None:
+    found = owner.results(*["fine"] * 20, "poison", *["fine"] * 20)
+    assert [outcome["id"] for outcome in found if "error" in outcome] == ["20"]
+    assert found[20]["error"] == "ValueError: cannot read this"
+    assert len(owner.store.written) == 40
+
+
+def test_scores_that_are_not_finite_are_an_error(owner: Owner) -> None:
+    found = owner.results("overflow", "fine")
+    assert "not finite" in found[0]["error"]
+    assert found[1]["label"] == "good"
+
+
+def test_a_message_fails_when_all_of_its_posts_do(owner: Owner) -> None:
+    with pytest.raises(MessageFailed, match="2 of 2 posts failed: 0: "):
+        owner.results("", "poison")
+
+
+def test_a_strict_message_fails_when_any_does_and_the_good_are_stored(owner: Owner) -> None:
+    with pytest.raises(MessageFailed, match="1 of 3 posts failed: 1: "):
+        owner.results("fine", "", "fine", strict=True)
+    assert len(owner.store.written) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "posts: expected a list"),
+        ({"posts": []}, "posts: expected a list"),
+        ({"posts": "text"}, "posts: expected a list"),
+        ({"posts": [{"id": "1", "title": "x"}] * 1001}, "posts: 1001 in one message"),
+        ({"posts": [{"id": "1", "title": "x"}], "template": "no place"}, "template: "),
+        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "labels: this model"),
+        ({"posts": [{"id": "1", "title": "explode"}]}, "its posts cannot be prepared"),
+    ],
+)
+def test_a_message_that_cannot_be_served_says_why(owner: Owner, arguments: dict[str, Any], words: str) -> None:
+    message = Message(arguments, "no number")
+    owner.pipeline.submit(message)
+    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    with pytest.raises(RequestRefused) as refused:
+        message.result()
+    assert str(refused.value).startswith(words)
+    assert owner.results("the next one is served")[0]["label"] == "good"
+
+
+def test_results_wait_for_redis(owner: Owner) -> None:
+    owner.store.refusals = 3
+    assert owner.results("fine")[0]["label"] == "good"
+    assert len(owner.store.written) == 1
+
+
+def test_forgotten_messages_never_finish_and_started_ones_do(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    started = owner.send("first")
+    wait_until(lambda: started.started, "the first has started")
+    waiting = owner.send("second")
+    owner.pipeline.forget([started, waiting])
+    assert waiting.abandoned
+    assert not started.abandoned
+    owner.classifier.gate.set()
+    owner.results("third")
+    assert started in owner.finished
+    assert waiting not in owner.finished + owner.started
+
+
+def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
+    names: list[str] = []
+    owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name))
+    wait_until(lambda: names == ["device"], "the job ran", 10)
+
+
+def test_a_thread_that_dies_is_told(owner: Owner) -> None:
+    message = owner.send("kill the writer")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert isinstance(owner.pipeline.failure, AssertionError)
+    assert message not in owner.finished
+
+
+def test_statistics(owner: Owner) -> None:
+    owner.results("one two three", "one")
+    statistics = owner.pipeline.statistics
+    assert (statistics.posts, statistics.rows, statistics.tokens) == (2, 2, 4)
+    assert 0 < statistics.padding_efficiency <= 1

@@ -1,0 +1,68 @@
+"""shared/settings.py: where values come from, and what a bad one is answered with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.errors import SettingsError
+from shared.settings import STACK_FILE, Settings, load
+from shared.topics import DEFAULT_TOPICS
+
+
+def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "100")
+    assert load().token_budget == 100
+    assert load(token_budget=200).token_budget == 200
+    assert load(token_budget=None).token_budget == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("FEEDMILL_TOKEN_BUDGET", "many", "FEEDMILL_TOKEN_BUDGET: input should be a valid integer"),
+        ("FEEDMILL_DTYPE", "fp8", "FEEDMILL_DTYPE: input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("FEEDMILL_DEVICE", "gpu", "FEEDMILL_DEVICE: "),
+        ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),
+        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: "),
+        ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: no {} in 'x'"),
+        ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: "),
+        ("FEEDMILL_DRAIN", "0", "FEEDMILL_DRAIN: "),
+    ],
+)
+def test_a_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as error:
+        load()
+    assert str(error.value).startswith(words)
+
+
+def test_a_bad_flag_is_named_as_a_flag() -> None:
+    with pytest.raises(SettingsError, match="^--posts-per-message: "):
+        load(posts_per_message=0)
+
+
+def test_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load().labels == DEFAULT_TOPICS
+    assert len(DEFAULT_TOPICS) == 16
+    monkeypatch.setenv("FEEDMILL_LABELS", "a, b")
+    assert load().labels == ("a", "b")
+    monkeypatch.setenv("FEEDMILL_LABELS", '["a, b", "c"]')
+    assert load().labels == ("a, b", "c")
+
+
+def test_the_password_is_never_shown() -> None:
+    settings = Settings.model_validate({"redis_url": "redis://:hunter2@example.org:7000/3"})
+    assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert settings.redis_address == "example.org:7000/3"
+    assert "hunter2" in settings.broker_url
+
+
+def test_a_running_stack_is_found(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"data_folder": tmp_path})
+    assert settings.broker_url == "redis://127.0.0.1:6379/0"
+    (tmp_path / STACK_FILE).write_text(json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"}))
+    assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
+    (tmp_path / STACK_FILE).write_text("{")
+    with pytest.raises(SettingsError, match=STACK_FILE):
+        _ = settings.broker_url

@@ -1,0 +1,142 @@
+"""workers/classifiers/similarity.py on the real weights, beside the model card's own recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from shared.errors import ModelError
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from workers.classifiers.similarity import LABEL_SETS, SCALE, Similarity
+from workers.device import Device
+from workers.weights import EMBEDDED, Weights, locate
+
+TEXTS = [
+    "The keeper saved two penalties and the crowd went home happy",
+    "Slow-cooked beans, smoked paprika, a handful of parsley",
+    "sourdough " * 400,
+    "🙃",
+]
+FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Similarity:
+    return Similarity(locate(EMBEDDED), FP32, Settings())
+
+
+def scores(classifier: Similarity, texts: list[str], **options: object) -> list[dict[str, float]]:
+    label_set = classifier.label_set(ClassifyOptions.parse(options))
+    rows = [row for rows in classifier.prepare(texts, label_set) for row in rows]
+    return [scores for _, scores in classifier.finish(rows, classifier.forward(rows))]
+
+
+def cosines(texts: list[str], sentences: list[str]) -> torch.Tensor:
+    """By the model card, "Usage (HuggingFace Transformers)": [texts, sentences]."""
+    folder = locate(EMBEDDED).folder
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+
+    def embed(batch: list[str]) -> torch.Tensor:
+        encoded = tokenizer(batch, padding=True, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            tokens = model(**encoded)[0]
+        mask = encoded["attention_mask"].unsqueeze(-1).expand(tokens.size()).float()
+        mean = torch.sum(tokens * mask, 1) / torch.clamp(mask.sum(1), min=1e-9)
+        return torch.nn.functional.normalize(mean, p=2, dim=1)
+
+    return embed(texts) @ embed(sentences).T
+
+
+def test_scores_are_those_of_the_model_cards_recipe(classifier: Similarity) -> None:
+    labels = ["sports", "food", "music"]
+    expected = cosines(TEXTS, [f"This post is about {label}." for label in labels])
+    single = torch.tensor([[s[label] for label in labels] for s in scores(classifier, TEXTS, labels=labels)])
+    multi = scores(classifier, TEXTS, labels=labels, multi_label=True)
+    assert torch.allclose(single, (SCALE * expected).softmax(-1), atol=1e-5)
+    assert torch.allclose(torch.tensor([[s[label] for label in labels] for s in multi]), expected, atol=1e-5)
+
+
+def test_one_label_is_scored_by_itself(classifier: Similarity) -> None:
+    (found,) = scores(classifier, TEXTS[:1], labels="sports")
+    expected = cosines(TEXTS[:1], ["This post is about sports."])
+    assert found["sports"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_padding_and_company_do_not_change_scores(classifier: Similarity) -> None:
+    together = scores(classifier, TEXTS)
+    for text, found in zip(TEXTS, together, strict=True):
+        (alone,) = scores(classifier, [text])
+        assert alone == pytest.approx(found, abs=1e-5)
+
+
+def test_label_sets_share_a_forward_pass(classifier: Similarity) -> None:
+    sets = [
+        classifier.label_set(ClassifyOptions.parse({"labels": labels})) for labels in ("sports,food", "music,tea,cars")
+    ]
+    rows = [classifier.prepare([text], label_set)[0][0] for text, label_set in zip(TEXTS, sets, strict=False)]
+    mixed = [found for _, found in classifier.finish(rows, classifier.forward(rows))]
+    assert [list(found) for found in mixed] == [["sports", "food"], ["music", "tea", "cars"]]
+    assert mixed[0] == pytest.approx(scores(classifier, TEXTS[:1], labels="sports,food")[0], abs=1e-5)
+    assert mixed[1] == pytest.approx(scores(classifier, TEXTS[1:2], labels="music,tea,cars")[0], abs=1e-5)
+
+
+def test_the_template_decides(classifier: Similarity) -> None:
+    plain = scores(classifier, TEXTS[:1], labels="sports,food", template="{}")
+    assert plain != scores(classifier, TEXTS[:1], labels="sports,food")
+
+
+def test_label_sets_are_prepared_once_and_bounded(classifier: Similarity) -> None:
+    first = classifier.label_set(ClassifyOptions.parse({"labels": "a"}))
+    assert classifier.label_set(ClassifyOptions.parse({"labels": "a"})) is first
+    recipes = {
+        classifier.label_set(ClassifyOptions.parse(options)).recipe
+        for options in (
+            {"labels": "a"},
+            {"labels": "b"},
+            {"labels": "a", "template": "{}"},
+            {"labels": "a", "multi_label": True},
+        )
+    }
+    assert len(recipes) == 4
+    for number in range(LABEL_SETS + 5):
+        classifier.label_set(ClassifyOptions.parse({"labels": f"label {number}"}))
+    assert len(classifier._label_sets) == LABEL_SETS
+
+
+def test_texts_are_cut_at_what_the_model_reads(classifier: Similarity) -> None:
+    label_set = classifier.label_set(ClassifyOptions())
+    assert classifier.prepare(["word " * 5000], label_set)[0][0].length == 256
+    shorter = Similarity(locate(EMBEDDED), FP32, Settings(max_tokens=16))
+    assert shorter.prepare(["word " * 5000], label_set)[0][0].length == 16
+    assert shorter.label_set(ClassifyOptions()).recipe != label_set.recipe
+
+
+def test_half_precision_agrees(classifier: Similarity) -> None:
+    half = Similarity(locate(EMBEDDED), FP32._replace(dtype=torch.bfloat16), Settings())
+    for ours, exact in zip(scores(half, TEXTS), scores(classifier, TEXTS), strict=True):
+        assert ours == pytest.approx(exact, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "words"),
+    [(None, "no 1_Pooling/config.json"), ({"pooling_mode_max_tokens": True}, "other than mean or cls")],
+)
+def test_models_that_are_no_sentence_models(tmp_path: Path, pooling: object, words: str) -> None:
+    if pooling:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(ModelError, match=words):
+        Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
+
+
+def test_a_folder_that_transformers_cannot_load(tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded by transformers"):
+        Similarity(locate(str(tmp_path)), FP32, Settings())

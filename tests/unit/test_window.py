@@ -1,0 +1,117 @@
+"""workers/window.py: no row lost or taken twice, none starves, the budget holds, little padding."""
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.window import Window
+
+
+@dataclass(eq=False)
+class Row:
+    length: int
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+lengths = st.lists(st.integers(1, 300), max_size=80)
+budgets = st.integers(1, 2000)
+limits = st.integers(1, 40)
+
+
+def filled(lengths: list[int]) -> tuple[Window[Row], list[Row]]:
+    window: Window[Row] = Window(Clock())
+    rows = [Row(length) for length in lengths]
+    for row in rows:
+        window.add(row)
+    return window, rows
+
+
+@given(lengths, budgets, limits)
+def test_every_row_is_taken_once(lengths: list[int], budget: int, limit: int) -> None:
+    window, rows = filled(lengths)
+    taken: list[Row] = []
+    while batch := window.take(budget, limit):
+        taken += batch
+    assert sorted(map(id, taken)) == sorted(map(id, rows))
+    assert len(window) == 0
+
+
+@given(lengths, budgets, limits)
+def test_the_budget_holds_unless_one_row_exceeds_it(lengths: list[int], budget: int, limit: int) -> None:
+    window, _ = filled(lengths)
+    while batch := window.take(budget, limit):
+        assert len(batch) <= limit
+        assert len(batch) == 1 or len(batch) * max(row.length for row in batch) <= budget
+
+
+@given(lengths.filter(bool), budgets, limits, st.data())
+def test_the_oldest_row_is_in_the_next_batch(lengths: list[int], budget: int, limit: int, data: st.DataObject) -> None:
+    window, rows = filled(lengths)
+    waiting = list(rows)
+    while waiting:
+        batch = window.take(budget, limit)
+        assert waiting[0] in batch
+        waiting = [row for row in waiting if row not in batch]
+        if data.draw(st.booleans()) and len(rows) < 200:
+            late = Row(data.draw(st.integers(1, 300)))
+            rows.append(late)
+            waiting.append(late)
+            window.add(late)
+
+
+@given(lengths, budgets, limits)
+def test_a_batch_is_of_neighbouring_lengths(lengths: list[int], budget: int, limit: int) -> None:
+    window, rows = filled(lengths)
+    batch = window.take(budget, limit)
+    if batch:
+        low, high = batch[0].length, batch[-1].length
+        between = [row for row in rows if low < row.length < high]
+        assert all(row in batch for row in between)
+
+
+def test_an_empty_window_gives_nothing() -> None:
+    window: Window[Row] = Window(Clock())
+    assert window.take(100, 10) == []
+    assert window.oldest_age() == 0.0
+
+
+def test_the_age_is_that_of_the_oldest_row() -> None:
+    clock = Clock()
+    window: Window[Row] = Window(clock)
+    window.add(Row(10))
+    clock.now = 5.0
+    window.add(Row(200))
+    clock.now = 7.0
+    assert window.oldest_age() == 7.0
+    window.take(10, 10)
+    assert window.oldest_age() == 2.0
+
+
+def test_a_full_window_of_reddit_like_lengths_pads_little() -> None:
+    """A third of the posts has a body."""
+    random_source = random.Random(7)
+    window: Window[Row] = Window(Clock())
+
+    def length() -> int:
+        title = min(64, max(4, int(random_source.lognormvariate(2.8, 0.5))))
+        return title if random_source.random() < 0.67 else min(256, title + int(random_source.lognormvariate(4.6, 1.0)))
+
+    tokens = padded = 0
+    for _ in range(512):
+        window.add(Row(length()))
+    for _ in range(300):
+        batch = window.take(2048, 256)
+        tokens += sum(row.length for row in batch)
+        padded += len(batch) * batch[-1].length
+        for _ in batch:
+            window.add(Row(length()))
+    assert tokens / padded > 0.85
