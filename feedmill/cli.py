@@ -87,7 +87,7 @@ def up(data_folder: DataFolder = None) -> None:
     from feedmill.stack import Stack, ended_by_signals  # noqa: PLC0415
 
     settings = _settings(data_folder=data_folder)
-    notes = Console(stderr=True)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
         raise SettingsError(
             "`feedmill up` starts a Redis of its own, but FEEDMILL_REDIS_URL is set, and every other command would "
@@ -97,8 +97,8 @@ def up(data_folder: DataFolder = None) -> None:
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             for line in stack.start():
-                notes.print(f"[green]✓[/] {line}", highlight=False)
-            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything.", highlight=False)
+                notes.print(f"[green]✓[/] {line}")
+            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything.")
             stack.stay(notes.print)
         finally:
             stack.stop()
@@ -149,7 +149,7 @@ def enqueue(
         options = ClassifyOptions.parse({"labels": labels, "template": template, "multi_label": multi_label})
     except RequestRefused as refused:
         raise SettingsError(f"--{str(refused).replace('_', '-')}.") from None
-    notes = Console(stderr=True)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     bad: list[BadRecord] = []
     pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -164,7 +164,7 @@ def enqueue(
                     bad.append(item)
                     if len(bad) <= BAD_RECORDS_SHOWN:
                         kept = "skipped" if item.skipped else "kept without it"
-                        notes.print(f"{item.where}: {item.reason} [dim]({kept})[/]", highlight=False, markup=True)
+                        notes.print(f"{escape(f'{item.where}: {item.reason}')} [dim]({kept})[/]")
                 if number % 100 == 0:
                     waiting = "; the queue is full, waiting" if pusher.waiting else ""
                     progress.update(bar, description=f"{number:,} read, {pusher.sent:,} sent{waiting}")

@@ -34,18 +34,18 @@ def sample_posts() -> list[Post]:
 def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, show what came out, stop everything. Raises StackError."""
     console = Console()
-    notes = Console(stderr=True)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, ended_by_signals():
         stack = Stack(settings, Path(folder), durable=False)
         try:
             for line in stack.start():
-                notes.print(f"[green]✓[/] {line}", highlight=False)
+                notes.print(f"[green]✓[/] {line}")
             posts = sample_posts()
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
                 notes.print(f"Flower is at {stack.flower_url}; Ctrl-C stops everything. In another terminal:")
-                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} feedmill status", highlight=False)
+                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} feedmill status")
                 stack.stay(notes.print)
         finally:
             stack.stop()
@@ -85,6 +85,7 @@ def _report(
         f"{correct} of {len(results)} labels agree with the sample's topics · {len(results) / seconds:.0f} posts/s · "
         f"padding efficiency {efficiency:.2f} · Flower {stack.flower_url}",
         highlight=False,
+        soft_wrap=True,
     )
     if as_json:
         summary = {

@@ -129,13 +129,7 @@ class Stack:
 
     def start(self) -> Iterator[str]:
         """Start the processes; yields a line about each as it begins to answer. Raises StackError."""
-        self._lock = (self._folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StackError(
-                f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder."
-            ) from None
+        self._take_folder()
         yield self._start_redis()
         self.worker = self._start_worker()
         flower = self._start_flower()
@@ -144,6 +138,18 @@ class Stack:
         self._await_worker()
         yield f"worker {WORKER_NODE}"
         self._announce()
+
+    def _take_folder(self) -> None:
+        """Only one stack may work in a folder; the lock goes with this process."""
+        lock = (self._folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise StackError(
+                f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder."
+            ) from None
+        self._lock = lock
 
     def _start_redis(self) -> str:
         server = find_redis_server()
@@ -234,8 +240,8 @@ class Stack:
         finally:
             for child in self._children:
                 child.kill()
-            (self._folder / STACK_FILE).unlink(missing_ok=True)
-            if self._lock is not None:
+            if self._lock is not None:  # else the folder is another stack's
+                (self._folder / STACK_FILE).unlink(missing_ok=True)
                 self._lock.close()
 
 

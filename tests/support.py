@@ -135,12 +135,12 @@ def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) ->
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of the processes that were started for this folder, by their environment."""
+    """Command lines of the living processes that work in this folder, or below it."""
     found = []
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            if (entry / "cwd").readlink().is_relative_to(folder) and (line := (entry / "cmdline").read_bytes()):
+                found.append(line.replace(b"\0", b" ").decode())
     return found
 
 

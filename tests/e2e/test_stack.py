@@ -76,12 +76,16 @@ def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) ->
             assert "Another embedded stack is running" in second.stderr
             sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts), **data)
             assert sent.stdout.startswith("40 posts sent" if run == 0 else "0 posts sent in 0 messages, 40 skipped")
-            stored = lambda: json.loads(feedmill("status", "--json", cwd=tmp_path, **data).stdout)["results"]["stored"]  # noqa: E731
-            wait_until(lambda: stored() == 40, "all are stored")
+            wait_until(lambda: _stored(tmp_path, data) == 40, "all are stored")
             assert (tmp_path / "data" / "stack.json").stat().st_mode & 0o777 == 0o600
             assert up.end(signal.SIGINT) == 0, up.text()
     assert processes_in(tmp_path / "data") == []
     assert not (tmp_path / "data" / "stack.json").exists()
+
+
+def _stored(cwd: Path, environment: dict[str, str]) -> int:
+    status = feedmill("status", "--json", cwd=cwd, **environment)
+    return int(json.loads(status.stdout)["results"]["stored"])
 
 
 def test_up_refuses_a_redis_of_somebody_else(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tasks(stack: Stack) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{stack.flower_url}/api/tasks?limit=10000") as answer:
+    with urllib.request.urlopen(f"{stack.flower_url}/api/tasks?limit=10000") as answer:  # noqa: S310 - our own
         return list(json.load(answer).values())
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from producers import push
 from producers.push import Pusher
+from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import sent_key
 from shared.messages import ClassifyOptions, Post
@@ -95,7 +96,7 @@ def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatc
         raise ConnectionError("cut")
 
     with monkeypatch.context() as patched:
-        patched.setattr(push.broker, "publish", fail)
+        patched.setattr(broker, "publish", fail)
         with pytest.raises(ConnectionError):
             pusher(settings).push(make_posts(3))
     again = pusher(settings)
