@@ -38,8 +38,8 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key("celery-task-meta-*", "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
-    Key("unacked", "hash", "kombu, what workers hold", "window_posts of each worker"),
-    Key("unacked_index", "zset", "kombu, when they took it", "window_posts of each worker"),
+    Key("unacked", "hash", "kombu, what workers hold", "window_rows of each worker"),
+    Key("unacked_index", "zset", "kombu, when they took it", "window_rows of each worker"),
     Key("unacked_mutex", "string", "kombu, one sweep at a time", "ttl"),
     Key("_kombu.binding.*", "set", "kombu, which queue hears which exchange", "one member a queue and worker"),
     Key("_kombu.binding_permanent.*", "set", "kombu, bindings without expiry", "one member a queue"),
@@ -47,7 +47,8 @@ TABLE: tuple[Key, ...] = (
     Key("*.reply.celery.pidbox*", "list", "Celery, answers to inspect", "expires with its reader"),
     Key("*.celery.pidbox*", "list", "Celery, remote control", "expires with its worker"),
     Key("celeryev.*", "list", "Celery, event readers such as Flower", "expires with its reader"),
-    Key("feedmill*", "list", "producers, the waiting messages", "queue_limit messages"),
+    Key("feedmill", "list", "producers, the waiting messages", "queue_limit messages"),
+    Key("feedmill\x06\x16?", "list", "producers, those of priority 3, 6 and 9", "queue_limit messages"),
 )
 
 

@@ -68,8 +68,8 @@ class Settings(BaseSettings):
     token_budget: Count | None = None
     #: Rows of one micro-batch, at most.
     batch_rows: Count = 256
-    #: Posts a worker holds beyond which it fetches no further message. Wider windows pad less and wait longer.
-    window_posts: Count = 1024
+    #: Rows that wait for the device, beyond which no further message is fetched. Wider windows pad less, wait longer.
+    window_rows: Count = 1024
     #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
     drain: Seconds = 30.0
     #: Seconds after which a message held by a vanished worker is delivered again.

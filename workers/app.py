@@ -39,8 +39,8 @@ def make_worker_app(settings: Settings) -> Application:
     app.conf.update(
         worker_pool="workers.pool:DevicePool",
         worker_concurrency=1,
-        # Messages, for one-post messages in a window of posts; the pool's gate counts posts and closes first.
-        worker_prefetch_multiplier=settings.window_posts,
+        # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
+        worker_prefetch_multiplier=settings.window_rows,
     )
     app.steps["consumer"].add("workers.pool:WindowGate")
     # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.

@@ -164,6 +164,9 @@ class Pipeline:
         self._window: Window[Row] = Window(time.monotonic)
         self._jobs: list[Callable[[], None]] = []
         self._finished: queue.Queue[Finished] = queue.Queue(WRITE_AHEAD)
+        #: Posts taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each
+        #: is written by one thread.
+        self._posts_in = self._posts_prepared = 0
         self._threads = [
             threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
@@ -181,7 +184,12 @@ class Pipeline:
 
     def submit(self, message: Message) -> None:
         """Take a message in. It ends with `on_finished`, unless it is forgotten or the pipeline stops."""
+        self._posts_in += len(message.raw_posts)
         self._arrived.put(message)
+
+    def waiting(self) -> int:
+        """Rows that wait for the device; a post that is not tokenized yet counts as one."""
+        return len(self._window) + self._posts_in - self._posts_prepared
 
     def run_on_device_thread(self, job: Callable[[], None]) -> None:
         """Run something that is no micro-batch between two micro-batches."""
@@ -237,6 +245,7 @@ class Pipeline:
                     self._ready.notify()
             else:
                 self._hand_to_writer(message)
+            self._posts_prepared += len(message.raw_posts)
 
     def _prepare(self, message: Message) -> list[Row]:
         """Rows for the posts that are good; the others are settled with their error."""

@@ -80,9 +80,8 @@ class DevicePool(BasePool):
         self.limit = 1
         self.settings: Settings = self.app.settings
         self._hub: Any = None
-        #: What was fetched and is not yet finished. Touched by the consumer's thread alone, like the next line.
+        #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
-        self._posts_held = 0
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -132,7 +131,6 @@ class DevicePool(BasePool):
         name, _, request, *_body = args
         if name == CLASSIFY_TASK:
             ticket.message = Message(_arguments(request), request.get(SENT_AT), ticket)
-            self._posts_held += len(ticket.message.raw_posts)
             self.pipeline.submit(ticket.message)
         else:
             self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
@@ -182,15 +180,11 @@ class DevicePool(BasePool):
 
     def _finish(self, ticket: Ticket, callback: Callable[[], None]) -> None:
         callback()
-        self._forget(ticket)
-
-    def _forget(self, ticket: Ticket) -> None:
         self._held.discard(ticket)
-        self._posts_held -= len(ticket.message.raw_posts) if ticket.message else 0
 
     def has_room(self) -> bool:
-        """Whether another message may be fetched: the window is bounded in posts, a message's size is its own."""
-        return self._posts_held < self.settings.window_posts
+        """Whether another message may be fetched: the window is bounded in rows, whatever a message's size."""
+        return self.pipeline.waiting() < self.settings.window_rows
 
     def flush(self) -> None:
         """The connection is lost, and with it the right to acknowledge what came over it.
@@ -201,7 +195,7 @@ class DevicePool(BasePool):
         self.pipeline.forget(ticket.message for ticket in self._held if ticket.message)
         for ticket in list(self._held):
             if ticket.message and ticket.message.abandoned:
-                self._forget(ticket)
+                self._held.discard(ticket)
             else:
                 ticket.request.acknowledged = True
 
@@ -235,7 +229,8 @@ class DevicePool(BasePool):
             "rows": statistics.rows,
             "padding_efficiency": round(statistics.padding_efficiency, 4),
             "device_seconds": round(statistics.device_seconds, 3),
-            "posts_held": self._posts_held,
+            "rows_waiting": self.pipeline.waiting(),
+            "messages_held": len(self._held),
         }
 
 
@@ -252,7 +247,7 @@ def _arguments(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class WindowGate(bootsteps.StartStopStep):
-    """Stops fetching while the pool holds a full window of posts, whatever the messages' sizes."""
+    """Stops fetching while the pool's window is full."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 

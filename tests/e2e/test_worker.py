@@ -108,7 +108,7 @@ def test_the_worker_says_how_it_is(client: Celery) -> None:
     assert pool["max-concurrency"] == 1
     assert pool["posts"] >= 2
     assert 0 < pool["padding_efficiency"] <= 1
-    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {1: 1}).values()), "nothing is active")
+    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
 
 
 def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServer) -> None:
@@ -118,17 +118,17 @@ def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServ
     wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all is done")
     for name in map(str, served.client.scan_iter()):
         key = find(name)
-        assert key, f"{name} is not in shared/keys.py"
-        assert key.type in ("any", served.client.type(name)), f"{name} is a {served.client.type(name)}"
+        assert key, f"{name!r} is not in shared/keys.py"
+        assert key.type in ("any", served.client.type(name)), f"{name!r} is a {served.client.type(name)!r}"
         if "ttl" in key.bound:
-            assert served.client.ttl(name) > 0, f"{name} lives for ever"
+            assert served.client.ttl(name) > 0, f"{name!r} lives for ever"
 
 
 def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Every post is stored, none twice, whichever worker had it; and the queue is empty afterwards."""
     posts = make_posts(800)
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, "first", FEEDMILL_WINDOW_POSTS="128", FEEDMILL_DRAIN="1") as first:
+    with working(redis, tmp_path, "first", FEEDMILL_WINDOW_ROWS="128", FEEDMILL_DRAIN="1") as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert first.end(signal.SIGTERM) == 0, first.text()
@@ -145,7 +145,7 @@ def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Se
 
 def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, FEEDMILL_WINDOW_POSTS="64") as worker:
+    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64") as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert worker.end(signal.SIGTERM) == 0, worker.text()

@@ -1,0 +1,122 @@
+"""One post's way through the system, step by step, each with the real thing. Read it from top to bottom.
+
+The steps are those of the README's "One post's way". Nothing here is a stand-in: real Redis, real weights.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers import files
+from producers.push import Pusher
+from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
+from shared.messages import ClassifyOptions, Post
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, wait_until
+from workers import device
+from workers.classifiers import Row
+from workers.classifiers.similarity import Similarity
+from workers.pipeline import Message, Pipeline
+from workers.weights import locate
+from workers.window import Window
+
+LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
+
+
+@pytest.fixture
+def post() -> Post:
+    return Post(id="t3_kettle", title="Which kettle for tea &amp; coffee?", body="Mine leaks.")
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Similarity:
+    settings = Settings()
+    return Similarity(locate(settings.model), device.choose("cpu"), settings)
+
+
+def test_1_a_source_yields_a_post(tmp_path: Path, post: Post) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text(LINE)
+    (found,) = files.read(str(path))
+    assert found == post
+    assert post.text == "Which kettle for tea & coffee?\n\nMine leaks."
+
+
+def test_2_the_producer_pushes_what_is_new(settings: Settings, post: Post) -> None:
+    pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
+    pusher.push([post, post])
+    assert (pusher.sent, pusher.skipped) == (1, 1)
+
+
+def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, post: Post) -> None:
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
+    assert queue_depth(redis.client, settings.queue) == (1, 0)
+    waiting: Any = redis.client.lindex(settings.queue, 0)
+    assert json.loads(waiting)["headers"]["task"] == CLASSIFY_TASK
+
+
+def test_4_the_pool_takes_the_posts_out_of_the_message(post: Post) -> None:
+    message = Message({"posts": [post.model_dump(), {"id": "bad"}], "labels": "tea,cars"}, sent_at=time.time())
+    (good, bad), options = message.read()
+    assert good == post
+    assert "title" in str(bad)
+    assert options.labels == ("tea", "cars")
+
+
+def test_5_its_row_waits_in_the_window_for_company(classifier: Similarity, post: Post) -> None:
+    window: Window[Row] = Window(time.monotonic)
+    for text in (post.text, "A short one", "word " * 200, "Which teapot for green tea? Mine drips."):
+        for rows in classifier.prepare([text], classifier.label_set(ClassifyOptions())):
+            for row in rows:
+                window.add(row)
+    batch = window.take(token_budget=100, row_limit=8)
+    assert len(batch) == 3  # the long one waits: beside it the others would be padding
+    assert len(window) == 1
+
+
+def test_6_the_device_computes_and_the_outputs_become_scores(classifier: Similarity, post: Post) -> None:
+    label_set = classifier.label_set(ClassifyOptions.parse({"labels": "kitchen,football"}))
+    rows = classifier.prepare([post.text], label_set)[0]
+    ((row, scores),) = classifier.finish(rows, classifier.forward(rows))
+    assert row is rows[0]
+    assert scores["kitchen"] > scores["football"]
+
+
+def test_7_the_result_is_stored_before_the_message_is_finished(
+    classifier: Similarity, settings: Settings, post: Post
+) -> None:
+    store = ResultsStore(connect(settings), settings)
+    stored_when_finished: list[list[Result]] = []
+    pipeline = Pipeline(
+        classifier,
+        store,
+        settings,
+        worker="tour",
+        on_started=lambda _: None,
+        on_finished=lambda _: stored_when_finished.append(store.latest(1)),
+        on_failure=lambda: None,
+    )
+    pipeline.start()
+    pipeline.submit(Message({"posts": [post.model_dump()]}, sent_at=None))
+    wait_until(lambda: stored_when_finished, "the message is finished")
+    pipeline.stop()
+    assert stored_when_finished[0][0].post.id == post.id
+
+
+def test_8_a_reader_finds_it(classifier: Similarity, settings: Settings, post: Post) -> None:
+    store = ResultsStore(connect(settings), settings)
+    done: list[Message] = []
+    pipeline = Pipeline(classifier, store, settings, "tour", lambda _: None, done.append, lambda: None)
+    pipeline.start()
+    pipeline.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
+    followed = store.follow(history=1, block_ms=100)
+    found = next(result for result in followed if result)
+    wait_until(lambda: done, "the message is finished")
+    pipeline.stop()
+    assert found.classification.label == "tea"
+    assert store.get(post.id) == [found.classification]
+    assert done[0].result() == [found.classification.model_dump()]

@@ -1,0 +1,31 @@
+"""shared/keys.py: every key has its row."""
+
+import pytest
+
+from shared.keys import COUNTERS, RESULTS_STREAM, TABLE, find, result_key, sent_key
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (RESULTS_STREAM, "feedmill:results"),
+        (COUNTERS, "feedmill:counters"),
+        (result_key("t3_x"), "feedmill:result:*"),
+        (sent_key("t3_x"), "feedmill:sent:*"),
+        ("feedmill", "feedmill"),
+        ("feedmill\x06\x163", "feedmill\x06\x16?"),
+        ("unacked", "unacked"),
+        ("celery-task-meta-1", "celery-task-meta-*"),
+        ("1f.reply.celery.pidbox", "*.reply.celery.pidbox*"),
+    ],
+)
+def test_the_row_of_a_key(name: str, pattern: str) -> None:
+    key = find(name)
+    assert key
+    assert key.pattern == pattern
+
+
+def test_a_key_of_somebody_else_has_none() -> None:
+    assert find("session:42") is None
+    assert find("feedmill:surprise") is None
+    assert all(key.bound for key in TABLE)
