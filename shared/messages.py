@@ -103,17 +103,24 @@ class Post(BaseModel):
             raise PostRefused(str(post_id)[:128] if post_id else None, *first_problem(error)) from None
 
 
-def _split(value: object) -> object:
-    """A string is split on commas, as in transformers' zero-shot pipeline; a list is left as it is."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+def _described(value: object) -> object:
+    """Labels with their descriptions, from a mapping, or from names that describe themselves.
+
+    A string is split on commas, as in transformers' zero-shot pipeline; a list is left as it is.
+    """
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        return value
+    twice = next((label for label in value if value.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the label {twice!r} is named twice")
+    return {label: label for label in value}
 
 
-def _some_and_none_twice(labels: tuple[str, ...]) -> tuple[str, ...]:
+def _some(labels: dict[str, str]) -> dict[str, str]:
     if not labels:
         raise ValueError("name at least one label")
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ValueError(f"the label {twice!r} is named twice")
     return labels
 
 
@@ -124,9 +131,9 @@ def _has_a_place(template: str) -> str:
 
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
-Labels = Annotated[
-    tuple[Label, ...], Field(max_length=256), AfterValidator(_some_and_none_twice), BeforeValidator(_split)
-]
+Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
+#: Label -> what stands for it in the template.
+Labels = Annotated[dict[Label, Description], Field(max_length=256), AfterValidator(_some), BeforeValidator(_described)]
 #: The sentence that a label is put into.
 Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
 

@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     #: auto takes float16 on CUDA, bfloat16 on a CPU that has it in hardware, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: Labels for messages that name none: comma-separated, or a JSON list.
+    #: Labels for messages that name none: comma-separated, or a JSON list, or a JSON object of descriptions by label.
     labels: Annotated[Labels, NoDecode] = DEFAULT_TOPICS
     #: The sentence a label is put into; {} marks the place.
     template: Template = "This post is about {}."
@@ -93,9 +93,9 @@ class Settings(BaseSettings):
 
     @field_validator("labels", mode="before")
     @classmethod
-    def _json_list(cls, value: object) -> object:
-        """Labels that hold commas are given as a JSON list."""
-        return json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    def _from_json(cls, value: object) -> object:
+        """Labels that hold commas, or have descriptions, are given as JSON."""
+        return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
 
     @field_validator("redis_url")
     @classmethod
@@ -144,5 +144,5 @@ def load(**flags: Any) -> Settings:
         name = field.split(".")[0]
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
         raise SettingsError(f"{shown}: {reason}.") from None
-    except ValueError as error:  # a JSON list that is none
+    except ValueError as error:  # JSON that is none
         raise SettingsError(f"A {PREFIX} variable cannot be read: {error}") from None

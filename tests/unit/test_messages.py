@@ -92,7 +92,12 @@ def test_any_text_makes_a_post_or_a_refusal_and_survives_the_wire(title: str, bo
 
 @pytest.mark.parametrize("given_labels", ["a, b,c,", ["a", "b", "c"], ("a", "b", "c")])
 def test_labels_as_text_or_list(given_labels: object) -> None:
-    assert ClassifyOptions.parse({"labels": given_labels}).labels == ("a", "b", "c")
+    assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_labels_with_descriptions() -> None:
+    labels = {"film": "movies and television", "sea": "the sea"}
+    assert ClassifyOptions.parse({"labels": labels}).labels == labels
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,9 @@ def test_labels_as_text_or_list(given_labels: object) -> None:
         ({"labels": []}, "labels: name at least one label"),
         ({"labels": " , "}, "labels: name at least one label"),
         ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
-        ({"labels": ["a", 5]}, "labels.1: "),
+        ({"labels": ["a", 5]}, "labels.5.[key]: "),
+        ({"labels": {"a": ""}}, "labels.a: string should have at least 1 character"),
+        ({"labels": {}}, "labels: name at least one label"),
         ({"labels": [str(n) for n in range(257)]}, "labels: "),
         ({"template": "no place"}, "template: no {} in 'no place'"),
         ({"multi_label": "maybe"}, "multi_label: "),
@@ -116,7 +123,7 @@ def test_wrong_options_are_refused_with_the_reason(options: dict[str, object], w
 
 def test_options_travel_without_their_defaults() -> None:
     assert ClassifyOptions().arguments() == {}
-    assert ClassifyOptions.parse({"labels": "a", "strict": True}).arguments() == {"labels": ["a"], "strict": True}
+    assert ClassifyOptions.parse({"labels": "a", "strict": True}).arguments() == {"labels": {"a": "a"}, "strict": True}
 
 
 def test_fingerprints_tell_apart_what_differs() -> None:

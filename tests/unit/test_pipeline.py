@@ -35,7 +35,7 @@ class StandIn:
     def warm_up(self) -> None: ...
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        if options.labels == ("unservable",):
+        if options.labels == {"unservable": "unservable"}:
             raise RequestRefused("labels: this model cannot serve them")
         return LABELS
 

@@ -46,9 +46,11 @@ def test_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load().labels == DEFAULT_TOPICS
     assert len(DEFAULT_TOPICS) == 16
     monkeypatch.setenv("FEEDMILL_LABELS", "a, b")
-    assert load().labels == ("a", "b")
+    assert load().labels == {"a": "a", "b": "b"}
     monkeypatch.setenv("FEEDMILL_LABELS", '["a, b", "c"]')
-    assert load().labels == ("a, b", "c")
+    assert load().labels == {"a, b": "a, b", "c": "c"}
+    monkeypatch.setenv("FEEDMILL_LABELS", '{"film": "movies, television"}')
+    assert load().labels == {"film": "movies, television"}
 
 
 def test_the_password_is_never_shown() -> None:

@@ -88,6 +88,13 @@ def test_the_template_decides(classifier: Similarity) -> None:
     assert plain != scores(classifier, TEXTS[:1], labels="sports,food")
 
 
+def test_a_description_stands_for_its_label(classifier: Similarity) -> None:
+    described = scores(classifier, TEXTS[:2], labels={"a": "sports", "b": "food"})
+    plain = scores(classifier, TEXTS[:2], labels="sports,food")
+    assert [list(found) for found in described] == [["a", "b"]] * 2
+    assert [list(found.values()) for found in described] == [list(found.values()) for found in plain]
+
+
 def test_label_sets_are_prepared_once_and_bounded(classifier: Similarity) -> None:
     first = classifier.label_set(ClassifyOptions.parse({"labels": "a"}))
     assert classifier.label_set(ClassifyOptions.parse({"labels": "a"})) is first

@@ -43,27 +43,21 @@ class Similarity:
             settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens
         )
         self._engine.tokenizer.enable_truncation(self._max_tokens)
-        self._label_sets: OrderedDict[tuple[tuple[str, ...], str, bool], LabelSet] = OrderedDict()
+        self._label_sets: OrderedDict[str, LabelSet] = OrderedDict()
 
     def warm_up(self) -> None:
         rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
         self.forward(rows[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        labels = options.labels or self._settings.labels
+        described = options.labels or self._settings.labels
         template = options.template or self._settings.template
-        key = (labels, template, options.multi_label)
+        multi_label = options.multi_label
+        key = json.dumps([described, template, multi_label])
         if key not in self._label_sets:
-            recipe = digest(
-                "similarity",
-                self.weights.sha256,
-                str(self._max_tokens),
-                template,
-                str(options.multi_label),
-                *labels,
-            )
-            tokens = self._tokenize([template.replace("{}", label) for label in labels])
-            self._label_sets[key] = LabelSet(labels, options.multi_label, recipe, tokens)
+            recipe = digest("similarity", self.weights.sha256, str(self._max_tokens), key)
+            tokens = self._tokenize([template.replace("{}", description) for description in described.values()])
+            self._label_sets[key] = LabelSet(tuple(described), multi_label, recipe, tokens)
             if len(self._label_sets) > LABEL_SETS:
                 self._label_sets.popitem(last=False)
         self._label_sets.move_to_end(key)
