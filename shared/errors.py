@@ -84,6 +84,7 @@ class MessageFailed(FeedmillError):  # noqa: N818
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """The first problem of a pydantic error, as (field, reason) for a person to read."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = ".".join(str(part) for part in problem["loc"]) or "the object"
+    # pydantic marks what is wrong with a mapping's key by "[key]".
+    field = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "the object"
     reason = problem["msg"].removeprefix("Value error, ")
     return field, reason[0].lower() + reason[1:]

@@ -9,7 +9,7 @@ from shared.errors import SettingsError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: Tokens of one padded micro-batch where the setting `token_budget` is unset. On a CPU larger batches fall out
-#: of its caches (measured: docs/measurements); a GPU needs them to be busy.
+#: of its caches (measured: benchmarks/README.md); a GPU needs them to be busy.
 CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 65_536
 
 

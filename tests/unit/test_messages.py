@@ -106,7 +106,7 @@ def test_labels_with_descriptions() -> None:
         ({"labels": []}, "labels: name at least one label"),
         ({"labels": " , "}, "labels: name at least one label"),
         ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
-        ({"labels": ["a", 5]}, "labels.5.[key]: "),
+        ({"labels": ["a", 5]}, "labels.5: "),
         ({"labels": {"a": ""}}, "labels.a: string should have at least 1 character"),
         ({"labels": {}}, "labels: name at least one label"),
         ({"labels": [str(n) for n in range(257)]}, "labels: "),
