@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,6 +130,8 @@ def flower(
     redis_url: RedisUrl = None,
 ) -> None:
     """Run Flower, the dashboard of queue, workers and messages."""
+    if find_spec("flower") is None:
+        raise UserError("Flower is not installed: `pip install 'feedmill[monitor]'` brings it.")
     settings = _settings(redis_url=redis_url)
     make_app(settings).start(["flower", f"--address={address}", f"--port={port}"])
 

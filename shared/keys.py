@@ -38,6 +38,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key("celery-task-meta-*", "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
+    Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),
     Key("unacked", "hash", "kombu, what workers hold", "window_rows of each worker"),
     Key("unacked_index", "zset", "kombu, when they took it", "window_rows of each worker"),
     Key("unacked_mutex", "string", "kombu, one sweep at a time", "ttl"),

@@ -9,7 +9,7 @@ from typing import Any
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import MessageFailed, RequestRefused
 from shared.settings import Settings, load
-from workers.pipeline import Message
+from workers.message import Message
 
 #: The message that the pool has finished and whose task Celery's tracer now runs, on the same thread.
 IN_HAND: ContextVar[Message | None] = ContextVar("IN_HAND", default=None)

@@ -43,7 +43,8 @@ from shared.settings import Settings
 from workers import device
 from workers.app import IN_HAND
 from workers.classifiers.similarity import Similarity
-from workers.pipeline import Message, Pipeline
+from workers.message import Message
+from workers.pipeline import Pipeline
 from workers.weights import locate
 
 logger = logging.getLogger(__name__)

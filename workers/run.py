@@ -10,6 +10,7 @@ from celery.signals import setup_logging
 from shared import logs
 from shared.settings import Settings
 from workers.app import make_worker_app
+from workers.pool import DevicePool
 
 
 def run_worker(settings: Settings, name: str | None) -> int:
@@ -25,6 +26,7 @@ def run_worker(settings: Settings, name: str | None) -> int:
     worker = make_worker_app(settings).Worker(
         hostname=node if "@" in node else f"{node}@{socket.gethostname()}",
         quiet=True,
+        pool_cls=DevicePool,
         # Every worker listening to every other worker's events costs with the square of their number.
         without_gossip=True,
     )

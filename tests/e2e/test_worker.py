@@ -1,7 +1,10 @@
 """A real worker process on a real Redis, as other applications meet it: through plain Celery, by task name."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,54 @@ def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, setting
     assert held == 0
     # Whole messages: what was begun is finished, what was not is back in the queue.
     assert store.counters().stored + 32 * waiting == 640
+
+
+def test_connections_that_are_cut(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """What came over the lost connection is delivered again; every post is stored, and none twice."""
+    posts = make_posts(600)
+    store = ResultsStore(connect(settings), settings)
+    with working(redis, tmp_path) as worker:
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        for kind in ("normal", "pubsub"):
+            redis.client.client_kill_filter(_type=kind, skipme=True)
+        wait_until(lambda: store.counters().stored == len(posts), "all are stored")
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        assert worker.end(signal.SIGTERM) == 0, worker.text()
+    assert redis.client.xlen(RESULTS_STREAM) == len(posts)
+
+
+BROKEN_WORKER = """
+import sys
+from shared import logs
+from shared.settings import load
+from workers.classifiers.similarity import Similarity
+from workers.run import run_worker
+
+def broken(*_):
+    raise AssertionError("a bug in this test's writer thread")
+
+Similarity.finish = broken
+settings = load()
+logs.configure(settings)
+sys.exit(run_worker(settings, "broken"))
+"""
+
+
+def test_a_worker_whose_thread_dies_ends_and_gives_back(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(100))
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", BROKEN_WORKER],
+        cwd=tmp_path,
+        env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "the writer thread died; this worker ends, its messages go back to the queue" in ended.stderr
+    assert queue_depth(redis.client, "feedmill") == (4, 0)
 
 
 @pytest.mark.parametrize(

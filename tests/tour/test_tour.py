@@ -20,7 +20,8 @@ from tests.support import RedisServer, wait_until
 from workers import device
 from workers.classifiers import Row
 from workers.classifiers.similarity import Similarity
-from workers.pipeline import Message, Pipeline
+from workers.message import Message
+from workers.pipeline import Pipeline
 from workers.weights import locate
 from workers.window import Window
 

@@ -15,7 +15,8 @@ from shared.settings import Settings
 from tests.support import wait_until
 from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
-from workers.pipeline import Message, Pipeline
+from workers.message import Message
+from workers.pipeline import Pipeline
 from workers.weights import Weights
 
 LABELS = LabelSet(("good", "bad"), False, "recipe", [[1], [2]])

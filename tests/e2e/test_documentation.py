@@ -1,0 +1,57 @@
+"""What the documentation shows, run as it stands."""
+
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from feedmill.stack import free_port
+from tests.support import RedisServer, redis_servers, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [text for marked, text in found if marked == language]
+
+
+def test_sending_from_another_application(served: RedisServer, tmp_path: Path) -> None:
+    (program,) = blocks("docs/messages.md", "python")
+    (printed,) = blocks("docs/messages.md", "")
+    program = program.replace("redis://127.0.0.1:6379/0", served.url)
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert said.stdout == printed, said.stderr
+
+
+def test_the_redis_configuration(tmp_path: Path) -> None:
+    path = redis_servers().get("system")
+    if path is None:
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    port = free_port()
+    server = subprocess.Popen(
+        [path, str(ROOT / "docker" / "redis.conf"), "--port", str(port)], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    try:
+        client = Redis(port=port, decode_responses=True, socket_connect_timeout=1)
+        wait_until(lambda: _answers(client), "redis-server answers", 10)
+        found = client.config_get("*")
+        assert found["maxmemory-policy"] == "noeviction"
+        assert (found["appendonly"], found["appendfsync"]) == ("yes", "everysec")
+        client.close()
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def _answers(client: Redis) -> bool:
+    with suppress(RedisFault):
+        return bool(client.ping())
+    return False
