@@ -78,7 +78,7 @@ def _report(
     correct = sum(post.topic == found.label for post, found in results)
     efficiency = worker_statistics(make_app(stack.settings))[WORKER_NODE]["padding_efficiency"]
     shown = sorted(results, key=lambda result: result.post.id)
-    console.print(_table(shown if show_all else list(_one_a_topic(shown))))
+    console.print(_table(shown if show_all else list(_one_a_topic(shown)), console.width))
     if not show_all:
         console.print(f"[dim]One post of each topic; `feedmill demo --all` shows all {len(results)}.[/]")
     console.print(
@@ -107,13 +107,17 @@ def _one_a_topic(results: Sequence[Result]) -> Iterator[Result]:
             yield result
 
 
-def _table(results: Sequence[Result]) -> Table:
-    table = Table("post", "topic", "label", "score")
+def _table(results: Sequence[Result], width: int) -> Table:
+    table = Table()
+    # The other columns and the frame take 46 characters.
+    table.add_column("post", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 46))
+    for name, width in (("topic", 14), ("label", 14), ("score", 5)):
+        table.add_column(name, no_wrap=True, min_width=width)
     for post, found in results:
         title = " ".join((post.title or post.body).split())
         agrees = "green" if found.label == post.topic else "red"
         table.add_row(
-            escape(title if len(title) <= 60 else f"{title[:59]}…"),
+            escape(title),
             post.topic,
             f"[{agrees}]{found.label}[/]",
             f"{found.scores[found.label]:.2f}",
