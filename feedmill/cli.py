@@ -23,7 +23,7 @@ from producers.files import BadRecord, read
 from producers.push import Pusher
 from shared import logs
 from shared.broker import connect, make_app, told_plainly
-from shared.errors import RequestRefused, SettingsError, UserError
+from shared.errors import InputError, RequestRefused, SettingsError, UserError
 from shared.messages import Classification, ClassifyOptions, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings, load
@@ -153,34 +153,60 @@ def enqueue(
     except RequestRefused as refused:
         raise SettingsError(f"--{str(refused).replace('_', '-')}.") from None
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    bad: list[BadRecord] = []
+    reading = _Reading(file, notes)
     pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with told_plainly(settings), Progress(*columns, console=notes, transient=True) as progress:
         bar = progress.add_task("reading", total=None)
 
         def posts() -> Iterator[Post]:
-            for number, item in enumerate(read(file), 1):
-                if isinstance(item, Post):
-                    yield item
-                else:
-                    bad.append(item)
-                    if len(bad) <= BAD_RECORDS_SHOWN:
-                        kept = "skipped" if item.skipped else "kept without it"
-                        notes.print(f"{escape(f'{item.where}: {item.reason}')} [dim]({kept})[/]")
+            for number, post in enumerate(reading.posts(), 1):
                 if number % 100 == 0:
                     waiting = "; the queue is full, waiting" if pusher.waiting else ""
                     progress.update(bar, description=f"{number:,} read, {pusher.sent:,} sent{waiting}")
+                yield post
 
         pusher.push(posts())
-    skipped = sum(record.skipped for record in bad)
-    if len(bad) > BAD_RECORDS_SHOWN:
-        notes.print(f"… and {len(bad) - BAD_RECORDS_SHOWN:,} more records with something wrong")
-    typer.echo(
-        f"{pusher.sent:,} posts sent in {pusher.messages:,} messages, {pusher.skipped:,} skipped as sent before, "
-        f"{skipped:,} skipped as bad"
-    )
-    raise typer.Exit(1 if skipped else 0)
+    if reading.wrong > BAD_RECORDS_SHOWN:
+        notes.print(f"… and {reading.wrong - BAD_RECORDS_SHOWN:,} more records with something wrong")
+    if reading.records or not reading.broken:
+        typer.echo(
+            f"{pusher.sent:,} posts sent in {pusher.messages:,} messages, {pusher.skipped:,} skipped as sent before, "
+            f"{reading.skipped:,} skipped as bad"
+        )
+    if reading.broken:
+        raise reading.broken
+    raise typer.Exit(1 if reading.skipped else 0)
+
+
+class _Reading:
+    """The posts of a file, while what is wrong with the other records is shown and counted.
+
+    A file that breaks off costs none of the posts before: the error waits in `broken`.
+    """
+
+    def __init__(self, file: str, notes: Console) -> None:
+        self._file, self._notes = file, notes
+        self.records = self.wrong = self.skipped = 0
+        self.broken: InputError | None = None
+
+    def posts(self) -> Iterator[Post]:
+        try:
+            for item in read(self._file):
+                self.records += 1
+                if isinstance(item, Post):
+                    yield item
+                else:
+                    self._tell(item)
+        except InputError as error:
+            self.broken = error
+
+    def _tell(self, bad: BadRecord) -> None:
+        self.wrong += 1
+        self.skipped += bad.skipped
+        if self.wrong <= BAD_RECORDS_SHOWN:
+            what = escape(f"{bad.where}: {bad.reason}")
+            self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without it'})[/]")
 
 
 @results_app.callback()

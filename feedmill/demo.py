@@ -17,6 +17,7 @@ from feedmill.stack import WORKER_NODE, Stack, ended_by_signals
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app
+from shared.errors import StackError
 from shared.messages import ClassifyOptions, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -76,7 +77,10 @@ def _report(
 ) -> None:
     results = ResultsStore(connect(stack.settings), stack.settings).latest(len(posts))
     correct = sum(post.topic == found.label for post, found in results)
-    efficiency = worker_statistics(make_app(stack.settings))[WORKER_NODE]["padding_efficiency"]
+    statistics = worker_statistics(make_app(stack.settings)).get(WORKER_NODE)
+    if statistics is None:
+        raise StackError(f"the worker does not answer. See {stack.settings.data_folder}.")
+    efficiency = statistics["padding_efficiency"]
     shown = sorted(results, key=lambda result: result.post.id)
     console.print(_table(shown if show_all else list(_one_a_topic(shown)), console.width))
     if not show_all:
@@ -111,8 +115,8 @@ def _table(results: Sequence[Result], width: int) -> Table:
     table = Table()
     # The other columns and the frame take 46 characters.
     table.add_column("post", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 46))
-    for name, width in (("topic", 14), ("label", 14), ("score", 5)):
-        table.add_column(name, no_wrap=True, min_width=width)
+    for name, least in (("topic", 14), ("label", 14), ("score", 5)):
+        table.add_column(name, no_wrap=True, min_width=least)
     for post, found in results:
         title = " ".join((post.title or post.body).split())
         agrees = "green" if found.label == post.topic else "red"

@@ -29,6 +29,8 @@ from shared.broker import connect, make_app
 from shared.errors import StackError
 from shared.settings import PREFIX, STACK_FILE, Settings
 
+#: Loaded here, not between fork and exec.
+LIBC = ctypes.CDLL(None)
 #: From <sys/prctl.h>: the signal that this process gets when its parent dies.
 PR_SET_PDEATHSIG = 1
 #: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
@@ -55,7 +57,7 @@ class Child:
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, orphaned)
+            LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
             if os.getppid() != parent:  # it died before the line above
                 os._exit(1)
 
@@ -111,7 +113,10 @@ class Stack:
     """
 
     def __init__(self, settings: Settings, folder: Path, durable: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StackError(f"The data folder {folder} cannot be made: {error.strerror}.") from None
         self._folder = folder
         self._durable = durable
         self._port = free_port()
@@ -121,7 +126,13 @@ class Stack:
         self._flower_port = free_port()
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
         # Passwords travel in the environment and through a pipe: `ps` shows neither.
-        self._environment = os.environ | {f"{PREFIX}REDIS_URL": url, f"{PREFIX}DATA_FOLDER": str(folder)}
+        self._environment = os.environ | {
+            f"{PREFIX}REDIS_URL": url,
+            f"{PREFIX}DATA_FOLDER": str(folder),
+            f"{PREFIX}LOG_FORMAT": settings.log_format,
+            # The children work in the data folder; a path is meant from here.
+            f"{PREFIX}MODEL": str(Path(settings.model).absolute()) if Path(settings.model).is_dir() else settings.model,
+        }
         self._children: list[Child] = []
         self._lock: IO[str] | None = None
         self._ends: list[float] = []
@@ -133,10 +144,10 @@ class Stack:
         yield self._start_redis()
         self.worker = self._start_worker()
         flower = self._start_flower()
-        flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
-        yield f"Flower at {self.flower_url}"
         self._await_worker()
         yield f"worker {WORKER_NODE}"
+        flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
+        yield f"Flower at {self.flower_url}"
         self._announce()
 
     def _take_folder(self) -> None:
@@ -195,9 +206,12 @@ class Stack:
         return flower
 
     def _hears_events(self) -> bool:
-        """Flower has subscribed to task events; those sent earlier would never reach it."""
+        """Flower has subscribed to task events; those sent earlier would never reach it.
+
+        The worker's own subscription, to remote control, is the first of the two.
+        """
         with connect(self.settings) as client:
-            return bool(client.pubsub_numpat())
+            return int(client.pubsub_numpat()) >= 2
 
     def _announce(self) -> None:
         """Tell other `feedmill` commands of this user where the stack is."""
@@ -252,7 +266,9 @@ def ended_by_signals() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored stays ignored: under nohup a closed terminal is no reason to end.
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in wanted}
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ def status(settings: Settings) -> Status:
 
 
 def worker_statistics(app: Celery) -> dict[str, dict[str, Any]]:
-    """What each worker's pool says of itself, by node name."""
+    """What each of our workers' pools says of itself, by node name; other Celery workers may share the Redis."""
     answers = app.control.inspect(timeout=1).stats() or {}
-    return {node: answer["pool"] for node, answer in sorted(answers.items())}
+    pools = {node: answer["pool"] for node, answer in sorted(answers.items())}
+    return {node: pool for node, pool in pools.items() if pool.get("implementation") == "workers.pool:DevicePool"}

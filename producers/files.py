@@ -109,10 +109,12 @@ def _open(path: str) -> Iterator[TextIOWrapper]:
 def _records(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
     """(line, record) for each record, in the format that the file's first character tells."""
     head = cast(BufferedReader, text.buffer).peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
-    if head.startswith(b"{"):
-        return _json_lines(text)
     if head.startswith(b"["):
         return _json_array(text)
+    # A damaged first line must not cost the lines after it.
+    first_line = head.partition(b"\n")[0].decode(errors="replace")
+    if head.startswith(b"{") or (b"\n{" in head and not _posts_columns(first_line)):
+        return _json_lines(text)
     return _csv(text, name)
 
 
@@ -135,9 +137,10 @@ def _json_array(text: TextIOWrapper) -> Iterator[tuple[int, Record]]:
     """The array's elements, one at a time: an array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
     held, line = "", 1
-    text.read(1)  # the bracket, or what stands before it
+    while (character := text.read(1)) != "[":  # what stands before the bracket is white space
+        line += character == "\n"
     while True:
-        separators = len(held) - len(held.lstrip(" \t\r\n,["))
+        separators = len(held) - len(held.lstrip(" \t\r\n,"))
         line += held.count("\n", 0, separators)
         held = held[separators:]
         if held.startswith("]"):
@@ -165,17 +168,15 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
     header_line = text.readline(CHUNK)
     if not header_line.strip():
         raise InputError(f"{name} is empty.")
-    delimiter = max(",;\t", key=header_line.count)
-    header = [
-        column.strip().lower().replace(" ", "_") for column in next(csv.reader([header_line], delimiter=delimiter))
-    ]
-    if not any(column in NAMES["title"] + NAMES["body"] for column in header):
+    delimiter, header = _columns(header_line)
+    if not _posts_columns(header_line):
         raise InputError(
             f"{name} is no JSON, and as CSV it has no column for a title or a body. Its columns: "
             f"{', '.join(header):.200}. Name one of them {' or '.join(NAMES['title'] + NAMES['body'])}."
         )
     csv.field_size_limit(MAX_RECORD)
-    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter)
+    # Strict: else a quotation mark that is never closed would swallow every row after it, and say nothing.
+    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter, strict=True)
     while True:
         line = rows.line_num + 2  # the header was line 1
         try:
@@ -183,12 +184,25 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, f"not CSV: {error}"
+            ended = "a quotation mark is opened here and never closed; the rest of the file is not read"
+            yield line, ended if "unexpected end" in str(error) else f"not CSV: {error}"
             continue
         if len(row) > len(header):
             yield line, f"{len(row)} fields under {len(header)} columns; is a quotation mark missing?"
         elif row:
             yield line, dict(zip(header, row, strict=False))
+
+
+def _columns(header_line: str) -> tuple[str, list[str]]:
+    """(delimiter, column names) of a CSV file's first line."""
+    delimiter = max(",;\t", key=header_line.count)
+    names = next(csv.reader([header_line], delimiter=delimiter), [])
+    return delimiter, [name.strip().lower().replace(" ", "_") for name in names]
+
+
+def _posts_columns(header_line: str) -> bool:
+    """Whether a CSV file with this first line holds posts."""
+    return any(column in NAMES["title"] + NAMES["body"] for column in _columns(header_line)[1])
 
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +236,7 @@ def _seconds(value: object) -> object:
             except ValueError:
                 continue
     # Seconds reach this in the year 5138, milliseconds did in 1973.
-    return value / 1000 if isinstance(value, int | float) and value > 1e11 else value
+    return value / 1000 if isinstance(value, int | float) and 1e11 < value < 1e15 else value
 
 
 def _iso(text: str) -> float:

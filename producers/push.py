@@ -39,8 +39,10 @@ class Pusher:
         self._settings = settings
         self._options = options
         self._again = again
-        #: Found unsent, but not yet published: the next look at Redis cannot know them.
+        #: Found unsent since Redis was last asked, or not yet published: Redis' answer does not know them.
         self._pending: set[Mark] = set()
+        #: Those of them that are published and marked by now.
+        self._remembered: list[Mark] = []
         self.sent = self.skipped = self.messages = 0
         #: The queue is full, and `push` waits.
         self.waiting = False
@@ -63,6 +65,8 @@ class Pusher:
         """The posts that are to be sent, each with its mark."""
         stream = iter(posts)
         while chunk := list(islice(stream, self._settings.posts_per_message)):
+            self._pending.difference_update(self._remembered)
+            self._remembered.clear()
             pipe: Any = self._redis.pipeline(transaction=False)
             marks = [self._mark(post) for post in chunk]
             for key, field in marks:
@@ -90,4 +94,4 @@ class Pusher:
             pipe.hset(key, field, int(time.time()))
             pipe.expire(key, self._settings.sent_ttl)
         pipe.execute()
-        self._pending.difference_update(marks)
+        self._remembered += marks

@@ -49,7 +49,8 @@ def make_app(settings: Settings) -> Application:
         worker_send_task_events=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
-        # A daemon outlives its Redis: it connects again for as long as it takes.
+        # A worker that has lost its connection connects again for as long as it takes. (With kombu's own transport it
+        # ends instead when Redis goes away while it holds messages: it has to be started again.)
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         worker_enable_prefetch_count_reduction=False,
@@ -66,7 +67,11 @@ def make_app(settings: Settings) -> Application:
 def connect(settings: Settings) -> Redis:
     """A client of the Redis that holds queue and results. Connects with its first command."""
     return Redis.from_url(
-        settings.broker_url, decode_responses=True, socket_connect_timeout=5, health_check_interval=30
+        settings.broker_url,
+        decode_responses=True,
+        socket_connect_timeout=5,
+        socket_timeout=30,
+        health_check_interval=30,
     )
 
 
@@ -75,15 +80,15 @@ def told_plainly(settings: Settings) -> Iterator[None]:
     """Turns a Redis that cannot be reached, or takes no more, into RedisError, a sentence for people."""
     try:
         yield
-    except (ConnectionFault, TimeoutFault, OperationalError) as fault:
+    except (ConnectionFault, TimeoutFault, OperationalError, OutOfMemoryError) as fault:
+        if "maxmemory" in str(fault):
+            raise RedisError(
+                f"Redis at {settings.redis_address} has reached its memory limit and takes nothing more. "
+                "Raise its `maxmemory`."
+            ) from None
         raise RedisError(
             f"Redis at {settings.redis_address} does not answer ({fault}). Nothing is running there, or the "
             f"password is wrong. Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
-        ) from None
-    except OutOfMemoryError:
-        raise RedisError(
-            f"Redis at {settings.redis_address} has reached its memory limit and takes nothing more. "
-            "Wait until workers have emptied the queue, or raise its `maxmemory`."
         ) from None
 
 

@@ -10,6 +10,7 @@ FeedmillError
  │   └─ RedisError       Redis does not answer, or refuses
  ├─ RequestRefused       a message's options are wrong; the message fails with this reason
  ├─ PostRefused          one post is bad; the others of its message go on
+ ├─ DeviceLost           the device's context is broken; the worker ends without acknowledging
  └─ MessageFailed        every post of a message failed, or any did with strict=true
 """
 
@@ -65,6 +66,10 @@ class PostRefused(FeedmillError):  # noqa: N818
         self.post_id = post_id
         self.field = field
         self.reason = reason
+
+
+class DeviceLost(FeedmillError):  # noqa: N818
+    """The device computes nothing more in this process. Its messages go back to the queue."""
 
 
 class MessageFailed(FeedmillError):  # noqa: N818

@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import to_json
 
 from shared.errors import PostRefused, RequestRefused, first_problem
 
@@ -34,6 +35,8 @@ MAX_POSTS_PER_MESSAGE = 1000
 MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
+#: Labels that one message may choose from, at most.
+MAX_LABELS = 256
 #: What Reddit puts in place of a body that is gone.
 GONE = frozenset({"[removed]", "[deleted]"})
 
@@ -78,7 +81,14 @@ class Post(BaseModel):
     @field_validator("extra")
     @classmethod
     def _extra_is_small(cls, value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-        if value is not None and (size := len(json.dumps(value))) > MAX_EXTRA_BYTES:
+        if value is None:
+            return None
+        try:
+            # Brackets around it stand for what it is stored within: there it lies deeper.
+            size = len(to_json([[[[value]]]])) - len("[[[[]]]]")
+        except ValueError:  # a lone surrogate, or nested too deeply: it could not be stored
+            raise ValueError("cannot be written as JSON in UTF-8") from None
+        if size > MAX_EXTRA_BYTES:
             raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are kept")
         return value
 
@@ -112,15 +122,20 @@ def _described(value: object) -> object:
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         return value
-    twice = next((label for label in value if value.count(label) > 1), None)
-    if twice is not None:
-        raise ValueError(f"the label {twice!r} is named twice")
-    return {label: label for label in value}
+    described: dict[str, str] = {}
+    for label in value[: MAX_LABELS + 1]:
+        name = label.strip() if isinstance(label, str) else label
+        if not isinstance(name, str):
+            raise ValueError(f"expected names, got {label!r:.80}")
+        if name in described:
+            raise ValueError(f"the label {name!r} is named twice")
+        described[name] = name
+    return described
 
 
 def _some(labels: dict[str, str]) -> dict[str, str]:
-    if not labels:
-        raise ValueError("name at least one label")
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise ValueError(f"name at least one label, and at most {MAX_LABELS}")
     return labels
 
 
@@ -133,7 +148,7 @@ def _has_a_place(template: str) -> str:
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
 Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
 #: Label -> what stands for it in the template.
-Labels = Annotated[dict[Label, Description], Field(max_length=256), AfterValidator(_some), BeforeValidator(_described)]
+Labels = Annotated[dict[Label, Description], AfterValidator(_some), BeforeValidator(_described)]
 #: The sentence that a label is put into.
 Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
 

@@ -5,6 +5,7 @@ Loading a bad value raises SettingsError, which names the variable and says what
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -100,14 +101,26 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_redis(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and urlsplit(value.get_secret_value()).scheme != "redis":
-            raise ValueError("must look like redis://:password@host:6379/0 (TLS and Sentinel come later)")
+        if value is None:
+            return None
+        try:
+            url = urlsplit(value.get_secret_value())
+            well_formed = (
+                url.scheme == "redis" and url.hostname and url.port != 0 and re.fullmatch(r"(/\d*)?", url.path)
+            )
+        except ValueError:  # the port is no number; the error would quote the password
+            well_formed = False
+        if not well_formed:
+            raise ValueError(
+                "must look like redis://:password@host:6379/0, with /, # and ? in the password percent-encoded "
+                "(TLS and Sentinel come later)"
+            )
         return value
 
     @field_validator("data_folder")
     @classmethod
     def _expand(cls, value: Path) -> Path:
-        return value.expanduser()
+        return value.expanduser().absolute()
 
     @property
     def broker_url(self) -> str:

@@ -41,6 +41,8 @@ def make_worker_app(settings: Settings) -> Application:
         worker_concurrency=1,
         # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
         worker_prefetch_multiplier=settings.window_rows,
+        # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue.
+        worker_eta_task_limit=2 * settings.window_rows,
     )
     app.steps["consumer"].add("workers.pool:WindowGate")
     # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.

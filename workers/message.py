@@ -10,6 +10,9 @@ from typing import Any
 from shared.errors import MessageFailed, RequestRefused
 from shared.messages import MAX_POSTS_PER_MESSAGE, ClassifyOptions, Outcome, Post, PostError, parse_posts
 
+#: Seconds since 1970 in the year 5138: what a header says beyond is no time.
+LATEST = 1e11
+
 
 class Message:
     """One message inside the worker: its posts, and an outcome for each as they come.
@@ -19,7 +22,8 @@ class Message:
 
     def __init__(self, arguments: dict[str, Any], sent_at: object, ticket: Any = None) -> None:
         self.arguments = dict(arguments)
-        self.sent_at = float(sent_at) if isinstance(sent_at, int | float) else None
+        #: Seconds since 1970, where the sender said so.
+        self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < LATEST else None
         self.ticket = ticket
         posts = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = posts if isinstance(posts, list) else []

@@ -19,7 +19,7 @@ from typing import Any
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import RequestRefused
+from shared.errors import DeviceLost, RequestRefused
 from shared.messages import Classification, Outcome, Post, PostError, fingerprint
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -222,6 +222,8 @@ class Pipeline:
         began = time.monotonic()
         try:
             outputs = self._classifier.forward(rows)
+        except DeviceLost:
+            raise
         except Exception as error:
             if len(rows) == 1:
                 logger.exception("post %s cannot be classified", rows[0].owner.post.id)

@@ -204,6 +204,8 @@ class DevicePool(BasePool):
         """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis."""
         deadline = time.monotonic() + self.settings.drain
         while self._held and not self.pipeline.failure and time.monotonic() < deadline:
+            if state.should_terminate is not None:
+                break  # asked a second time
             try:
                 self._deliveries.get(timeout=0.1)()
             except queue.Empty:
@@ -213,6 +215,10 @@ class DevicePool(BasePool):
         if self._held:
             logger.warning("%d messages go back to the queue unfinished", len(self._held))
         self.pipeline.stop()
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002 - Celery's signature
+        """The one process here serves every message; what is on the device is finished."""
+        logger.warning("a message cannot be terminated by itself; it is finished")
 
     def on_terminate(self) -> None:
         self.pipeline.stop(seconds=1.0)

@@ -1,11 +1,14 @@
 """The `feedmill` command as a person meets it: what it prints, and its exit status."""
 
+import gzip
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from celery import Celery
 
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
@@ -30,6 +33,45 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     assert "(kept without it)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert again.stdout == "0 posts sent in 0 messages, 2 skipped as sent before, 1 skipped as bad\n"
+
+
+def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl.gz"
+    # In pieces, each with an end of its own: what breaks off is the last one alone.
+    packed = [gzip.compress(as_jsonl([post]).encode()) for post in make_posts(101)]
+    path.write_bytes(b"".join(packed)[:-10])
+    said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 2
+    assert said.stdout.startswith("100 posts sent in 4 messages")
+    assert "cannot be read to its end" in said.stderr
+
+
+def test_a_full_redis(redis: RedisServer, tmp_path: Path) -> None:
+    redis.client.config_set("maxmemory", 1)
+    try:
+        said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
+    finally:
+        redis.client.config_set("maxmemory", 0)
+    assert said.returncode == 2
+    assert "has reached its memory limit" in said.stderr
+
+
+def test_other_celery_workers_are_left_out(redis: RedisServer, tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-P", "-m", "celery", "-b", redis.url, "worker", "--pool", "solo", "-n", "other@elsewhere"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        answers = Celery(broker=redis.url, set_as_current=False).control.inspect(timeout=1)
+        wait_until(answers.ping, "the other worker answers")
+        said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    finally:
+        other.kill()
+        other.wait()
+    assert said.returncode == 0, said.stderr
+    assert "none answers" in said.stdout
 
 
 def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None:
@@ -104,8 +146,6 @@ def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:
 
 def test_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
     """The installed command does not see it; `python -m`, which puts the folder first, names both paths."""
-    import subprocess  # noqa: PLC0415
-
     for name in ("shared", "workers", "producers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")

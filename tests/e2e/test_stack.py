@@ -56,6 +56,13 @@ def test_nothing_outlives_the_demo(tmp_path: Path, how: signal.Signals) -> None:
         wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
 
 
+def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
+    assert said.returncode == 2
+    assert f"The data folder {tmp_path / 'file'} cannot be made" in said.stderr
+
+
 def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
     said = feedmill("demo", cwd=tmp_path, TMPDIR=str(tmp_path), FEEDMILL_MODEL="/no/such/model")
     assert said.returncode == 2
@@ -66,7 +73,7 @@ def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:
-    data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    data = {"FEEDMILL_DATA_FOLDER": "data"}
     posts = make_posts(40)
     for run in range(2):
         with running("up", cwd=tmp_path, **data) as up:
@@ -99,7 +106,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("FLOWER_UNAUTHENTICATED_API", "true")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
-        assert [line.split()[0] for line in made.start()] == ["redis-server", "Flower", "worker"]
+        assert [line.split()[0] for line in made.start()] == ["redis-server", "worker", "Flower"]
         yield made
     finally:
         made.stop()

@@ -45,6 +45,16 @@ def test_the_same_post_twice_in_one_go(settings: Settings) -> None:
     assert (pushing.sent, pushing.skipped) == (100, 2)
 
 
+def test_the_same_post_again_when_its_message_has_just_gone(settings: Settings) -> None:
+    """Redis was asked about a chunk before the message that the chunk completes was sent."""
+    small = settings.model_copy(update={"posts_per_message": 4})
+    pusher(small).push(make_posts(1))
+    pushing = pusher(small)
+    known, *new = make_posts(8)
+    pushing.push([known, *new[:3], new[3], new[0], new[3], new[4]])
+    assert (pushing.sent, pushing.skipped) == (5, 3)
+
+
 @pytest.mark.parametrize("what", ["text", "labels", "again"])
 def test_another_text_or_other_labels_are_sent(settings: Settings, what: str) -> None:
     post = Post(id="1", title="one")

@@ -152,6 +152,31 @@ def test_bytes_that_are_no_utf8_do_not_lose_the_post(tmp_path: Path) -> None:
     assert post.title == "caf�"
 
 
+def test_a_quotation_mark_that_is_never_closed_is_told(tmp_path: Path) -> None:
+    good, bad = both(tmp_path, 'id,title\n1,x\n2,"y\n3,z\n')
+    assert [post.id for post in good] == ["1"]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3"]
+    assert "never closed" in bad[0].reason
+
+
+def test_a_damaged_first_line_does_not_cost_the_others(tmp_path: Path) -> None:
+    good, bad = both(tmp_path, '"id": 1, "title": "x"}\n{"id": 2, "title": "y"}\n')
+    assert [post.id for post in good] == ["2"]
+    assert len(bad) == 1
+
+
+def test_lists_within_the_list_are_named(tmp_path: Path) -> None:
+    good, bad = both(tmp_path, '\n[[{"id": 1, "title": "x"}],\n{"id": 2, "title": "y"}]')
+    assert [post.id for post in good] == ["2"]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["2"]
+
+
+def test_numbers_that_are_no_times(tmp_path: Path) -> None:
+    good, bad = both(tmp_path, f'{{"id": 1, "title": "x", "created_utc": 1{"0" * 400}}}\n{{"id": 2, "title": "y"}}')
+    assert [(post.id, post.created_utc) for post in good] == [("1", None), ("2", None)]
+    assert [record.skipped for record in bad] == [False]
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

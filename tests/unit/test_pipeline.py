@@ -8,7 +8,7 @@ import pytest
 import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 
-from shared.errors import MessageFailed, RequestRefused
+from shared.errors import DeviceLost, MessageFailed, RequestRefused
 from shared.messages import ClassifyOptions
 from shared.results import Result
 from shared.settings import Settings
@@ -48,6 +48,8 @@ class StandIn:
     def forward(self, rows: Sequence[Row]) -> Any:
         self.gate.wait()
         self.batches.append(len(rows))
+        if any("lose the device" in row.owner.post.text for row in rows):
+            raise DeviceLost("the device is gone")
         if any("poison" in row.owner.post.text for row in rows):
             raise ValueError("cannot read this")
         return [float("nan") if "overflow" in row.owner.post.text else 0.75 for row in rows]
@@ -150,6 +152,18 @@ def test_one_poison_post_fails_alone(owner: Owner) -> None:
     assert [outcome["id"] for outcome in found if "error" in outcome] == ["20"]
     assert found[20]["error"] == "ValueError: cannot read this"
     assert len(owner.store.written) == 40
+
+
+def test_a_lost_device_ends_the_worker_rather_than_failing_the_queue(owner: Owner) -> None:
+    message = owner.send("fine", "lose the device", "fine")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert isinstance(owner.pipeline.failure, DeviceLost)
+    assert message not in owner.finished
+
+
+@pytest.mark.parametrize("sent_at", [None, "now", 10**400, float("nan"), -1.0, [1.0]])
+def test_a_time_of_sending_that_is_none(sent_at: object) -> None:
+    assert Message({}, sent_at).sent_at is None
 
 
 def test_scores_that_are_not_finite_are_an_error(owner: Owner) -> None:

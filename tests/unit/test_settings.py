@@ -26,7 +26,10 @@ def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),
         ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: "),
         ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: no {} in 'x'"),
-        ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: "),
+        ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: must look like redis://"),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", "FEEDMILL_REDIS_URL: must look like redis://"),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", "FEEDMILL_REDIS_URL: must look like redis://"),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", "FEEDMILL_REDIS_URL: must look like redis://"),
         ("FEEDMILL_DRAIN", "0", "FEEDMILL_DRAIN: "),
     ],
 )
@@ -35,6 +38,12 @@ def test_a_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: s
     with pytest.raises(SettingsError) as error:
         load()
     assert str(error.value).startswith(words)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_data_folder_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(data_folder="mill").data_folder == tmp_path / "mill"
 
 
 def test_a_bad_flag_is_named_as_a_flag() -> None:

@@ -139,6 +139,16 @@ def test_models_that_are_no_sentence_models(tmp_path: Path, pooling: object, wor
         Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
 
 
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [('[{"type": "sentence_transformers.models.Dense"}]', "has a module Dense"), ("{", "modules.json cannot be read")],
+)
+def test_models_with_parts_that_would_be_left_out(tmp_path: Path, modules: str, words: str) -> None:
+    (tmp_path / "modules.json").write_text(modules)
+    with pytest.raises(ModelError, match=words):
+        Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
+
+
 def test_a_folder_that_transformers_cannot_load(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')

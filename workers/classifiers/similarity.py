@@ -9,6 +9,8 @@ probabilities, softmax(20 · cosine): all-MiniLM-L6-v2 was trained on exactly th
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import normalize
@@ -103,13 +105,18 @@ class Similarity:
 
 def _pooling(weights: Weights) -> str:
     """How the model pools token embeddings: mean or cls."""
+    modules = weights.folder / "modules.json"
+    if modules.is_file():
+        kinds = {str(module.get("type", "")).rpartition(".")[2] for module in _json(modules)}
+        if odd := kinds - {"Transformer", "Pooling", "Normalize"}:
+            raise ModelError(f"{modules} has a module {odd.pop()}, which is not supported yet.")
     path = weights.folder / "1_Pooling" / "config.json"
     if not path.is_file():
         raise ModelError(
             f"{weights.folder} is no sentence-transformers model: it has no 1_Pooling/config.json. "
             "Classifying by similarity needs one."
         )
-    modes = json.loads(path.read_text())
+    modes = _json(path)
     for mode, name in (("pooling_mode_mean_tokens", "mean"), ("pooling_mode_cls_token", "cls")):
         if modes.get(mode):
             return name
@@ -119,4 +126,12 @@ def _pooling(weights: Weights) -> str:
 def _max_tokens(weights: Weights) -> int | None:
     """The length that the model was made for, special tokens included, where its folder says so."""
     path = weights.folder / "sentence_bert_config.json"
-    return json.loads(path.read_text()).get("max_seq_length") if path.is_file() else None
+    return _json(path).get("max_seq_length") if path.is_file() else None
+
+
+def _json(path: Path) -> Any:
+    """Raises ModelError."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoTokenizer
 
-from shared.errors import ModelError
+from shared.errors import DeviceLost, ModelError
 from workers.device import Device
 from workers.weights import Weights
 
@@ -31,22 +31,22 @@ class TorchEngine:
                 use_safetensors=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(weights.folder, local_files_only=True)
+            #: The Rust tokenizer itself: it releases the GIL, which the Python one around it does not.
+            self.tokenizer = tokenizer.backend_tokenizer
+            self.max_tokens: int = self.model.config.max_position_embeddings
         except Exception as error:  # a broken folder fails in as many ways as it has files
             raise ModelError(f"The model in {weights.folder} cannot be loaded by transformers: {error}") from error
         self.model.to(device.torch).eval()
-        #: The Rust tokenizer itself: it releases the GIL, which the Python one around it does not.
-        self.tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may pad every row to one length; rows here keep their own.
         self.tokenizer.no_padding()
         self._pad_id = tokenizer.pad_token_id or 0
-        self.max_tokens: int = self.model.config.max_position_embeddings
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Sequence[int]]) -> tuple[Any, torch.Tensor]:
         """Run one micro-batch.
 
         rows: token ids of each row. Returns the model's output and the mask [rows, longest] of real tokens,
-        both on the device.
+        both on the device. Raises DeviceLost.
         """
         longest = max(map(len, rows))
         ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
@@ -58,5 +58,9 @@ class TorchEngine:
         attention_mask = torch.from_numpy(mask).to(self.device.torch)
         # Attention with a mask is slower than without one: a batch without padding needs none.
         padded = bool(mask.size != mask.sum())
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask if padded else None)
+        try:
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask if padded else None)
+        except torch.AcceleratorError as error:
+            # Not out of memory, which is another class: after this every further call fails as well.
+            raise DeviceLost(str(error)) from error
         return output, attention_mask
