@@ -23,7 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from shared.errors import PostRefused, RequestRefused, first_problem
 
@@ -85,9 +85,11 @@ class Post(BaseModel):
             return None
         try:
             # Brackets around it stand for what it is stored within: there it lies deeper.
-            size = len(to_json([[[[value]]]])) - len("[[[[]]]]")
-        except ValueError:  # a lone surrogate, or nested too deeply: it could not be stored
-            raise ValueError("cannot be written as JSON in UTF-8") from None
+            written = to_json([[[[value]]]])
+            from_json(written)
+        except ValueError:  # a lone surrogate, or nested too deeply: it could not be stored, or not be read again
+            raise ValueError("cannot be written as JSON in UTF-8 and read again") from None
+        size = len(written) - len("[[[[]]]]")
         if size > MAX_EXTRA_BYTES:
             raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are kept")
         return value
