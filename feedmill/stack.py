@@ -191,7 +191,7 @@ class Stack:
     def _start_worker(self) -> Child:
         command = [*python_command(), "worker", "--name", WORKER_NODE]
         worker = Child("worker", command, self._folder, self._environment)
-        self._children.insert(0, worker)  # stopped first, while Redis still takes its acknowledgements
+        self._children.insert(0, worker)  # stopped before Redis, which is to take its acknowledgements
         return worker
 
     def _await_worker(self) -> None:

