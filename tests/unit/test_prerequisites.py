@@ -1,5 +1,6 @@
 """feedmill/prerequisites.py and the way to a redis-server: one sentence before anything is downloaded."""
 
+import os
 import platform
 import shutil
 import sys
@@ -21,7 +22,7 @@ def fake_server(folder: Path, name: str, version: str) -> str:
 
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _, **__: None)
 
 
 def test_this_machine_has_what_is_needed() -> None:
@@ -54,8 +55,18 @@ def test_the_system_s_server_is_taken_when_it_is_new_enough(
     paths = {"redis-server": fake_server(tmp_path, "redis-server", redis)}
     if valkey:
         paths["valkey-server"] = fake_server(tmp_path, "valkey-server", valkey)
-    monkeypatch.setattr(shutil, "which", paths.get)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: paths.get(name))
     assert installed_redis_server() == (str(tmp_path / expected) if expected else None)
+
+
+def test_the_server_of_the_virtual_environment_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "venv" / "bin", tmp_path / "usr" / "bin"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+        fake_server(folder, "redis-server", "7.2.0")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", f"{inside}:{outside}:{os.environ['PATH']}")
+    assert installed_redis_server() == str(outside / "redis-server")
 
 
 @pytest.mark.usefixtures("no_server")
