@@ -171,7 +171,7 @@ def enqueue(
         notes.print(f"… and {reading.wrong - BAD_RECORDS_SHOWN:,} more records with something wrong")
     if reading.records or not reading.broken:
         typer.echo(
-            f"{pusher.sent:,} posts sent in {pusher.messages:,} messages, {pusher.skipped:,} skipped as sent before, "
+            f"{pusher.sent:,} posts sent (messages: {pusher.messages:,}), {pusher.skipped:,} skipped as sent before, "
             f"{reading.skipped:,} skipped as bad"
         )
     if reading.broken:

@@ -86,8 +86,13 @@ def _post(record: Record, where: str) -> Iterator[Post | BadRecord]:
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
+            reason = str(refused)
+            if field == "created_utc":
+                reason = (
+                    f"created_utc: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20"
+                )
             dispensable = field in DISPENSABLE and fields.pop(field, None) is not None
-            yield BadRecord(where, str(refused), skipped=not dispensable)
+            yield BadRecord(where, reason, skipped=not dispensable)
             if not dispensable:
                 return
         else:

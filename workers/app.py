@@ -16,11 +16,12 @@ IN_HAND: ContextVar[Message | None] = ContextVar("IN_HAND", default=None)
 
 
 def classify(
-    posts: list[dict[str, Any]],  # noqa: ARG001 - the signature is the contract; the pool has read the arguments
+    posts: list[dict[str, Any]] | None = None,  # noqa: ARG001 - the signature is the contract; the pool has read the arguments
     labels: list[str] | str | None = None,  # noqa: ARG001
     template: str | None = None,  # noqa: ARG001
     multi_label: bool = False,  # noqa: ARG001
     strict: bool = False,  # noqa: ARG001
+    **unknown: Any,  # noqa: ARG001 - refused by the message itself, in its own words
 ) -> list[dict[str, Any]]:
     """The body of `feedmill.classify`: one outcome per post, in order.
 

@@ -27,12 +27,12 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     path.write_text('{"id": 1, "title": "x"}\nnope\n{"id": 2, "title": "y", "score": "many"}\n')
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 1
-    assert said.stdout == "2 posts sent in 1 messages, 0 skipped as sent before, 1 skipped as bad\n"
+    assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 1 skipped as bad\n"
     assert f"{path}:2: not JSON: Expecting value" in said.stderr
     assert f"{path}:3: score: input should be a valid integer" in said.stderr
     assert "(kept without it)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert again.stdout == "0 posts sent in 0 messages, 2 skipped as sent before, 1 skipped as bad\n"
+    assert again.stdout == "0 posts sent (messages: 0), 2 skipped as sent before, 1 skipped as bad\n"
 
 
 def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServer, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServe
     path.write_bytes(b"".join(packed)[:-10])
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 2
-    assert said.stdout.startswith("100 posts sent in 4 messages")
+    assert said.stdout.startswith("100 posts sent (messages: 4)")
     assert "cannot be read to its end" in said.stderr
 
 

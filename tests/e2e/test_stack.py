@@ -95,7 +95,7 @@ def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) ->
             assert second.returncode == 2
             assert "Another embedded stack is running" in second.stderr
             sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts), **data)
-            assert sent.stdout.startswith("40 posts sent" if run == 0 else "0 posts sent in 0 messages, 40 skipped")
+            assert sent.stdout.startswith("40 posts sent" if run == 0 else "0 posts sent (messages: 0), 40 skipped")
             wait_until(lambda: _stored(tmp_path, data) == 40, "all are stored")
             assert (tmp_path / "data" / "stack.json").stat().st_mode & 0o777 == 0o600
             assert up.end(signal.SIGINT) == 0, up.text()
