@@ -31,6 +31,7 @@ from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
 from shared.settings import Settings, load
 from workers import device
+from workers.classifiers import Row
 from workers.classifiers.similarity import Similarity
 from workers.weights import locate
 
@@ -46,7 +47,7 @@ def offline(classifier: Similarity, posts: Sequence[Post], token_budget: int, ro
     label_set = classifier.label_set(ClassifyOptions())
     rows = sorted((row for rows in classifier.prepare([post.text for post in posts], label_set) for row in rows),
                   key=lambda row: row.length)  # fmt: skip
-    batch: list = []  # type: ignore[type-arg]
+    batch: list[Row] = []
     for row in rows:
         if batch and ((len(batch) + 1) * row.length > token_budget or len(batch) == row_limit):
             classifier.finish(batch, classifier.forward(batch))

@@ -19,6 +19,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from feedmill import __version__
+from feedmill.demo import run as run_demo
+from feedmill.stack import Stack, ended_by_signals
+from feedmill.watch import status as look_around
 from producers.files import BadRecord, read
 from producers.push import Pusher
 from shared import logs
@@ -77,16 +80,12 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Start a Redis, a worker and Flower, classify the bundled posts, show the result, stop everything."""
-    from feedmill import demo as this  # noqa: PLC0415 - this and the next: only the commands that start processes
-
-    this.run(_settings(), keep, as_json, all_posts)
+    run_demo(_settings(), keep, as_json, all_posts)
 
 
 @app.command()
 def up(data_folder: DataFolder = None) -> None:
     """Start a Redis, a worker and Flower, and keep them until Ctrl-C, with their data in a folder."""
-    from feedmill.stack import Stack, ended_by_signals  # noqa: PLC0415
-
     settings = _settings(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
@@ -264,11 +263,9 @@ def _described(found: Classification) -> str:
 @app.command()
 def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Show how much waits, who works, and what is stored."""
-    from feedmill.watch import status as look  # noqa: PLC0415
-
     settings = _settings(redis_url=redis_url)
     with told_plainly(settings):
-        seen = look(settings)
+        seen = look_around(settings)
     if as_json:
         entry = {"queue": seen.queue._asdict(), "workers": seen.workers, "results": seen.results._asdict()}
         typer.echo(json.dumps(entry))

@@ -72,7 +72,7 @@ class Child:
                 env=environment,
                 # Ctrl-C in a terminal goes to this process alone, which then stops its children in order.
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - no other thread runs while children are started
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock: two system calls
             )
         if stdin is not None and self.process.stdin is not None:
             self.process.stdin.write(stdin.encode())

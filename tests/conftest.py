@@ -1,5 +1,6 @@
 """Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests see the defaults, and no stack that happens to run on this machine."""
-    import os  # noqa: PLC0415
-
     for name in list(os.environ):
         if name.startswith("FEEDMILL_"):
             monkeypatch.delenv(name)

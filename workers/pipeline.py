@@ -120,6 +120,11 @@ class Pipeline:
         """Rows that wait for the device; a post that is not tokenized yet counts as one."""
         return len(self._window) + self._posts_in - self._posts_prepared
 
+    def oldest_age(self) -> float:
+        """Seconds that the oldest row has waited for the device."""
+        with self._ready:
+            return self._window.oldest_age()
+
     def run_on_device_thread(self, job: Callable[[], None]) -> None:
         """Run something that is no micro-batch between two micro-batches."""
         with self._ready:

@@ -237,6 +237,7 @@ class DevicePool(BasePool):
             "padding_efficiency": round(statistics.padding_efficiency, 4),
             "device_seconds": round(statistics.device_seconds, 3),
             "rows_waiting": self.pipeline.waiting(),
+            "oldest_row_seconds": round(self.pipeline.oldest_age(), 3),
             "messages_held": len(self._held),
         }
 

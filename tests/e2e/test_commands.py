@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -165,4 +164,3 @@ def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert said.returncode == 2
     assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
-    assert shutil.which("feedmill", path=str(Path(sys.executable).parent))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chord, group, signature
 
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
@@ -74,9 +74,7 @@ def test_a_message_that_fails_says_why(client: Celery, kwargs: dict[str, Any], w
     assert ask(client, POSTS)[0]["label"] == "sports"
 
 
-def test_links_chains_and_groups_go_on_with_the_outcome(client: Celery) -> None:
-    from celery import chord, group, signature  # noqa: PLC0415
-
+def test_groups_and_chords_go_on_with_the_outcomes(client: Celery) -> None:
     def classify(post: dict[str, Any]) -> Any:
         return signature("feedmill.classify", kwargs={"posts": [post]}, app=client)
 
@@ -111,6 +109,7 @@ def test_the_worker_says_how_it_is(client: Celery) -> None:
     assert pool["max-concurrency"] == 1
     assert pool["posts"] >= 2
     assert 0 < pool["padding_efficiency"] <= 1
+    assert pool["oldest_row_seconds"] >= 0
     wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
 
 
