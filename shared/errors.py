@@ -10,7 +10,9 @@ FeedmillError
  │   └─ RedisError       Redis does not answer, or refuses
  ├─ RequestRefused       a message's options are wrong; the message fails with this reason
  ├─ PostRefused          one post is bad; the others of its message go on
+ ├─ DeviceFull           the device has no memory for this batch; a smaller one may fit
  ├─ DeviceLost           the device's context is broken; the worker ends without acknowledging
+ ├─ ForwardHangs         a forward pass takes longer than it may; the worker ends without acknowledging
  └─ MessageFailed        every post of a message failed, or any did with strict=true
 """
 
@@ -68,8 +70,16 @@ class PostRefused(FeedmillError):  # noqa: N818
         self.reason = reason
 
 
+class DeviceFull(FeedmillError):  # noqa: N818
+    """The device has not enough memory for what it was asked to compute."""
+
+
 class DeviceLost(FeedmillError):  # noqa: N818
     """The device computes nothing more in this process. Its messages go back to the queue."""
+
+
+class ForwardHangs(FeedmillError):  # noqa: N818
+    """A forward pass has not ended within the setting `forward_timeout`."""
 
 
 class MessageFailed(FeedmillError):  # noqa: N818

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 #: Stream of results, newest last; one entry for each classification that was new.
 RESULTS_STREAM = "feedmill:results"
+#: Stream of dead letters, newest last; one entry for each post that could not be classified.
+DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label).
 COUNTERS = "feedmill:counters"
 
@@ -34,6 +36,7 @@ class Key(NamedTuple):
 #: First match counts. The patterns of Celery and kombu hold for their versions in constraints.txt.
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
+    Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "three fields"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),

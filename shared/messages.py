@@ -35,6 +35,8 @@ MAX_POSTS_PER_MESSAGE = 1000
 MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
+#: Bytes of JSON of a post that are kept with its dead letter, at most: no valid post is longer.
+MAX_DEAD_BYTES = 2**20
 #: Labels that one message may choose from, at most.
 MAX_LABELS = 256
 #: What Reddit puts in place of a body that is gone.
@@ -165,6 +167,8 @@ class ClassifyOptions(BaseModel):
     multi_label: bool = False
     #: The message fails when any of its posts does; the good ones are stored all the same.
     strict: bool = False
+    #: How many of the scores the reply carries, the best first; what is stored has all of them.
+    top_k: Annotated[int, Field(ge=1)] | None = None
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "ClassifyOptions":
@@ -207,8 +211,8 @@ class PostError(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    id: str | None
-    error: str
+    id: Annotated[str, Repaired] | None
+    error: Annotated[str, Repaired]
 
     @classmethod
     def of(cls, refused: PostRefused) -> "PostError":
@@ -217,6 +221,24 @@ class PostError(BaseModel):
 
 #: One per post of a message, in the message's order.
 Outcome = Classification | PostError
+
+
+class DeadLetter(BaseModel):
+    """A post that could not be classified, with all that it takes to find out why, and to try again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: Annotated[str, Repaired] | None
+    reason: Annotated[str, Repaired]
+    #: The post as it was sent, in JSON; None where that is longer than MAX_DEAD_BYTES.
+    post: str | None
+    #: The message's other arguments (labels, template, ...), likewise.
+    options: str | None
+    #: Id of the Celery message; None where there was none.
+    message: str | None
+    worker: str
+    #: Seconds since 1970, UTC.
+    failed_at: float
 
 
 def digest(*parts: str | None) -> str:

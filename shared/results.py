@@ -11,29 +11,34 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from shared.keys import COUNTERS, RESULTS_STREAM, result_key
-from shared.messages import Classification, Post
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, result_key
+from shared.messages import Classification, DeadLetter, Post
 from shared.settings import Settings
 
 #: Writes one micro-batch.
 #:
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
-#:   KEYS[3+] feedmill:result:<id>  hash, one for each result
-#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream
-#:   ARGV[3]  posts that failed               ARGV[4+] fingerprint, classification, post of each result
+#:   KEYS[3]  feedmill:dead         stream    KEYS[4+] feedmill:result:<id>  hash, one for each result
+#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
+#:   ARGV[3]  length of that of dead letters  ARGV[4+] fingerprint, classification, post of each result
+#:   after them, each dead letter
 #:
 #: Returns how many of the results were new.
 WRITE = """
 local new = 0
-for i = 3, #KEYS do
-  local at = 4 + (i - 3) * 3
+for i = 4, #KEYS do
+  local at = 4 + (i - 4) * 3
   if redis.call('HSETNX', KEYS[i], ARGV[at], ARGV[at + 1]) == 1 then
     redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'classification', ARGV[at + 1], 'post', ARGV[at + 2])
     new = new + 1
   end
   redis.call('EXPIRE', KEYS[i], ARGV[1])
 end
-local counts = {stored = new, repeated = #KEYS - 2 - new, failed = tonumber(ARGV[3])}
+local dead = 4 + (#KEYS - 3) * 3
+for i = dead, #ARGV do
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'letter', ARGV[i])
+end
+local counts = {stored = new, repeated = #KEYS - 3 - new, failed = #ARGV - dead + 1}
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
@@ -65,17 +70,19 @@ class ResultsStore:
         self._settings = settings
         self._write: Any = redis.register_script(WRITE)
 
-    def write(self, results: Sequence[Result], failed: int = 0) -> int:
-        """Store a micro-batch and count `failed` posts; returns how many results were new.
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
+        """Store a micro-batch, and the posts that failed; returns how many results were new.
 
-        Raises redis.exceptions.RedisError; writing the same again is then harmless.
+        Raises redis.exceptions.RedisError; writing the same results again is then harmless.
         """
-        if not results and not failed:
+        if not results and not dead:
             return 0
-        keys = [RESULTS_STREAM, COUNTERS, *(result_key(post.id) for post, _ in results)]
-        arguments: list[Any] = [self._settings.results_ttl, self._settings.results_stream_length, failed]
+        settings = self._settings
+        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, *(result_key(post.id) for post, _ in results)]
+        arguments: list[Any] = [settings.results_ttl, settings.results_stream_length, settings.dead_letters_length]
         for post, classification in results:
             arguments += [classification.fingerprint, classification.model_dump_json(), self._clipped(post)]
+        arguments += [letter.model_dump_json() for letter in dead]
         return int(self._write(keys=keys, args=arguments))
 
     def _clipped(self, post: Post) -> str:
@@ -118,6 +125,11 @@ class ResultsStore:
             return []
         entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
         return list(reversed(entries))
+
+    def dead_letters(self, count: int) -> list[DeadLetter]:
+        """The newest `count` dead letters, oldest of them first."""
+        entries: Any = self._redis.xrevrange(DEAD_LETTERS, count=count)
+        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in reversed(entries)]
 
     def counters(self) -> Counters:
         """Posts stored, repeated and failed since the store was made."""

@@ -65,12 +65,20 @@ class Settings(BaseSettings):
     template: Template = "This post is about {}."
     #: Tokens of a post that are read, at most; never more than the model can take.
     max_tokens: Annotated[int, Field(ge=8)] = 256
-    #: Tokens of one padded micro-batch, at most: its longest row times its rows. Unset: by device.
+    #: Tokens of one micro-batch, at most: its longest row times its rows. Unset: measured at the first start.
     token_budget: Count | None = None
     #: Rows of one micro-batch, at most.
     batch_rows: Count = 256
     #: Rows that wait for the device, beyond which no further message is fetched. Wider windows pad less, wait longer.
     window_rows: Count = 1024
+    #: Run the model through torch.compile: needs a C++ compiler, takes a minute at each start. Measure it first.
+    compile: bool = False
+    #: Seconds after which a forward pass that has not ended counts as hanging, and ends the worker.
+    forward_timeout: Seconds = 300.0
+    #: Seconds between two lines of statistics in the worker's log.
+    statistics_interval: Seconds = 60.0
+    #: Folder of what a worker measured once and need not measure again; it may be deleted.
+    cache_folder: Path = Path("~/.cache/feedmill")
     #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
     drain: Seconds = 30.0
     #: Seconds after which a message held by a vanished worker is delivered again.
@@ -82,6 +90,8 @@ class Settings(BaseSettings):
     results_ttl: Count = 7 * DAY
     #: Entries kept in the results stream (about; Redis trims by whole nodes).
     results_stream_length: Count = 100_000
+    #: Entries kept in the dead-letter stream (about): posts that could not be classified, each with the reason.
+    dead_letters_length: Count = 10_000
     #: Characters of a post's body that its stream entry carries.
     stream_body: Annotated[int, Field(ge=0)] = 500
     #: Seconds that Celery keeps a message's result for the application that sent it.
@@ -117,7 +127,7 @@ class Settings(BaseSettings):
             )
         return value
 
-    @field_validator("data_folder")
+    @field_validator("data_folder", "cache_folder")
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser().absolute()

@@ -35,6 +35,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         if name.startswith("FEEDMILL_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
+    monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
 
 
 def _start(folders: pytest.TempPathFactory, *paths: str) -> RedisServer:

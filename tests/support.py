@@ -65,11 +65,17 @@ class RedisServer:
         self._child.stop(10)
 
 
+def _environment(folder: Path, **environment: str) -> dict[str, str]:
+    """This process's, without settings from outside; the token budget is set, since measuring it takes seconds."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
+    return clean | ours | environment
+
+
 class Feedmill:
     """One run of the `feedmill` command, as an installed console script."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -78,7 +84,7 @@ class Feedmill:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=cwd,
-                env=clean | environment,
+                env=_environment(cwd, **environment),
             )
 
     def text(self) -> str:
@@ -119,14 +125,13 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
     return subprocess.run(
         [str(Path(sys.executable).parent / "feedmill"), *arguments],
         input=stdin,
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=clean | {"COLUMNS": "200"} | environment,
+        env=_environment(cwd, COLUMNS="200") | environment,
         timeout=120,
         check=False,
     )

@@ -21,6 +21,7 @@ def classify(
     template: str | None = None,  # noqa: ARG001
     multi_label: bool = False,  # noqa: ARG001
     strict: bool = False,  # noqa: ARG001
+    top_k: int | None = None,  # noqa: ARG001
     **unknown: Any,  # noqa: ARG001 - refused by the message itself, in its own words
 ) -> list[dict[str, Any]]:
     """The body of `feedmill.classify`: one outcome per post, in order.

@@ -1,5 +1,7 @@
 """Which device this worker is, in which precision it computes, and why."""
 
+import platform
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -7,10 +9,6 @@ import torch
 from shared.errors import SettingsError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-#: Tokens of one padded micro-batch where the setting `token_budget` is unset. On a CPU larger batches fall out
-#: of its caches (measured: benchmarks/README.md); a GPU needs them to be busy.
-CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 65_536
 
 
 class Device(NamedTuple):
@@ -26,8 +24,13 @@ class Device(NamedTuple):
         return str(self.torch)
 
     @property
-    def token_budget(self) -> int:
-        return CPU_TOKEN_BUDGET if self.torch.type == "cpu" else GPU_TOKEN_BUDGET
+    def hardware(self) -> str:
+        """What it is made of: the processor's or the GPU's name, and a CPU's threads."""
+        if self.torch.type == "cuda":
+            return torch.cuda.get_device_name(self.torch)
+        if self.torch.type == "mps":
+            return "Apple GPU"
+        return f"{_processor()}, {torch.get_num_threads()} threads"
 
     def __str__(self) -> str:
         return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
@@ -58,6 +61,15 @@ def _device(wanted: str) -> tuple[torch.device, str]:
             raise SettingsError("FEEDMILL_DEVICE: mps is wanted, but torch finds no Apple GPU here.")
         return torch.device("mps"), "Apple GPU"
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:

@@ -4,11 +4,21 @@ It holds the promise that other applications are given: one bad post does not fa
 Knows nothing of Celery; the pool keeps what it needs to answer in `ticket`.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import MessageFailed, RequestRefused
-from shared.messages import MAX_POSTS_PER_MESSAGE, ClassifyOptions, Outcome, Post, PostError, parse_posts
+from shared.messages import (
+    MAX_DEAD_BYTES,
+    MAX_POSTS_PER_MESSAGE,
+    ClassifyOptions,
+    DeadLetter,
+    Outcome,
+    Post,
+    PostError,
+    parse_posts,
+)
 
 #: Seconds since 1970 in the year 5138: what a header says beyond is no time.
 LATEST = 1e11
@@ -17,19 +27,23 @@ LATEST = 1e11
 class Message:
     """One message inside the worker: its posts, and an outcome for each as they come.
 
-    arguments: of `feedmill.classify`, as they were sent. ticket: whatever its owner needs to answer it.
+    arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters.
+    ticket: whatever its owner needs to answer it.
     """
 
-    def __init__(self, arguments: dict[str, Any], sent_at: object, ticket: Any = None) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], sent_at: object, task_id: str | None = None, ticket: Any = None
+    ) -> None:
         self.arguments = dict(arguments)
         #: Seconds since 1970, where the sender said so.
         self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < LATEST else None
+        self.task_id = task_id
         self.ticket = ticket
         posts = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = posts if isinstance(posts, list) else []
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
         self.unsettled = len(self.raw_posts)
-        self.strict = False
+        self.options = ClassifyOptions()
         #: Why the message as a whole cannot be served, where that is so.
         self.refused: RequestRefused | None = None
         #: A row of it has entered a forward pass, or it needed none.
@@ -37,15 +51,14 @@ class Message:
         #: It will be delivered again, to someone else or to us: forget it.
         self.abandoned = False
 
-    def read(self) -> tuple[list[Post | PostError], ClassifyOptions]:
-        """Its posts, each read or refused, and its options. Raises RequestRefused."""
+    def read(self) -> list[Post | PostError]:
+        """Its posts, each read or refused; its options from now on. Raises RequestRefused."""
         if not self.raw_posts:
             raise RequestRefused("posts: expected a list of at least one post")
         if len(self.raw_posts) > MAX_POSTS_PER_MESSAGE:
             raise RequestRefused(f"posts: {len(self.raw_posts)} in one message; at most {MAX_POSTS_PER_MESSAGE}")
-        options = ClassifyOptions.parse(self.arguments)
-        self.strict = options.strict
-        return parse_posts(self.raw_posts), options
+        self.options = ClassifyOptions.parse(self.arguments)
+        return parse_posts(self.raw_posts)
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """Record the outcome of the post at `index`."""
@@ -55,18 +68,49 @@ class Message:
     def errors(self) -> list[PostError]:
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
-    def failed(self) -> int:
-        """How many of its posts got no classification, once it is complete."""
-        return len(self.outcomes) if self.refused else len(self.errors())
+    def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
+        """One for each of its posts that got no classification, once it is complete."""
+        reason = str(self.refused) if self.refused else None
+        options = _as_json(self.arguments)
+        letters = []
+        for raw, outcome in zip(self.raw_posts, self.outcomes, strict=True):
+            if reason or isinstance(outcome, PostError):
+                post_id = raw.get("id") if isinstance(raw, dict) else None
+                letter = DeadLetter(
+                    id=None if post_id is None else str(post_id)[:128],
+                    reason=reason or (outcome.error if isinstance(outcome, PostError) else ""),
+                    post=_as_json(raw),
+                    options=options,
+                    message=self.task_id,
+                    worker=worker,
+                    failed_at=now,
+                )
+                letters.append(letter)
+        return letters
 
     def result(self) -> list[dict[str, Any]]:
         """One outcome per post, in order. Raises RequestRefused or MessageFailed, as the promise says."""
         if self.refused:
             raise self.refused
         reasons = [f"{error.id}: {error.error}" for error in self.errors()]
-        if reasons and (self.strict or len(reasons) == len(self.outcomes)):
+        if reasons and (self.options.strict or len(reasons) == len(self.outcomes)):
             raise MessageFailed.of(reasons, len(self.outcomes))
-        return [outcome.model_dump() for outcome in self.outcomes if outcome is not None]
+        return [self._reply(outcome) for outcome in self.outcomes if outcome is not None]
+
+    def _reply(self, outcome: Outcome) -> dict[str, Any]:
+        reply = outcome.model_dump()
+        if self.options.top_k and "scores" in reply:
+            reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # the best come first
+        return reply
+
+
+def _as_json(value: object) -> str | None:
+    """In ASCII, which carries what UTF-8 cannot; None where it is too long, or too deep."""
+    try:
+        written = json.dumps(value)
+    except (ValueError, RecursionError):
+        return None
+    return written if len(written) <= MAX_DEAD_BYTES else None
 
 
 @dataclass(eq=False, slots=True)

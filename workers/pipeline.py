@@ -2,29 +2,32 @@
 
     submit → [tokenizer] prepare → window → [device] forward → [writer] finish, store → on_finished
 
-The device thread is the one that must never wait: tokenization, Redis and Celery happen on the others. The
-pipeline knows what a message of posts is, but nothing of Celery: `on_started` and `on_finished` tell its owner
-when a message's first row enters a forward pass and when its last post has an outcome. They are called on the
-pipeline's threads.
+The device thread is the one that must never wait: tokenization, Redis and Celery happen on the others, and on a GPU
+it hands over the next micro-batch while the last one runs. A fourth thread watches: a forward pass that hangs ends
+the worker, as does any of the threads when it dies. The pipeline knows what a message of posts is, but nothing of
+Celery: `on_started` and `on_finished` tell its owner when a message's first row enters a forward pass and when its
+last post has an outcome. They are called on the pipeline's threads.
 """
 
 import logging
 import math
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import DeviceLost, RequestRefused
-from shared.messages import Classification, Outcome, Post, PostError, fingerprint
+from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RequestRefused
+from shared.messages import Classification, DeadLetter, Outcome, Post, PostError, fingerprint
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from workers.classifiers import Classifier, Row, Scores
+from workers.calibration import TokenBudget
+from workers.classifiers import Classifier, Outputs, Row, Scores
 from workers.message import Message, PostAtWork
+from workers.statistics import Statistics
 from workers.window import Window
 
 logger = logging.getLogger(__name__)
@@ -34,36 +37,18 @@ logger = logging.getLogger(__name__)
 WRITE_AHEAD = 4
 #: Longest pause, in seconds, between two tries to reach Redis.
 LONGEST_PAUSE = 5.0
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Since the worker started. Each field is written by one thread alone."""
-
-    posts: int = 0
-    failed: int = 0
-    batches: int = 0
-    rows: int = 0
-    tokens: int = 0
-    #: What the device computed: each batch's longest row times its rows.
-    padded_tokens: int = 0
-    device_seconds: float = 0.0
-
-    @property
-    def padding_efficiency(self) -> float:
-        """Share of the computed tokens that were real ones."""
-        return self.tokens / self.padded_tokens if self.padded_tokens else 0.0
-
+#: Characters of an exception's text that a post's error keeps.
+LONGEST_REASON = 1000
 
 #: What the writer is handed: rows with their outputs, or with what went wrong; or a message that needs no
 #: forward pass.
-Finished = tuple[Sequence[Row], Any] | Message
+Finished = tuple[Sequence[Row], Outputs | Exception] | Message
 
 
 class Pipeline:
-    """Three threads around a window; see the module's first lines.
+    """Three threads around a window, and one that watches; see the module's first lines.
 
-    worker: the name that results bear. on_failure is called when a thread dies, which it never should.
+    worker: the name that results bear. on_failure is called when a thread dies or hangs, which none ever should.
     """
 
     def __init__(
@@ -71,6 +56,7 @@ class Pipeline:
         classifier: Classifier,
         store: ResultsStore,
         settings: Settings,
+        budget: TokenBudget,
         worker: str,
         on_started: Callable[[Message], None],
         on_finished: Callable[[Message], None],
@@ -78,13 +64,14 @@ class Pipeline:
     ) -> None:
         self._classifier = classifier
         self._store = store
+        self._budget = budget
         self._worker = worker
         self._on_started = on_started
         self._on_finished = on_finished
         self._on_failure = on_failure
-        self._token_budget = settings.token_budget or classifier.device.token_budget
         self._batch_rows = settings.batch_rows
-        self.statistics = Statistics()
+        self._forward_timeout = settings.forward_timeout
+        self.statistics = Statistics(settings.statistics_interval, time.monotonic())
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
         self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -92,28 +79,34 @@ class Pipeline:
         self._ready = threading.Condition()
         self._window: Window[Row] = Window(time.monotonic)
         self._jobs: list[Callable[[], None]] = []
+        #: When the latest forward pass began, and what it left; for the watching thread.
+        self._computing: tuple[float, Outputs | None] | None = None
         self._finished: queue.Queue[Finished] = queue.Queue(WRITE_AHEAD)
         #: Posts taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each
-        #: is written by one thread.
+        #: is written by a thread of its own.
         self._posts_in = self._posts_prepared = 0
-        self._threads = [
-            threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
+        self._threads = {
+            name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
                 ("tokenizer", self._tokenizer_loop),
                 ("device", self._device_loop),
                 ("writer", self._writer_loop),
+                ("watcher", self._watcher_loop),
             )
-        ]
+        }
 
     # For the owner, on its own thread.
 
     def start(self) -> None:
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.start()
 
     def submit(self, message: Message) -> None:
         """Take a message in. It ends with `on_finished`, unless it is forgotten or the pipeline stops."""
         self._posts_in += len(message.raw_posts)
+        if message.sent_at is not None:
+            self.statistics.totals.messages += 1
+            self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._arrived.put(message)
 
     def waiting(self) -> int:
@@ -143,24 +136,36 @@ class Pipeline:
         self._arrived.put(None)
         with self._ready:
             self._ready.notify()
-        for thread in self._threads:
+        for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)
 
-    # The three threads.
+    # Its threads.
 
     def _watched(self, loop: Callable[[], None]) -> None:
         """A thread that dies must not leave the others, and the queue, waiting for it."""
         try:
             loop()
         except BaseException as error:
-            self.failure = error
-            logger.critical(
-                "the %s thread died; this worker ends, its messages go back to the queue",
-                threading.current_thread().name,
-                exc_info=True,
-            )
-            self._on_failure()
+            self._fail(error, f"the {threading.current_thread().name} thread died")
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        self.failure = error
+        logger.critical("%s; this worker ends, its messages go back to the queue", what, exc_info=error)
+        self._on_failure()
+
+    def _watcher_loop(self) -> None:
+        """Says now and then how it goes, and ends the worker when a forward pass hangs."""
+        while not self._stopping.wait(min(1.0, self._forward_timeout / 4)):
+            if rates := self.statistics.turn(time.monotonic()):
+                logger.info("%s; the oldest row waits for %.1f s", rates, self.oldest_age())
+            began, outputs = self._computing or (math.inf, None)
+            if time.monotonic() - began > self._forward_timeout and not (outputs and outputs.ready()):
+                frame = sys._current_frames().get(self._threads["device"].ident or 0)
+                logger.critical("the device thread is here:\n%s", "".join(traceback.format_stack(frame)))
+                what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                self._fail(ForwardHangs(what), what)
+                return
 
     def _tokenizer_loop(self) -> None:
         while (message := self._arrived.get()) and not self._stopping.is_set():
@@ -183,8 +188,8 @@ class Pipeline:
 
     def _prepare(self, message: Message) -> list[Row]:
         """Rows for the posts that are good; the others are settled with their error."""
-        posts, options = message.read()
-        label_set = self._classifier.label_set(options)
+        posts = message.read()
+        label_set = self._classifier.label_set(message.options)
         at_work = []
         for index, post in enumerate(posts):
             if isinstance(post, Post):
@@ -208,7 +213,7 @@ class Pipeline:
             with self._ready:
                 self._ready.wait_for(lambda: self._jobs or self._window or self._stopping.is_set())
                 jobs, self._jobs = self._jobs, []
-                rows = self._window.take(self._token_budget, self._batch_rows)
+                rows = self._window.take(self._budget.tokens, self._batch_rows)
                 rows = [row for row in rows if not row.owner.message.abandoned]
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if not message.started]
@@ -222,26 +227,38 @@ class Pipeline:
                 return rows
         return None
 
-    def _forward(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], Any]]:
+    def _forward(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], Outputs | Exception]]:
         """Outputs of the batch; when it raises, of its halves, until only the culprit has none."""
-        began = time.monotonic()
+        fault: Exception
         try:
-            outputs = self._classifier.forward(rows)
+            return [(rows, self._compute(rows))]
         except DeviceLost:
             raise
         except Exception as error:
-            if len(rows) == 1:
-                logger.exception("post %s cannot be classified", rows[0].owner.post.id)
-                return [(rows, error)]
-            middle = len(rows) // 2
-            return self._forward(rows[:middle]) + self._forward(rows[middle:])
-        statistics = self.statistics
-        statistics.device_seconds += time.monotonic() - began
-        statistics.batches += 1
-        statistics.rows += len(rows)
-        statistics.tokens += sum(row.length for row in rows)
-        statistics.padded_tokens += len(rows) * max(row.length for row in rows)
-        return [(rows, outputs)]
+            fault = error.with_traceback(None) if isinstance(error, DeviceFull) else error
+        # Out here, where nothing keeps the tensors of the failed pass any more.
+        if len(rows) == 1:
+            logger.error("post %s cannot be classified", rows[0].owner.post.id, exc_info=fault)
+            return [(rows, fault)]
+        if isinstance(fault, DeviceFull):
+            self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
+        middle = len(rows) // 2
+        return self._forward(rows[:middle]) + self._forward(rows[middle:])
+
+    def _compute(self, rows: Sequence[Row]) -> Outputs:
+        self._computing = time.monotonic(), None
+        try:
+            outputs = self._classifier.forward(rows)
+        except BaseException:
+            self._computing = None
+            raise
+        self._computing = self._computing[0], outputs
+        totals = self.statistics.totals
+        totals.batches += 1
+        totals.rows += len(rows)
+        totals.tokens += sum(row.length for row in rows)
+        totals.padded_tokens += len(rows) * max(row.length for row in rows)
+        return outputs
 
     def _hand_to_writer(self, finished: Finished) -> None:
         while not self._stopping.is_set():
@@ -257,26 +274,31 @@ class Pipeline:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
                 continue
-            results: list[Result] = []
             if isinstance(finished, Message):
-                complete = [finished]
+                results, complete = [], [finished]
             else:
                 results, complete = self._settle(*finished)
-            failed = sum(message.failed() for message in complete)
-            if self._write(results, failed):
-                self.statistics.posts += len(results)
-                self.statistics.failed += failed
+            complete = [message for message in complete if not message.abandoned]
+            now = time.time()
+            dead = [letter for message in complete for letter in message.dead_letters(self._worker, now)]
+            if self._write(results, dead):
+                self.statistics.totals.posts += len(results)
+                self.statistics.totals.failed += len(dead)
+                if dead:
+                    logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
                 for message in complete:
                     self._complete(message)
 
-    def _settle(self, rows: Sequence[Row], outputs: Any) -> tuple[list[Result], list[Message]]:
+    def _settle(self, rows: Sequence[Row], outputs: Outputs | Exception) -> tuple[list[Result], list[Message]]:
         """Give each post of a micro-batch its outcome: what is to be stored, and the messages now complete."""
         outcomes: list[tuple[PostAtWork, Outcome]]
         if isinstance(outputs, Exception):
             work = rows[0].owner
-            outcomes = [(work, PostError(id=work.post.id, error=f"{type(outputs).__name__}: {outputs}"))]
+            reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
+            outcomes = [(work, PostError(id=work.post.id, error=reason))]
         else:
             scored = self._classifier.finish(rows, outputs)
+            self.statistics.totals.device_seconds += outputs.seconds
             outcomes = [(row.owner, self._outcome(row, scores)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:
@@ -315,17 +337,14 @@ class Pipeline:
             starting, message.started = not message.started, True
         if starting:  # nothing of it needed a forward pass
             self._on_started(message)
-        if message.failed():
-            reason = message.refused or message.errors()[0].error
-            logger.warning("%d of %d posts failed; the first: %s", message.failed(), len(message.outcomes), reason)
         self._on_finished(message)
 
-    def _write(self, results: Sequence[Result], failed: int) -> bool:
+    def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Write until Redis takes it: results that were computed are kept. False when the pipeline stops first."""
         pause = 0.1
         while not self._stopping.is_set():
             try:
-                self._store.write(results, failed)
+                self._store.write(results, dead)
                 return True
             except RedisFault as fault:
                 logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)

@@ -11,7 +11,8 @@ This file and shared/broker.py know Celery; of what happens to a message in betw
 What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
 - `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
-  holds the decoded `args` and `kwargs` (celery/worker/request.py).
+  holds the decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body once more, unless
+  the content type is None: then the body is taken for decoded (celery/app/trace.py, `trace_task_ret`).
 - Callbacks are bound methods of the Request; `acknowledged` keeps it from acknowledging again.
 - `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
   from another one Celery loses events, and Flower shows tasks that never end.
@@ -25,7 +26,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
 from workers.app import IN_HAND
+from workers.calibration import calibrate
 from workers.classifiers.similarity import Similarity
 from workers.message import Message
 from workers.pipeline import Pipeline
@@ -95,6 +97,7 @@ class DevicePool(BasePool):
             began = time.monotonic()
             classifier = Similarity(locate(self.settings.model), self._device, self.settings)
             classifier.warm_up()
+            self._budget = calibrate(classifier, self.settings)
         except UserError as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
@@ -103,6 +106,7 @@ class DevicePool(BasePool):
             classifier,
             ResultsStore(connect(self.settings), self.settings),
             self.settings,
+            self._budget,
             worker,
             self._on_started,
             self._on_finished,
@@ -129,9 +133,11 @@ class DevicePool(BasePool):
             return  # fetched while closing: unacknowledged, so it goes back when the connection closes
         ticket = Ticket(target, args, accept_callback, callback, error_callback)
         self._held.add(ticket)
-        name, _, request, *_body = args
+        name, task_id, request, _, content_type, _ = args
+        if content_type is not None:
+            ticket.args = (name, task_id, request, ticket.request.message.payload, None, None)
         if name == CLASSIFY_TASK:
-            ticket.message = Message(_arguments(request), request.get(SENT_AT), ticket)
+            ticket.message = Message(_arguments(request), request.get(SENT_AT), task_id, ticket)
             self.pipeline.submit(ticket.message)
         else:
             self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
@@ -225,21 +231,21 @@ class DevicePool(BasePool):
 
     def _get_info(self) -> dict[str, Any]:
         """What `inspect stats` and `feedmill status` show."""
-        statistics = self.pipeline.statistics
+        totals = self.pipeline.statistics.totals
+        recent = self.pipeline.statistics.recent(time.monotonic())
         info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub
-        return info | {
-            "device": str(self._device),
-            "model": self.settings.model,
-            "posts": statistics.posts,
-            "failed": statistics.failed,
-            "batches": statistics.batches,
-            "rows": statistics.rows,
-            "padding_efficiency": round(statistics.padding_efficiency, 4),
-            "device_seconds": round(statistics.device_seconds, 3),
-            "rows_waiting": self.pipeline.waiting(),
-            "oldest_row_seconds": round(self.pipeline.oldest_age(), 3),
-            "messages_held": len(self._held),
-        }
+        return (
+            info
+            | {"device": str(self._device), "model": self.settings.model, "token_budget": self._budget.tokens}
+            | asdict(totals)
+            | {
+                "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,
+                "recent": asdict(recent),
+                "rows_waiting": self.pipeline.waiting(),
+                "oldest_row_seconds": self.pipeline.oldest_age(),
+                "messages_held": len(self._held),
+            }
+        )
 
 
 def _arguments(request: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def _arguments(request: dict[str, Any]) -> dict[str, Any]:
     args, kwargs = request["args"], request["kwargs"]
     if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
         return {}
-    names = ("posts", "labels", "template", "multi_label", "strict")
+    names = ("posts", "labels", "template", "multi_label", "strict", "top_k")
     return dict(zip(names, args, strict=False)) | kwargs
 
 

@@ -1,5 +1,6 @@
 """Runs one worker in this process, as `feedmill worker` does."""
 
+import logging
 import os
 import socket
 import warnings
@@ -31,4 +32,9 @@ def run_worker(settings: Settings, name: str | None) -> int:
         without_gossip=True,
     )
     worker.start()
-    return int(worker.exitcode or 0)
+    status = int(worker.exitcode or 0)
+    if status:
+        # A thread that hangs inside the device's driver would hold up the interpreter's own way out.
+        logging.shutdown()
+        os._exit(status)
+    return status

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.keys import RESULTS_STREAM, result_key
-from shared.messages import Classification, Post
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key
+from shared.messages import Classification, DeadLetter, Post
 from shared.results import Counters, Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer
@@ -35,6 +35,20 @@ def result(post_id: str, fingerprint: str = "f", label: str = "food", at: float 
         queued_seconds=None,
     )
     return Result(Post(id=post_id, title="a title", body="a body that is long"), classification)
+
+
+def letter(post_id: str | None, reason: str = "no text") -> DeadLetter:
+    return DeadLetter(id=post_id, reason=reason, post="{}", options="{}", message="m", worker="w", failed_at=1.0)
+
+
+def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings.model_validate({"dead_letters_length": 100}))
+    assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
+    assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
+    assert store.dead_letters(1)[0].id is None
+    for _ in range(10):
+        store.write([], [letter("3")] * 100)
+    assert server.client.xlen(DEAD_LETTERS) < 300
 
 
 def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> None:
@@ -73,8 +87,8 @@ def test_results_live_for_so_long_and_the_stream_is_trimmed(store: ResultsStore,
 
 
 def test_failed_posts_are_counted(store: ResultsStore) -> None:
-    store.write([], failed=2)
-    store.write([result("1")], failed=1)
+    store.write([], [letter("8"), letter("9")])
+    store.write([result("1")], [letter(None)])
     assert store.counters() == Counters(stored=1, repeated=0, failed=3)
     assert store.write([]) == 0
 

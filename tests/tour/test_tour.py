@@ -18,6 +18,7 @@ from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until
 from workers import device
+from workers.calibration import TokenBudget
 from workers.classifiers import Row
 from workers.classifiers.similarity import Similarity
 from workers.message import Message
@@ -62,10 +63,10 @@ def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, po
 
 def test_4_the_pool_takes_the_posts_out_of_the_message(post: Post) -> None:
     message = Message({"posts": [post.model_dump(), {"id": "bad"}], "labels": "tea,cars"}, sent_at=time.time())
-    (good, bad), options = message.read()
+    good, bad = message.read()
     assert good == post
     assert "title" in str(bad)
-    assert list(options.labels or ()) == ["tea", "cars"]
+    assert list(message.options.labels or ()) == ["tea", "cars"]
 
 
 def test_5_its_row_waits_in_the_window_for_company(classifier: Similarity, post: Post) -> None:
@@ -96,6 +97,7 @@ def test_7_the_result_is_stored_before_the_message_is_finished(
         classifier,
         store,
         settings,
+        TokenBudget(2048),
         worker="tour",
         on_started=lambda _: None,
         on_finished=lambda _: stored_when_finished.append(store.latest(1)),
@@ -111,7 +113,9 @@ def test_7_the_result_is_stored_before_the_message_is_finished(
 def test_8_a_reader_finds_it(classifier: Similarity, settings: Settings, post: Post) -> None:
     store = ResultsStore(connect(settings), settings)
     done: list[Message] = []
-    pipeline = Pipeline(classifier, store, settings, "tour", lambda _: None, done.append, lambda: None)
+    pipeline = Pipeline(
+        classifier, store, settings, TokenBudget(2048), "tour", lambda _: None, done.append, lambda: None
+    )
     pipeline.start()
     pipeline.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
     followed = store.follow(history=1, block_ms=100)

@@ -36,7 +36,6 @@ def test_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
     assert choose() == Device(torch.device("cuda", 0), torch.float16, "GPU number 0; GPUs compute in half precision")
     assert choose("cuda:1").name == "cuda:1"
-    assert choose("cuda:1").token_budget > choose("cpu").token_budget
     with pytest.raises(SettingsError, match="cuda:2 is wanted, but torch sees 2 CUDA devices"):
         choose("cuda:2")
 

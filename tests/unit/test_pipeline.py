@@ -9,10 +9,11 @@ import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 
 from shared.errors import DeviceLost, MessageFailed, RequestRefused
-from shared.messages import ClassifyOptions
+from shared.messages import ClassifyOptions, DeadLetter
 from shared.results import Result
 from shared.settings import Settings
 from tests.support import wait_until
+from workers.calibration import TokenBudget
 from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.message import Message
@@ -20,6 +21,18 @@ from workers.pipeline import Pipeline
 from workers.weights import Weights
 
 LABELS = LabelSet(("good", "bad"), False, "recipe", [[1], [2]])
+
+
+class Done:
+    """Outputs that are there at once."""
+
+    seconds = 0.001
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def ready(self) -> bool:
+        return True
 
 
 class StandIn:
@@ -52,12 +65,12 @@ class StandIn:
             raise DeviceLost("the device is gone")
         if any("poison" in row.owner.post.text for row in rows):
             raise ValueError("cannot read this")
-        return [float("nan") if "overflow" in row.owner.post.text else 0.75 for row in rows]
+        return Done([float("nan") if "overflow" in row.owner.post.text else 0.75 for row in rows])
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
         if any("kill the writer" in row.owner.post.text for row in rows):
             raise AssertionError("a bug")
-        return [(row, {"good": output, "bad": 0.25}) for row, output in zip(rows, outputs, strict=True)]
+        return [(row, {"good": output, "bad": 0.25}) for row, output in zip(rows, outputs.values, strict=True)]
 
 
 class Store:
@@ -65,15 +78,15 @@ class Store:
 
     def __init__(self) -> None:
         self.written: list[Result] = []
-        self.failed = 0
+        self.dead: list[DeadLetter] = []
         self.refusals = 0
 
-    def write(self, results: Sequence[Result], failed: int = 0) -> int:
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         if self.refusals:
             self.refusals -= 1
             raise ConnectionFault("Redis is away")
         self.written += results
-        self.failed += failed
+        self.dead += dead
         return len(results)
 
 
@@ -89,6 +102,7 @@ class Owner:
             self.classifier,
             self.store,  # type: ignore[arg-type]
             Settings(**settings),
+            TokenBudget(2048),
             "worker",
             self.started.append,
             self.finished.append,
@@ -126,7 +140,7 @@ def test_one_outcome_a_post_in_order(owner: Owner) -> None:
     assert found[1]["scores"] == {"good": 0.75, "bad": 0.25}
     assert found[2] == {"id": "2", "error": "title: neither title nor body holds any text"}
     assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
-    assert owner.store.failed == 1
+    assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
 
 
 def test_every_message_is_started_once_before_it_is_finished(owner: Owner) -> None:
@@ -240,6 +254,6 @@ def test_a_thread_that_dies_is_told(owner: Owner) -> None:
 
 def test_statistics(owner: Owner) -> None:
     owner.results("one two three", "one")
-    statistics = owner.pipeline.statistics
-    assert (statistics.posts, statistics.rows, statistics.tokens) == (2, 2, 4)
-    assert 0 < statistics.padding_efficiency <= 1
+    totals = owner.pipeline.statistics.totals
+    assert (totals.posts, totals.rows, totals.tokens, totals.device_seconds) == (2, 2, 4, 0.001 * totals.batches)
+    assert 4 <= totals.padded_tokens <= 6

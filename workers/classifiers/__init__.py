@@ -45,6 +45,17 @@ class Row:
         return len(self.tokens)
 
 
+class Outputs(Protocol):
+    """What a forward pass left, perhaps still on its way from the device."""
+
+    def ready(self) -> bool:
+        """Whether the device is done; never waits."""
+
+    @property
+    def seconds(self) -> float:
+        """For how long the device was at it; to be asked when it is done."""
+
+
 class Classifier(Protocol):
     """What the pipeline asks of a classifier."""
 
@@ -60,8 +71,14 @@ class Classifier(Protocol):
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         """Each text's rows."""
 
-    def forward(self, rows: Sequence[Row]) -> Any:
-        """The outputs of one padded micro-batch, still on the device. Device thread only."""
+    def forward(self, rows: Sequence[Row]) -> Outputs:
+        """Run one micro-batch; returns as soon as the device has it. Device thread only.
+
+        Raises DeviceFull, DeviceLost, or whatever a row brings about that the model cannot compute.
+        """
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
-        """The scores of each post whose last row is among `rows`, with that row."""
+        """Wait for the device; the scores of each post whose last row is among `rows`, with that row.
+
+        Raises DeviceLost.
+        """

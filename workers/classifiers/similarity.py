@@ -20,7 +20,7 @@ from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
 from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
-from workers.engines.torch_engine import TorchEngine
+from workers.engines.torch_engine import Outputs, TorchEngine, device_errors
 from workers.weights import Weights
 
 #: The scale that the model's training multiplied cosines with.
@@ -40,7 +40,7 @@ class Similarity:
         self.device = device
         self._settings = settings
         self._pools_first_token = _pooling(weights) == "cls"
-        self._engine = TorchEngine(weights, device)
+        self._engine = TorchEngine(weights, device, compiled=settings.compile)
         self._max_tokens = min(
             settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens
         )
@@ -72,34 +72,41 @@ class Similarity:
         return [encoding.ids for encoding in self._engine.tokenizer.encode_batch_fast(list(texts))]
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
+    def forward(self, rows: Sequence[Row]) -> Outputs:
         """Scores [rows, most labels of any row] in float32; unused places of shorter label sets are 0."""
-        embeddings = self._embed([row.tokens for row in rows])
-        by_label_set: dict[LabelSet, list[int]] = {}
-        for index, row in enumerate(rows):
-            by_label_set.setdefault(row.label_set, []).append(index)
-        scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
-        for label_set, members in by_label_set.items():
-            if label_set.on_device is None:
-                label_set.on_device = self._embed(label_set.tokens)
-            cosines = embeddings[members] @ label_set.on_device.T
-            independent = label_set.multi_label or len(label_set.labels) == 1
-            scores[members, : len(label_set.labels)] = cosines if independent else (SCALE * cosines).softmax(-1)
-        return scores
+        with device_errors():
+            began = self._engine.begin()
+            embeddings = self._embed([row.tokens for row in rows])
+            by_label_set: dict[LabelSet, list[int]] = {}
+            for index, row in enumerate(rows):
+                by_label_set.setdefault(row.label_set, []).append(index)
+            if len(by_label_set) == 1:
+                scores = self._scores(embeddings, rows[0].label_set)
+            else:
+                scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
+                for label_set, indices in by_label_set.items():
+                    members = self._engine.to_device(torch.tensor(indices))
+                    scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
+            return Outputs(scores, began)
+
+    def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
+        """[rows, labels] of one label set."""
+        if label_set.on_device is None:
+            label_set.on_device = self._embed(label_set.tokens)
+        cosines: torch.Tensor = embeddings @ label_set.on_device.T
+        independent = label_set.multi_label or len(label_set.labels) == 1
+        return cosines if independent else (SCALE * cosines).softmax(-1)
 
     def _embed(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Unit vectors [rows, dimensions] in float32."""
-        output, mask = self._engine.forward(rows)
-        hidden = output.last_hidden_state.float()
-        if self._pools_first_token:
-            return normalize(hidden[:, 0], dim=-1)
+        hidden = self._engine.forward(rows)
         # The mean's divisor only scales the vector, and the norm takes the scale out again.
-        return normalize((hidden * mask.unsqueeze(-1)).sum(1), dim=-1)
+        return normalize(hidden.first() if self._pools_first_token else hidden.sums(), dim=-1)
 
-    def finish(self, rows: Sequence[Row], outputs: torch.Tensor) -> list[tuple[Row, Scores]]:
+    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
         return [
             (row, dict(zip(row.label_set.labels, scores, strict=False)))
-            for row, scores in zip(rows, outputs.tolist(), strict=True)
+            for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
         ]
 
 

@@ -1,0 +1,119 @@
+"""workers/calibration.py: the best budget is found, remembered under what it was measured on, and lowered for good."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import DeviceFull
+from shared.settings import Settings
+from tests.unit.test_pipeline import Done, StandIn
+from workers import calibration
+from workers.calibration import TokenBudget, best, calibrate, sweep
+from workers.classifiers import Row, Scores
+
+
+class Device(StandIn):
+    """Takes a time for each batch that has a best size, on a clock of its own, and a memory that ends."""
+
+    def __init__(self, best: int, memory: int = 10**9) -> None:
+        super().__init__()
+        self.best, self.memory = best, memory
+        self.now = 0.0
+        self.sizes: list[int] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def forward(self, rows: Any) -> Done:
+        size = len(rows) * max(row.length for row in rows)
+        if size > self.memory:
+            raise DeviceFull("no memory")
+        self.sizes.append(size)
+        self.now += size * (1 + abs(size - self.best) / self.best) / 10_000
+        return Done([])
+
+    def finish(self, rows: Any, outputs: Done) -> list[tuple[Row, Scores]]:  # noqa: ARG002
+        return []
+
+
+def on(monkeypatch: pytest.MonkeyPatch, best: int, memory: int = 10**9) -> Device:
+    device = Device(best, memory)
+    monkeypatch.setattr(calibration, "time", device)
+    return device
+
+
+@pytest.mark.parametrize("optimum", [1024, 4096])
+def test_the_best_budget_is_found(monkeypatch: pytest.MonkeyPatch, optimum: int) -> None:
+    device = on(monkeypatch, optimum)
+    rates = sweep(device, row_limit=4096)
+    assert best(rates) == optimum
+    assert max(device.sizes) <= max(rates)
+
+
+def test_of_equals_the_smallest() -> None:
+    assert best({512: 90.0, 1024: 99.5, 2048: 100.0, 4096: 99.9}) == 1024
+
+
+def test_a_budget_beyond_the_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(sweep(on(monkeypatch, best=8192, memory=1500), row_limit=4096)) == 1024
+
+
+def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(cache_folder=tmp_path / "cache")
+    device = on(monkeypatch, 1024)
+    assert calibrate(device, settings).tokens == 1024
+    measured = len(device.sizes)
+    assert calibrate(device, settings).tokens == 1024
+    assert len(device.sizes) == measured
+    (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
+    assert entry["token_budget"] == 1024
+    assert entry["tokens_per_second"]["1024"] > entry["tokens_per_second"]["512"]
+    assert entry["torch"]
+    # Another length of texts is another measurement.
+    assert calibrate(device, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
+    assert len(device.sizes) > measured
+
+
+def test_the_setting_overrides_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = on(monkeypatch, 1024)
+    assert calibrate(device, Settings(token_budget=333, cache_folder=tmp_path)).tokens == 333
+    assert not device.sizes
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lowered_budget_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(cache_folder=tmp_path)
+    device = on(monkeypatch, 4096)
+    budget = calibrate(device, settings)
+    budget.lower(700)
+    budget.lower(900)  # never up again
+    assert budget.tokens == 700
+    assert calibrate(device, settings).tokens == 700
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', "\x00"])
+def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str) -> None:
+    (tmp_path / "calibration.json").write_text(content)
+    device = on(monkeypatch, 1024)
+    assert calibrate(device, Settings(cache_folder=tmp_path)).tokens == 1024
+    assert calibrate(device, Settings(cache_folder=tmp_path)).tokens == 1024
+
+
+def test_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings(cache_folder=tmp_path / "file" / "cache")
+    assert calibrate(on(monkeypatch, 1024), settings).tokens == 1024
+    assert "cannot be written" in caplog.text
+
+
+def test_a_budget_without_a_file_is_lowered_too() -> None:
+    budget = TokenBudget(100)
+    budget.lower(0)
+    assert budget.tokens == 1

@@ -1,0 +1,38 @@
+"""workers/statistics.py: rates of an interval, and of what there is before the first is over."""
+
+from workers.statistics import Statistics, Totals, rates
+
+
+def test_rates_are_those_between_two_moments() -> None:
+    earlier = Totals(posts=10, batches=1, rows=10, tokens=100, padded_tokens=200, device_seconds=1.0)
+    later = Totals(
+        posts=70,
+        messages=4,
+        queued_seconds=6.0,
+        batches=3,
+        rows=70,
+        tokens=1000,
+        padded_tokens=1200,
+        device_seconds=10.0,
+    )
+    found = rates(earlier, later, seconds=10.0)
+    assert (found.posts_per_second, found.rows_per_batch, found.tokens_per_batch) == (6.0, 30.0, 450.0)
+    assert (found.padding_efficiency, found.device_busy, found.queue_wait) == (0.9, 0.9, 1.5)
+    assert "6.0 posts/s; 30.0 rows and 450 tokens a batch, padding efficiency 0.900, device busy 0.90" in str(found)
+
+
+def test_nothing_done_divides_by_nothing() -> None:
+    assert rates(Totals(), Totals(), 0.0).device_busy == 0.0
+
+
+def test_an_interval_after_the_other() -> None:
+    statistics = Statistics(interval=60.0, now=100.0)
+    statistics.totals.posts = 30
+    assert statistics.recent(now=110.0).posts_per_second == 3.0
+    assert statistics.turn(now=159.0) is None
+    turned = statistics.turn(now=160.0)
+    assert turned is not None
+    assert turned.posts_per_second == 0.5
+    assert statistics.recent(now=161.0) == turned
+    assert statistics.turn(now=220.0) is None, "a quiet interval is not worth a line"
+    assert statistics.recent(now=221.0).posts == 0

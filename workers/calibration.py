@@ -1,0 +1,157 @@
+"""How many tokens a micro-batch holds: measured once for this device and model, and remembered.
+
+The best budget is the device's own: a CPU is fastest while a batch stays in its caches, a GPU once a batch fills it,
+and both depend on model, precision and libraries. So the first start tries budgets on made-up rows and writes the
+best to a file; it is measured again when any of those changes. The setting `token_budget` overrides it.
+"""
+
+import json
+import logging
+import random
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DeviceFull
+from shared.messages import ClassifyOptions, digest
+from shared.settings import Settings
+from workers.classifiers import Classifier, Row
+from workers.window import Window
+
+logger = logging.getLogger(__name__)
+
+#: Budgets that are tried, smallest first, by the kind of device.
+CANDIDATES = {"cpu": (512, 1024, 2048, 4096, 8192)}
+OTHER_CANDIDATES = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+#: Each is tried for at least this many seconds, in each of so many rounds; its best round counts, since others
+#: of a shared machine's processes can only slow it down.
+SECONDS, ROUNDS = 0.5, 2
+#: The smallest budget that comes this close to the fastest is taken: it waits less, and pads less.
+CLOSE_ENOUGH = 0.98
+#: Larger budgets are not tried once one is this much slower than the best before it.
+FALLEN = 0.85
+#: Lengths of the made-up rows, in tokens: log-normal like those of posts.
+MEDIAN_LENGTH, SPREAD = 32, 0.9
+
+
+class TokenBudget:
+    """Tokens of one micro-batch, at most: its longest row times its rows.
+
+    file, key: where a budget that was lowered is remembered; None remembers nothing.
+    """
+
+    def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
+        self.tokens = tokens
+        self._file = file
+        self._key = key
+
+    def lower(self, tokens: int) -> None:
+        """From now on at most so many tokens: the device had no memory for twice as many."""
+        self.tokens = max(1, min(tokens, self.tokens))
+        logger.warning("the device is out of memory; micro-batches hold at most %d tokens now", self.tokens)
+        if self._file is not None:
+            _remember(self._file, self._key, {"token_budget": self.tokens, "lowered": "the device was out of memory"})
+
+
+def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
+    """The budget that is set, else the remembered one, else the best of a sweep, which takes some seconds."""
+    if settings.token_budget:
+        return TokenBudget(settings.token_budget)
+    file = settings.cache_folder / "calibration.json"
+    identity = {
+        "device": classifier.device.hardware,
+        "dtype": str(classifier.device.dtype),
+        "compiled": str(settings.compile),
+        "max_tokens": str(settings.max_tokens),
+        "model": classifier.weights.sha256,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+    key = digest(*identity.values())
+    entry = _remembered(file).get(key)
+    known = entry.get("token_budget") if isinstance(entry, dict) else None
+    if isinstance(known, int) and known > 0:
+        logger.info("token budget %d, as measured before (%s)", known, file)
+        return TokenBudget(known, file, key)
+    logger.info("measuring the token budget, once for this device and model …")
+    rates = sweep(classifier, settings.batch_rows)
+    tokens = best(rates)
+    logger.info("token budget %d: %s tokens/s", tokens, ", ".join(f"{b}: {rate:.0f}" for b, rate in rates.items()))
+    measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
+    _remember(file, key, identity | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")})
+    return TokenBudget(tokens, file, key)
+
+
+def best(rates: dict[int, float]) -> int:
+    """The smallest budget that comes close to the fastest."""
+    return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
+
+
+def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
+    """Tokens per second by budget, as far as the device's memory and patience go."""
+    candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
+    rates: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        for budget in candidates:
+            try:
+                rate = _tokens_per_second(classifier, budget, row_limit)
+            except DeviceFull:
+                rates.pop(budget, None)
+                candidates = tuple(other for other in candidates if other < budget)
+                break
+            rates[budget] = max(rate, rates.get(budget, 0.0))
+            if rate < FALLEN * max(rates.values()):
+                candidates = tuple(other for other in candidates if other <= budget)
+                break
+    return rates or {candidates[0] if candidates else 1: 0.0}
+
+
+def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> float:
+    """Real tokens per second in batches cut from a window of made-up rows."""
+    lengths = random.Random(budget)  # noqa: S311 - the same rows at every start
+    label_set = classifier.label_set(ClassifyOptions())
+    window: Window[Row] = Window(time.monotonic)
+    tokens = waiting = 0
+    spent = 0.0
+    while spent < SECONDS:
+        texts = []
+        while waiting < 4 * budget:
+            texts.append("post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH)))
+            waiting += len(texts[-1]) // 5
+        for rows in classifier.prepare(texts, label_set):
+            for row in rows:
+                window.add(row)
+        batch = window.take(budget, row_limit)
+        waiting -= sum(row.length for row in batch)
+        began = time.perf_counter()
+        classifier.finish(batch, classifier.forward(batch))
+        spent += time.perf_counter() - began
+        tokens += sum(row.length for row in batch)
+    return tokens / spent
+
+
+def _remembered(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s); it is made anew", file, error)
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(file: Path, key: str, entry: dict[str, Any]) -> None:
+    """Written beside it and renamed: a reader sees the old file or the new one."""
+    found = _remembered(file)
+    previous = found.get(key)
+    merged = (previous if isinstance(previous, dict) else {}) | entry
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(found | {key: merged}, indent=1) + "\n")
+        fresh.replace(file)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); the next start measures again", file, error)
