@@ -2,8 +2,8 @@
 
 A padded batch costs its longest row times its number of rows, so rows of nearly one length belong together;
 but the shortest rows first would leave the long ones waiting for ever. Each batch is therefore anchored on
-the oldest row and grown towards the nearest lengths. Nothing is delayed on purpose: an idle device takes
-what is there.
+the oldest row: of all runs of neighbouring lengths that hold it and fit the budget, the one that pads least
+for what it computes. Nothing is delayed on purpose: an idle device takes what is there.
 
 Pure Python: knows nothing of Celery, torch, posts or threads; whoever shares it between threads locks it.
 """
@@ -11,6 +11,7 @@ Pure Python: knows nothing of Celery, torch, posts or threads; whoever shares it
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 
@@ -20,6 +21,9 @@ class HasLength(Protocol):
     @property
     def length(self) -> int: ...
 
+
+#: What starting a batch costs, in tokens: weighs more rows against less padding where few rows wait.
+BATCH_COST = 128
 
 R = TypeVar("R", bound=HasLength)
 
@@ -64,19 +68,22 @@ class Window(Generic[R]):
             return []
         number, (anchor, _) = next(iter(self._by_age.items()))
         rows = self._by_length
-        low = bisect_left(rows, (anchor, number))
-        high = low + 1  # rows[low:high] is the batch
-        while high - low < row_limit:
-            fits_below = low > 0 and (high - low + 1) * rows[high - 1][0] <= token_budget
-            fits_above = high < len(rows) and (high - low + 1) * rows[high][0] <= token_budget
-            if fits_below and (not fits_above or anchor - rows[low - 1][0] <= rows[high][0] - anchor):
-                low -= 1
-            elif fits_above:
-                high += 1
-            else:
+        at = bisect_left(rows, (anchor, number))
+        first = max(0, at + 1 - row_limit)
+        sums = list(accumulate((length for length, _, _ in rows[first : at + row_limit]), initial=0))
+        best, low, high = 0.0, at, at
+        for end in range(at, min(at + row_limit, len(rows))):
+            # With rows[end] as the longest; down to rows[begin] they fit.
+            longest = max(1, rows[end][0])
+            begin = max(0, end + 1 - max(1, min(row_limit, token_budget // longest)))
+            if begin > at:
                 break
-        batch = rows[low:high]
-        del rows[low:high]
+            tokens = sums[end + 1 - first] - sums[begin - first]
+            gain = tokens / ((end + 1 - begin) * longest + BATCH_COST)
+            if gain > best:
+                best, low, high = gain, begin, end
+        batch = rows[low : high + 1]
+        del rows[low : high + 1]
         for _, taken, _ in batch:
             del self._by_age[taken]
         return [row for _, _, row in batch]

@@ -1,5 +1,6 @@
 """workers/pipeline.py on a stand-in classifier and store: order, isolation, retries, and threads that die."""
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 
-from shared.errors import DeviceLost, MessageFailed, RequestRefused
+from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
 from shared.messages import ClassifyOptions, DeadLetter
 from shared.results import Result
 from shared.settings import Settings
@@ -45,6 +46,8 @@ class StandIn:
         self.batches: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
+        #: Rows that the device has memory for.
+        self.memory = 10_000
 
     def warm_up(self) -> None: ...
 
@@ -60,6 +63,8 @@ class StandIn:
 
     def forward(self, rows: Sequence[Row]) -> Any:
         self.gate.wait()
+        if len(rows) > self.memory:
+            raise DeviceFull("out of memory")
         self.batches.append(len(rows))
         if any("lose the device" in row.owner.post.text for row in rows):
             raise DeviceLost("the device is gone")
@@ -94,7 +99,7 @@ class Owner:
     """A pipeline with what it told its owner."""
 
     def __init__(self, **settings: Any) -> None:
-        self.classifier, self.store = StandIn(), Store()
+        self.classifier, self.store, self.budget = StandIn(), Store(), TokenBudget(2048)
         self.started: list[Message] = []
         self.finished: list[Message] = []
         self.failures = 0
@@ -102,7 +107,7 @@ class Owner:
             self.classifier,
             self.store,  # type: ignore[arg-type]
             Settings(**settings),
-            TokenBudget(2048),
+            self.budget,
             "worker",
             self.started.append,
             self.finished.append,
@@ -168,6 +173,80 @@ def test_one_poison_post_fails_alone(owner: Owner) -> None:
     assert len(owner.store.written) == 40
 
 
+def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> None:
+    titles = ["fine"] * 255
+    titles.insert(100, "poison")
+    found = owner.results(*titles, labels=["good", "bad"])
+    assert [outcome["id"] for outcome in found if "error" in outcome] == ["100"]
+    assert sorted(int(result.post.id) for result in owner.store.written) == [n for n in range(256) if n != 100]
+    (letter,) = owner.store.dead
+    assert (letter.id, letter.reason, letter.worker) == ("100", "ValueError: cannot read this", "worker")
+    assert json.loads(letter.post or "") == {"id": "100", "title": "poison"}
+    assert json.loads(letter.options or "") == {"labels": ["good", "bad"]}
+
+
+def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_the_next(owner: Owner) -> None:
+    owner.classifier.memory = 16
+    assert len(owner.results(*["three words each"] * 100)) == 100
+    assert owner.store.dead == []
+    assert max(owner.classifier.batches) <= 16
+    assert owner.budget.tokens <= 3 * 100 // 4
+    tried = owner.budget.tokens
+    owner.results(*["three words each"] * 100)
+    assert owner.budget.tokens <= tried
+
+
+def test_a_row_that_no_memory_suffices_for_fails_alone(owner: Owner) -> None:
+    owner.classifier.memory = 0
+    with pytest.raises(MessageFailed, match="DeviceFull: out of memory"):
+        owner.results("fine", "fine")
+    assert [letter.reason for letter in owner.store.dead] == ["DeviceFull: out of memory"] * 2
+    assert owner.pipeline.failure is None
+
+
+def test_a_forward_pass_that_hangs_is_told() -> None:
+    owner = Owner(forward_timeout=0.2)
+    owner.classifier.gate.clear()
+    message = owner.send("it hangs")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert isinstance(owner.pipeline.failure, ForwardHangs)
+    assert message not in owner.finished
+    owner.classifier.gate.set()
+    owner.pipeline.stop()
+
+
+def test_a_device_that_is_done_does_not_hang_while_redis_is_away() -> None:
+    owner = Owner(forward_timeout=0.1)
+    owner.store.refusals = 4  # with pauses of 0.1, 0.2, 0.4 and 0.8 s
+    assert owner.results("fine")[0]["label"] == "good"
+    assert owner.pipeline.failure is None
+    owner.pipeline.stop()
+
+
+def test_statistics_are_logged_at_their_interval(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    owner = Owner(statistics_interval=0.1, forward_timeout=0.4)
+    owner.results("one", "two words")
+    wait_until(lambda: "posts/s; " in caplog.text, "the line is logged", 10)
+    owner.pipeline.stop()
+
+
+def test_a_reply_of_the_best_scores_and_a_store_of_all(owner: Owner) -> None:
+    (found,) = owner.results("fine", top_k=1)
+    assert found["scores"] == {"good": 0.75}
+    assert owner.store.written[0].classification.scores == {"good": 0.75, "bad": 0.25}
+
+
+def test_a_post_of_odd_characters_that_is_refused_is_a_dead_letter_all_the_same(owner: Owner) -> None:
+    message = Message({"posts": [{"id": "a\ud800", "title": 5 * [1]}], "template": "x"}, None, "the task's id")
+    owner.pipeline.submit(message)
+    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    (letter,) = owner.store.dead
+    assert letter.model_dump_json()
+    assert (letter.id, letter.message) == ("a?", "the task's id")
+    assert letter.reason.startswith("template: ")
+
+
 def test_a_lost_device_ends_the_worker_rather_than_failing_the_queue(owner: Owner) -> None:
     message = owner.send("fine", "lose the device", "fine")
     wait_until(lambda: owner.failures == 1, "the failure is told", 10)
@@ -206,6 +285,7 @@ def test_a_strict_message_fails_when_any_does_and_the_good_are_stored(owner: Own
         ({"posts": [{"id": "1", "title": "x"}] * 1001}, "posts: 1001 in one message"),
         ({"posts": [{"id": "1", "title": "x"}], "template": "no place"}, "template: "),
         ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "labels: this model"),
+        ({"posts": [{"id": "1", "title": "x"}], "top_k": 0}, "top_k: "),
         ({"posts": [{"id": "1", "title": "explode"}]}, "its posts cannot be prepared"),
     ],
 )

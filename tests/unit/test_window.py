@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.window import Window
@@ -96,22 +96,29 @@ def test_the_age_is_that_of_the_oldest_row() -> None:
     assert window.oldest_age() == 2.0
 
 
-def test_a_full_window_of_reddit_like_lengths_pads_little() -> None:
-    """A third of the posts has a body."""
-    random_source = random.Random(7)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    bodies=st.floats(0.0, 0.5),
+    spread=st.floats(0.3, 0.6),
+)
+def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
+    """Titles are log-normal, with a median of 16 tokens; a share of the posts has a body, with a median of 98 more."""
+    source = random.Random(seed)
     window: Window[Row] = Window(Clock())
 
     def length() -> int:
-        title = min(64, max(4, int(random_source.lognormvariate(2.8, 0.5))))
-        return title if random_source.random() < 0.67 else min(256, title + int(random_source.lognormvariate(4.6, 1.0)))
+        title = min(64, max(4, round(source.lognormvariate(2.77, spread))))
+        body = round(source.lognormvariate(4.6, 1.0)) if source.random() < bodies else 0
+        return min(256, title + body)
 
     tokens = padded = 0
     for _ in range(512):
         window.add(Row(length()))
-    for _ in range(300):
-        batch = window.take(2048, 256)
+    for _ in range(200):
+        batch = window.take(1024, 256)
         tokens += sum(row.length for row in batch)
         padded += len(batch) * batch[-1].length
         for _ in batch:
             window.add(Row(length()))
-    assert tokens / padded > 0.85
+    assert tokens / padded >= 0.93
