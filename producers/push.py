@@ -17,6 +17,9 @@ from shared.keys import sent_key
 from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
 
+#: Posts that are looked up, published and marked together where a message holds fewer: a trip to Redis costs
+#: more than a post. Bounds what a crash between publishing and marking repeats.
+POSTS_A_TRIP = 32
 #: Seconds between two looks at a full queue.
 FULL_QUEUE_PAUSE = 0.5
 
@@ -53,18 +56,22 @@ class Pusher:
         Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError. What was counted as sent then is
         in the queue; the rest is sent when the same posts are pushed again.
         """
+        size = self._settings.posts_per_message
         unsent = self._unsent(posts)
-        while batch := list(islice(unsent, self._settings.posts_per_message)):
-            self._wait_for_room()
-            broker.publish(self._app, [post for _, post in batch], self._options)
-            self._remember([mark for mark, _ in batch])
-            self.sent += len(batch)
-            self.messages += 1
+        while trip := list(islice(unsent, size * max(1, POSTS_A_TRIP // size))):
+            while trip:
+                fitting = trip[: size * self._wait_for_room()]
+                del trip[: len(fitting)]
+                messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
+                broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
+                self._remember([mark for mark, _ in fitting])
+                self.sent += len(fitting)
+                self.messages += len(messages)
 
     def _unsent(self, posts: Iterable[Post]) -> Iterator[tuple[Mark, Post]]:
         """The posts that are to be sent, each with its mark."""
         stream = iter(posts)
-        while chunk := list(islice(stream, self._settings.posts_per_message)):
+        while chunk := list(islice(stream, max(self._settings.posts_per_message, POSTS_A_TRIP))):
             self._pending.difference_update(self._remembered)
             self._remembered.clear()
             pipe: Any = self._redis.pipeline(transaction=False)
@@ -81,12 +88,14 @@ class Pusher:
     def _mark(self, post: Post) -> Mark:
         return sent_key(post.id), digest(post.text, self._options.model_dump_json())
 
-    def _wait_for_room(self) -> None:
-        """Backpressure: what waits in the queue lies in Redis' memory."""
-        while broker.queue_depth(self._redis, self._settings.queue).waiting >= self._settings.queue_limit:
+    def _wait_for_room(self) -> int:
+        """How many messages the queue has room for, once it has. Backpressure: what waits lies in Redis' memory."""
+        limit = self._settings.queue_limit
+        while (waiting := broker.queue_depth(self._redis, self._settings.queue).waiting) >= limit:
             self.waiting = True
             time.sleep(FULL_QUEUE_PAUSE)
         self.waiting = False
+        return limit - waiting
 
     def _remember(self, marks: list[Mark]) -> None:
         pipe: Any = self._redis.pipeline(transaction=False)

@@ -92,20 +92,26 @@ def told_plainly(settings: Settings) -> Iterator[None]:
         ) from None
 
 
-def publish(app: Celery, posts: Sequence[Post], options: ClassifyOptions) -> None:
-    """Send one message of posts, by task name. Nobody waits for its Celery result; results are stored."""
-    app.send_task(
-        CLASSIFY_TASK,
-        kwargs={
-            "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
-            **options.arguments(),
-        },
-        headers={SENT_AT: time.time()},
-        ignore_result=True,
-        # What events and Flower show instead of the posts: short, and nobody's words.
-        argsrepr="()",
-        kwargsrepr=f"{{'posts': <{len(posts)} posts>}}",
-    )
+def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+    """Send messages of posts, by task name, in one go: all of them, or none where it raises.
+
+    Nobody waits for their Celery results; results are stored.
+    """
+    with app.producer_or_acquire() as producer, producer.batch():
+        for posts in messages:
+            app.send_task(
+                CLASSIFY_TASK,
+                kwargs={
+                    "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
+                    **options.arguments(),
+                },
+                headers={SENT_AT: time.time()},
+                ignore_result=True,
+                producer=producer,
+                # What events and Flower show instead of the posts: short, and nobody's words.
+                argsrepr="()",
+                kwargsrepr=f"{{'posts': <{len(posts)} posts>}}",
+            )
 
 
 class QueueDepth(NamedTuple):

@@ -88,13 +88,20 @@ class Message:
                 letters.append(letter)
         return letters
 
-    def result(self) -> list[dict[str, Any]]:
-        """One outcome per post, in order. Raises RequestRefused or MessageFailed, as the promise says."""
+    def check(self) -> None:
+        """Raises RequestRefused or MessageFailed, where the promise says so."""
         if self.refused:
             raise self.refused
         reasons = [f"{error.id}: {error.error}" for error in self.errors()]
         if reasons and (self.options.strict or len(reasons) == len(self.outcomes)):
             raise MessageFailed.of(reasons, len(self.outcomes))
+
+    def summary(self) -> str:
+        return f"{len(self.outcomes) - len(self.errors())} of {len(self.outcomes)} posts classified"
+
+    def result(self) -> list[dict[str, Any]]:
+        """One outcome per post, in order. Raises RequestRefused or MessageFailed, as the promise says."""
+        self.check()
         return [self._reply(outcome) for outcome in self.outcomes if outcome is not None]
 
     def _reply(self, outcome: Outcome) -> dict[str, Any]:
