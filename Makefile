@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint rivals clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,8 @@ lint: $(VENV)/test ## Lint, formatting, types and import contracts alone
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+rivals: $(VENV)/rivals ## Install what benchmarks.throughput compares with
 
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
@@ -49,4 +51,13 @@ $(VENV)/demo: pyproject.toml constraints.txt | $(VENV)/base
 
 $(VENV)/test: pyproject.toml constraints.txt | $(VENV)/base
 	$(INSTALL) --editable '.[demo,dev]'
+	@touch $@ $(VENV)/demo
+
+# celery-batches demands another Celery than Feedmill: both lie in a folder that goes before the environment's packages
+# in its worker alone. What Celery needs besides is the environment's own.
+$(VENV)/rivals: pyproject.toml constraints.txt Makefile | $(VENV)/base
+	$(INSTALL) --editable '.[demo,charts,rivals]'
+	rm -rf $(VENV)/celery-batches
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $(VENV)/celery-batches \
+		celery-batches==0.11 celery==5.6.3
 	@touch $@ $(VENV)/demo
