@@ -1,0 +1,93 @@
+"""Rivals on Celery: one task classifies one post, a redis-server of their own holds queue and results.
+
+Posts are published one a message by plain `send_task`. Results lie in a database of Redis that holds nothing else,
+so that one DBSIZE tells how many there are: cheaper than the subscription for each result with which Celery's own
+`get` waits.
+"""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from benchmarks.rivals import Job, NotInstalled
+from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
+from benchmarks.rivals.processes import Processes
+from feedmill.stack import Child, find_redis_server, free_port
+from shared.errors import StackError
+from shared.messages import Post
+
+#: Where `make rivals` puts celery-batches with the Celery that it demands.
+CELERY_BATCHES = Path(sys.prefix) / "celery-batches"
+#: Seconds between two looks at the number of results; the same as for Feedmill.
+PAUSE = 0.02
+#: Seconds without any new result after which a run is given up.
+STALLED = 120.0
+
+
+class OnCelery:
+    """A worker process on a Redis, both its own. `shadow`: a folder whose packages its worker sees first."""
+
+    def __init__(self, module: str, folder: Path, shadow: Path | None = None) -> None:
+        self._module = module
+        self._shadow = shadow
+        self._processes = Processes(folder)
+        self._ids: list[str] = []
+
+    def start(self) -> None:
+        port, password = free_port(), secrets.token_urlsafe(24)
+        url = f"redis://:{password}@127.0.0.1:{port}"
+        configuration = f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
+        server = self._processes.start("redis", [find_redis_server(), "-"], {}, stdin=configuration)
+        self._results = Redis.from_url(f"{url}/{RESULTS_DATABASE}", decode_responses=True)
+        server.wait_until(self._redis_answers)
+        # Without a result backend here: publishing then subscribes to nothing, and the worker stores all the same.
+        self._app = Celery(broker=f"{url}/{QUEUE_DATABASE}")
+        self._worker: Child = self._processes.start_module(self._module, shadow=self._shadow, **{REDIS_URL: url})
+        inspect = self._app.control.inspect(timeout=1, limit=1)
+        self._worker.wait_until(lambda: bool(inspect.ping()))
+
+    def _redis_answers(self) -> bool:
+        with suppress(RedisFault):
+            return bool(self._results.ping())
+        return False
+
+    def run(self, posts: Sequence[Post]) -> None:
+        before: Any = self._results.dbsize()
+        self._ids = [self._app.send_task(TASK, args=(post.text,)).id for post in posts]
+        seen, since = 0, time.monotonic()
+        while (stored := int(self._results.dbsize()) - before) < len(posts):
+            if stored > seen:
+                seen, since = stored, time.monotonic()
+            if self._worker.process.poll() is not None or time.monotonic() - since > STALLED:
+                raise StackError(f"it stopped at {stored} of {len(posts)} results. {self._worker.last_words()}")
+            time.sleep(PAUSE)
+
+    def labels(self) -> list[str]:
+        found: Any = self._results.mget([f"celery-task-meta-{task}" for task in self._ids])
+        return [json.loads(value)["result"]["label"] for value in found]
+
+    def stop(self) -> None:
+        self._processes.stop()
+
+
+def plain_celery(job: Job) -> OnCelery:
+    """One post a task, as anyone would write it."""
+    return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery")
+
+
+def celery_batches(job: Job) -> OnCelery:
+    """The library that batches for Celery. Raises NotInstalled."""
+    if not (CELERY_BATCHES / "celery_batches").is_dir():
+        raise NotInstalled(
+            "celery_batches is left out: `make rivals` installs celery-batches with the Celery it needs."
+        )
+    return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", CELERY_BATCHES)

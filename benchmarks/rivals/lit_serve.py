@@ -1,0 +1,55 @@
+"""The model behind LitServe with its dynamic batching, as its documentation shows it.
+
+python -m benchmarks.rivals.lit_serve PORT
+"""
+
+import sys
+from typing import Any
+
+import litserve
+
+from benchmarks.rivals import BATCH_SIZE
+from benchmarks.rivals.plain_model import Answer, PlainModel
+from shared.settings import load
+from workers import device
+
+#: Seconds that a batch waits to be filled.
+BATCH_TIMEOUT = 0.01
+
+
+class ClassifierAPI(litserve.LitAPI):
+    """One worker with the model."""
+
+    def setup(self, device: str) -> None:  # noqa: ARG002 - the settings say which
+        self._model = PlainModel(load())
+
+    def decode_request(self, request: dict[str, Any]) -> Any:
+        return request["text"]
+
+    def batch(self, inputs: list[str]) -> list[str]:
+        return inputs
+
+    def predict(self, texts: list[str]) -> list[Answer]:
+        return self._model.classify(texts)
+
+    def unbatch(self, output: list[Answer]) -> list[Answer]:
+        return output
+
+    def encode_response(self, output: Answer) -> Answer:
+        return output
+
+
+def main() -> None:
+    settings = load()
+    kind = device.choose(settings.device, settings.dtype).torch.type
+    server = litserve.LitServer(
+        ClassifierAPI(max_batch_size=BATCH_SIZE, batch_timeout=BATCH_TIMEOUT),
+        accelerator=kind,
+        devices=1,
+        timeout=False,
+    )
+    server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What one writes with transformers alone: posts in the order in which they come, padded to the longest of the batch.
+
+The rivals that bring no model code of their own share it. It knows nothing of Feedmill's classifiers.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import normalize
+from transformers import AutoModel, AutoTokenizer
+
+from shared.settings import Settings
+from workers import device
+from workers.weights import locate
+
+#: The scale that the model was trained with; makes probabilities of cosines.
+SCALE = 20.0
+
+#: What a rival answers for one post: its label, and every label's score.
+Answer = dict[str, Any]
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def label_sentences(settings: Settings) -> list[str]:
+    """What stands for each label when it is embedded."""
+    return [settings.template.replace("{}", description) for description in settings.labels.values()]
+
+
+def mean_pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Unit vectors [rows, dimensions] in float32: the mean over each row's real tokens.
+
+    hidden: [rows, longest, dimensions]; mask: [rows, longest], 1 for a real token.
+    """
+    real = mask.unsqueeze(-1).float()
+    return normalize((hidden.float() * real).sum(1) / real.sum(1), dim=-1)
+
+
+class PlainModel:
+    """The settings' model by AutoModel, on all cores or the GPU."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(cores())
+        chosen = device.choose(settings.device, settings.dtype)
+        folder = locate(settings.model).folder
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._model: Any = AutoModel.from_pretrained(folder, dtype=chosen.dtype, local_files_only=True)
+        self._model.to(chosen.torch).eval()
+        self._device = chosen.torch
+        self._max_tokens = settings.max_tokens
+        self._labels = list(settings.labels)
+        self._label_vectors = self._embed(label_sentences(settings))
+
+    @torch.inference_mode()
+    def _embed(self, texts: Sequence[str]) -> torch.Tensor:
+        inputs = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        ).to(self._device)
+        return mean_pooled(self._model(**inputs).last_hidden_state, inputs["attention_mask"])
+
+    @torch.inference_mode()
+    def classify(self, texts: Sequence[str]) -> list[Answer]:
+        """One answer per text, in order, from one forward pass."""
+        scores = (SCALE * self._embed(texts) @ self._label_vectors.T).softmax(-1)
+        return [
+            {"label": self._labels[best], "scores": dict(zip(self._labels, row, strict=True))}
+            for best, row in zip(scores.argmax(-1).tolist(), scores.tolist(), strict=True)
+        ]
