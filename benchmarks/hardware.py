@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -35,3 +36,21 @@ def matrix_ceiling(device: Device, size: int = 2048, rounds: int = 7) -> float:
 
     seconds()
     return 2 * size**3 / median(seconds() for _ in range(rounds)) / 1e9
+
+
+def forward_flops(config: Mapping[str, int], lengths: Iterable[int]) -> float:
+    """Floating-point operations of an encoder's forward passes over rows of so many tokens each, padding not counted.
+
+    config: `hidden_size`, `intermediate_size` and `num_hidden_layers` of a BERT-like model's config.json. With hidden
+    size h, feed-forward size f and a row of n tokens, a layer multiplies matrices in
+
+    - the projections of queries, keys, values and attention's output: 4 products of [n, h] with [h, h], 8·n·h²;
+    - the feed-forward network: [n, h] with [h, f] and back, 4·n·h·f;
+    - attention: queries with keys, and their weights with values, 2·n²·h each.
+
+    A product of [a, b] with [b, c] counts 2·a·b·c. Embeddings, norms, softmax and pooling are left out: they are no
+    matrix products, and well below a hundredth of the operations.
+    """
+    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    linear = 8 * hidden**2 + 4 * hidden * inner
+    return float(layers * sum(linear * length + 4 * hidden * length**2 for length in lengths))

@@ -1,138 +1,211 @@
-"""Posts per second from queue to stored result, beside the same model on the same posts without any queue.
+"""Posts per second of Feedmill, beside the offline ideal and beside what people would use instead.
 
-    python -m benchmarks.throughput [--posts FILE] [--rounds 3] [--posts-per-message 32]
+    python -m benchmarks.throughput [--posts FILE] [--limit N] [--rounds R] [--only a,b,c] [--chart FILE.svg]
 
-offline: the whole backlog tokenized, sorted by length and cut by the token budget, forward and scored; the fastest
-of a few budgets. feedmill: published by a producer, through Redis, a real worker process with events on, until the
-last result is in the store, while Flower listens. The two alternate in one run. The last line is JSON.
+In each round every variant starts its processes, loads its model and classifies a few posts untimed; then it
+classifies all of them, timed from the first post handed over to the last result; then it stops, so that no idle
+variant disturbs another. All use one model, precision, posts, labels and token limit, and all cores. `make rivals`
+installs those that are no dependency of Feedmill. The last line is JSON.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
-from rich.progress import track
+from rich.console import Console
 
-from benchmarks.hardware import describe, matrix_ceiling
+from benchmarks.hardware import describe, forward_flops, matrix_ceiling
+from benchmarks.ours import Feedmill, Ideal
+from benchmarks.report import Measured, Record, draw, middle, print_round, rates, summary
+from benchmarks.rivals import Job, NotInstalled, Variant
+from benchmarks.rivals.by_celery import celery_batches, plain_celery
+from benchmarks.rivals.by_http import litserve, ray_serve
+from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
 from feedmill.demo import sample_posts
-from feedmill.stack import WORKER_NODE, Stack
-from feedmill.watch import worker_statistics
+from feedmill.stack import ended_by_signals
 from producers.files import read
-from producers.push import Pusher
-from shared.broker import connect, make_app
-from shared.keys import COUNTERS, RESULTS_STREAM
-from shared.messages import ClassifyOptions, Post
-from shared.results import ResultsStore
-from shared.settings import Settings, load
+from shared.errors import UserError
+from shared.messages import Post
+from shared.settings import load
 from workers import device
-from workers.classifiers import Row
-from workers.classifiers.similarity import Similarity
 from workers.weights import locate
 
-#: Token budgets that the offline run tries; its best counts.
-OFFLINE_BUDGETS = (1024, 2048, 4096)
-#: Seconds after which a round is given up.
-LIMIT = 900.0
+#: How each variant is made, in the order in which they are reported.
+VARIANTS: dict[str, Callable[[Job], Variant]] = {
+    "ideal": Ideal,
+    "feedmill_32": partial(Feedmill, posts_per_message=32),
+    "feedmill_1": partial(Feedmill, posts_per_message=1),
+    "plain_celery": plain_celery,
+    "celery_batches": celery_batches,
+    "pipeline_32": Pipeline32,
+    "sentence_transformers": SentenceTransformers,
+    "ray_serve": ray_serve,
+    "litserve": litserve,
+}
+#: Those whose failure ends the benchmark.
+OURS = ("ideal", "feedmill_32", "feedmill_1")
+#: The bundled posts are repeated up to so many.
+REPEATED = 4_800
+#: Posts that every variant classifies before it is timed, and that the ideal is tuned on.
+WARM_UP, TUNING = 64, 512
 
-
-def offline(classifier: Similarity, posts: Sequence[Post], token_budget: int, row_limit: int) -> float:
-    """Posts/s over the sorted backlog, tokenization and scoring included."""
-    began = time.perf_counter()
-    label_set = classifier.label_set(ClassifyOptions())
-    rows = sorted((row for rows in classifier.prepare([post.text for post in posts], label_set) for row in rows),
-                  key=lambda row: row.length)  # fmt: skip
-    batch: list[Row] = []
-    for row in rows:
-        if batch and ((len(batch) + 1) * row.length > token_budget or len(batch) == row_limit):
-            classifier.finish(batch, classifier.forward(batch))
-            batch = []
-        batch.append(row)
-    classifier.finish(batch, classifier.forward(batch))
-    return len(posts) / (time.perf_counter() - began)
-
-
-def through_the_queue(stack: Stack, settings: Settings, posts: Sequence[Post]) -> float:
-    """Posts/s from the first publish to the last stored result, into an empty store."""
-    redis = connect(stack.settings)
-    for name in redis.scan_iter("feedmill:result:*", count=1000):
-        redis.unlink(name)
-    redis.unlink(RESULTS_STREAM, COUNTERS)
-    store = ResultsStore(redis, stack.settings)
-    pusher = Pusher(make_app(settings), redis, settings, ClassifyOptions(), again=True)
-    began = time.perf_counter()
-    pusher.push(posts)
-    while (counters := store.counters()).stored + counters.repeated + counters.failed < pusher.sent:
-        stack.check()
-        if time.perf_counter() - began > LIMIT:
-            raise SystemExit(f"not finished after {LIMIT:.0f} s: {counters}")
-        time.sleep(0.02)
-    return pusher.sent / (time.perf_counter() - began)
+console = Console(soft_wrap=True, highlight=False)
 
 
 def main() -> None:
+    arguments = parsed()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
+            run(arguments, Path(folder))
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line, refused at once where an hour's run could not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
     parser.add_argument("--limit", type=int, default=12_000, help="posts, at most")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--posts-per-message", type=int, default=32)
+    parser.add_argument("--only", default=",".join(VARIANTS), help="variants, comma-separated: %(default)s")
+    parser.add_argument("--chart", type=Path, help="draw the medians into this .svg or .png")
     arguments = parser.parse_args()
-    settings = load(posts_per_message=arguments.posts_per_message)
-    if arguments.posts:
-        posts = [item for item in read(arguments.posts) if isinstance(item, Post)][: arguments.limit]
-    else:
-        repeated = islice(cycle(sample_posts()), 4_800)
-        posts = [post.model_copy(update={"id": f"{post.id}-{number}"}) for number, post in enumerate(repeated)]
+    arguments.only = [name.strip() for name in arguments.only.split(",")]
+    if unknown := set(arguments.only) - set(VARIANTS):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    if arguments.limit < 1 or arguments.rounds < 1:
+        parser.error("--limit and --rounds: at least 1")
+    if arguments.chart and arguments.chart.suffix not in (".svg", ".png"):
+        parser.error("--chart: the file's name must end in .svg or .png")
+    if arguments.chart and not find_spec("matplotlib"):
+        parser.error("--chart needs matplotlib: `pip install 'feedmill[charts]'` installs it")
+    return arguments
 
-    chosen = device.choose(settings.device, settings.dtype)
-    print(describe(chosen))
-    ceiling = matrix_ceiling(chosen)
-    print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
-    classifier = Similarity(locate(settings.model), chosen, settings)
-    classifier.warm_up()
-    budgets = list(OFFLINE_BUDGETS)
-    rates: dict[str, list[float]] = {"offline": [], "feedmill": []}
-    with tempfile.TemporaryDirectory(prefix="feedmill-benchmark-") as folder:
-        stack = Stack(settings, Path(folder), durable=False)
-        try:
-            for line in stack.start():
-                print(line)
-            queue_settings = stack.settings.model_copy(update={"posts_per_message": arguments.posts_per_message})
-            for _ in track(
-                range(arguments.rounds),
-                f"{arguments.rounds} rounds of {len(posts)} posts",
-                disable=not sys.stdout.isatty(),
-            ):
-                # The sweep is made once: its best budget goes on.
-                tried = {budget: offline(classifier, posts, budget, settings.batch_rows) for budget in budgets}
-                budgets = [max(tried, key=tried.__getitem__)]
-                rates["offline"].append(tried[budgets[0]])
-                rates["feedmill"].append(through_the_queue(stack, queue_settings, posts))
-                print("  ".join(f"{name} {rates[name][-1]:.1f}" for name in rates) + " posts/s")
-            pool = worker_statistics(make_app(stack.settings))[WORKER_NODE]
-        finally:
-            stack.stop()
-    shares = [ours / ideal for ours, ideal in zip(rates["feedmill"], rates["offline"], strict=True)]
-    print(
-        json.dumps(
-            {
-                "posts": len(posts),
-                "posts_per_message": arguments.posts_per_message,
-                "offline_token_budget": budgets[0],
-                "offline_posts_s": round(median(rates["offline"]), 1),
-                "feedmill_posts_s": round(median(rates["feedmill"]), 1),
-                "share": round(median(shares), 3),
-                "shares": [round(share, 3) for share in shares],
-                "padding_efficiency": pool["padding_efficiency"],
-                "ceiling_gflops": round(ceiling),
-            }
+
+def run(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure, and print what was found."""
+    settings = load()
+    job = Job(settings, device.choose(settings.device, settings.dtype), folder)
+    hardware = describe(job.device)
+    console.print(hardware)
+    ceiling = matrix_ceiling(job.device)
+    console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
+    posts = read_posts(arguments.posts, arguments.limit)
+    ideal = Ideal(job)
+    lengths = look_at(ideal, posts, tune="ideal" in arguments.only)
+    variants = make(arguments.only, job, ideal)
+    record: Record = {name: [] for name in variants}
+    looks: list[Look] = []
+    for number in range(1, arguments.rounds + 1):
+        # Every other round backwards: a machine that slows down or speeds up favours nobody.
+        for name in list(variants) if number % 2 else reversed(variants):
+            measured = measure(name, variants[name], posts, f"round {number} of {arguments.rounds}: {name}")
+            record[name].append(measured)
+            if name == "feedmill_32" and measured:
+                looks.append(look(variants[name], len(posts) / measured.posts_per_s))
+        print_round(console, record, number, arguments.rounds)
+    if arguments.chart:
+        draw(
+            arguments.chart,
+            {name: rates(record, name) for name in variants},
+            f"{len(posts)} posts; {hardware.partition(';')[0]}",
         )
-    )
+    config = json.loads((locate(settings.model).folder / "config.json").read_text())
+    model_gflops = (middle(rates(record, "feedmill_32"), 3) or 0) * forward_flops(config, lengths) / len(posts) / 1e9
+    found = summary(record, list(VARIANTS)) | {
+        "padding_efficiency": middle([look.padding_efficiency for look in looks], 4),
+        "device_busy": middle([look.device_busy for look in looks], 3),
+        "ceiling_share": round(model_gflops / ceiling, 3) if model_gflops else None,
+        "posts": len(posts),
+        "tokens_per_post": round(sum(lengths) / len(posts), 1),
+        "rounds": arguments.rounds,
+        "ceiling_gflops": round(ceiling),
+        "offline_token_budget": ideal.token_budget,
+        "offline_threads": ideal.threads,
+    }
+    print(json.dumps(found))
+
+
+def read_posts(path: str | None, limit: int) -> list[Post]:
+    """Posts with ids of their own, so that each has one result; Feedmill would skip what it has had before."""
+    if path:
+        posts = {item.id: item for item in read(path) if isinstance(item, Post)}
+        return list(islice(posts.values(), limit))
+    repeated = islice(cycle(sample_posts()), min(limit, REPEATED))
+    return [post.model_copy(update={"id": f"{post.id}-{number}"}) for number, post in enumerate(repeated)]
+
+
+def look_at(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
+    """Tokens of each post; tunes the ideal on a sample of them."""
+    ideal.start()
+    try:
+        lengths = ideal.lengths(posts)
+        console.print(f"{len(posts)} posts of {sum(lengths) / len(posts):.1f} tokens on average")
+        if tune:
+            with console.status("looking for the ideal's best token budget and number of threads …"):
+                ideal.tune(posts[:: max(1, len(posts) // TUNING)][:TUNING])
+            console.print(f"ideal: token budget {ideal.token_budget}, {ideal.threads} threads, as tuned on a sample")
+    finally:
+        ideal.stop()
+    return lengths
+
+
+def make(names: Sequence[str], job: Job, ideal: Ideal) -> dict[str, Variant]:
+    """The variants that are asked for; says which cannot be had."""
+    variants: dict[str, Variant] = {}
+    for name in (name for name in VARIANTS if name in names):
+        try:
+            variants[name] = ideal if name == "ideal" else VARIANTS[name](job)
+        except NotInstalled as missing:
+            console.print(str(missing), style="yellow")
+    return variants
+
+
+def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Measured | None:
+    """One variant in one round; None where a rival fails, which costs its own figure and not the run."""
+    warm_up = [post.model_copy(update={"id": f"warm-up-{number}"}) for number, post in enumerate(posts[:WARM_UP])]
+    try:
+        with console.status(f"{what} …"):
+            variant.start()
+            variant.run(warm_up)
+            variant.labels()
+            began = perf_counter()
+            variant.run(posts)
+            seconds = perf_counter() - began
+            measured = Measured(len(posts) / seconds, variant.labels())
+    except Exception as error:
+        if name in OURS:
+            raise
+        console.print(f"{what} failed: {type(error).__name__}: {error}", style="yellow", markup=False)
+        return None
+    finally:
+        variant.stop()
+    console.print(f"{what}: {measured.posts_per_s:.1f} posts/s")
+    return measured
+
+
+class Look(NamedTuple):
+    """What Feedmill's worker said of itself after a run."""
+
+    padding_efficiency: float
+    device_busy: float
+
+
+def look(variant: Variant, seconds: float) -> Look:
+    """Of the run that took so many seconds."""
+    if not isinstance(variant, Feedmill):
+        raise TypeError("only Feedmill's own worker tells")
+    return Look(variant.padding_efficiency, variant.device_seconds / seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""What a run of the benchmark found: a table for each round, a chart, and the last line, JSON."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+#: A variant whose labels agree less often with the ideal's does other work, and is no rival.
+LEAST_AGREEMENT = 0.97
+#: Feedmill and its ideal, and the others, in the chart.
+OURS, RIVALS = "#c2571a", "#8a8f98"
+
+
+class Measured(NamedTuple):
+    """One variant in one round."""
+
+    posts_per_s: float
+    labels: Sequence[str]
+
+
+#: By variant: what was measured in each round, None where it failed.
+Record = dict[str, list[Measured | None]]
+
+
+def agreement(labels: Sequence[str], ideal: Sequence[str]) -> float:
+    """Share of the posts that got the same label."""
+    return sum(mine == theirs for mine, theirs in zip(labels, ideal, strict=True)) / len(ideal)
+
+
+def rates(record: Record, name: str) -> list[float]:
+    """Posts/s of the rounds that the variant survived."""
+    return [measured.posts_per_s for measured in record.get(name, ()) if measured]
+
+
+def shares(record: Record, name: str) -> list[float]:
+    """The variant's rate over the ideal's, round by round: what a drifting machine leaves comparable."""
+    pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
+    return [mine.posts_per_s / ideal.posts_per_s for mine, ideal in pairs if mine and ideal]
+
+
+def agreements(record: Record, name: str) -> list[float]:
+    pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
+    return [agreement(mine.labels, ideal.labels) for mine, ideal in pairs if mine and ideal]
+
+
+def middle(values: Sequence[float], digits: int) -> float | None:
+    """The median, rounded; None of nothing."""
+    return round(median(values), digits) if values else None
+
+
+def print_round(console: Console, record: Record, number: int, rounds: int) -> None:
+    """The table of one round, with a warning for each variant that does other work."""
+    table = Table(title=f"round {number} of {rounds}", title_justify="left")
+    table.add_column("variant")
+    for column in ("posts/s", "share of ideal", "agreement with ideal"):
+        table.add_column(column, justify="right")
+    ideal = record["ideal"][-1] if record.get("ideal") else None
+    warnings = []
+    for name, measured in ((name, found[-1]) for name, found in record.items()):
+        if measured is None:
+            table.add_row(name, "failed", "", "")
+            continue
+        same = agreement(measured.labels, ideal.labels) if ideal else None
+        share = f"{measured.posts_per_s / ideal.posts_per_s:.3f}" if ideal else "—"
+        table.add_row(name, f"{measured.posts_per_s:.1f}", share, "—" if same is None else f"{same:.4f}")
+        if same is not None and same < LEAST_AGREEMENT:
+            warnings.append(f"warning: {name} gives {1 - same:.1%} of the posts another label: it does other work.")
+    console.print(table)
+    for warning in warnings:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+
+
+def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
+    """The last line's figures of each variant: medians of the rates, and of the rounds' ratios to the ideal."""
+    found: dict[str, object] = {name: middle(rates(record, name), 1) for name in names}
+    return found | {
+        "share_of_ideal": {name: middle(shares(record, name), 3) for name in names},
+        "shares_by_round": {name: [round(share, 3) for share in shares(record, name)] for name in names},
+        "agreement": {name: middle(agreements(record, name), 4) for name in names},
+    }
+
+
+def draw(path: Path, by_variant: Mapping[str, Sequence[float]], title: str) -> None:
+    """Horizontal bars of the medians, fastest first, with whiskers from the slowest to the fastest round.
+
+    Raises ModuleNotFoundError where matplotlib is missing.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
+    order = sorted((name for name, values in by_variant.items() if values), key=lambda name: median(by_variant[name]))
+    medians = [median(by_variant[name]) for name in order]
+    below = [middle - min(by_variant[name]) for name, middle in zip(order, medians, strict=True)]
+    above = [max(by_variant[name]) - middle for name, middle in zip(order, medians, strict=True)]
+    figure = Figure(figsize=(8, 0.45 * len(order) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    colours = [OURS if name.startswith(("ideal", "feedmill")) else RIVALS for name in order]
+    axes.barh(order, medians, color=colours, xerr=[below, above], ecolor="#333333", capsize=3)
+    for row, value in enumerate(medians):
+        axes.annotate(f"{value:.0f}", (0, row), (4, 0), textcoords="offset points", va="center", color="white")
+    axes.set_xlabel("posts/s: median, slowest and fastest round")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
