@@ -26,7 +26,7 @@ from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.ours import Feedmill, Ideal
 from benchmarks.report import Measured, Record, draw, middle, print_round, rates, summary
 from benchmarks.rivals import Job, NotInstalled, Variant
-from benchmarks.rivals.by_celery import celery_batches, plain_celery
+from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
 from feedmill.demo import sample_posts
@@ -44,6 +44,7 @@ VARIANTS: dict[str, Callable[[Job], Variant]] = {
     "feedmill_32": partial(Feedmill, posts_per_message=32),
     "feedmill_1": partial(Feedmill, posts_per_message=1),
     "plain_celery": plain_celery,
+    "plain_celery_prefork": plain_celery_prefork,
     "celery_batches": celery_batches,
     "pipeline_32": Pipeline32,
     "sentence_transformers": SentenceTransformers,

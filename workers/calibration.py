@@ -23,8 +23,8 @@ from workers.window import Window
 logger = logging.getLogger(__name__)
 
 #: Budgets that are tried, smallest first, by the kind of device.
-CANDIDATES = {"cpu": (512, 1024, 2048, 4096, 8192)}
-OTHER_CANDIDATES = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
+OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 #: Each is tried for at least this many seconds, in each of so many rounds; its best round counts, since others
 #: of a shared machine's processes can only slow it down.
 SECONDS, ROUNDS = 0.5, 2

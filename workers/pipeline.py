@@ -275,9 +275,10 @@ class Pipeline:
             except queue.Empty:
                 continue
             if isinstance(finished, Message):
-                results, complete = [], [finished]
+                settled: tuple[list[Result], list[Message]] = [], [finished]
             else:
-                results, complete = self._settle(*finished)
+                settled = self._settle(*finished)
+            results, complete = settled
             complete = [message for message in complete if not message.abandoned]
             now = time.time()
             dead = [letter for message in complete for letter in message.dead_letters(self._worker, now)]

@@ -36,8 +36,9 @@ STALLED = 120.0
 class OnCelery:
     """A worker process on a Redis, both its own. `shadow`: a folder whose packages its worker sees first."""
 
-    def __init__(self, module: str, folder: Path, shadow: Path | None = None) -> None:
+    def __init__(self, module: str, folder: Path, *arguments: str, shadow: Path | None = None) -> None:
         self._module = module
+        self._arguments = arguments
         self._shadow = shadow
         self._processes = Processes(folder)
         self._ids: list[str] = []
@@ -51,7 +52,9 @@ class OnCelery:
         server.wait_until(self._redis_answers)
         # Without a result backend here: publishing then subscribes to nothing, and the worker stores all the same.
         self._app = Celery(broker=f"{url}/{QUEUE_DATABASE}")
-        self._worker: Child = self._processes.start_module(self._module, shadow=self._shadow, **{REDIS_URL: url})
+        self._worker: Child = self._processes.start_module(
+            self._module, *self._arguments, shadow=self._shadow, **{REDIS_URL: url}
+        )
         inspect = self._app.control.inspect(timeout=1, limit=1)
         self._worker.wait_until(lambda: bool(inspect.ping()))
 
@@ -80,8 +83,13 @@ class OnCelery:
 
 
 def plain_celery(job: Job) -> OnCelery:
-    """One post a task, as anyone would write it."""
-    return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery")
+    """One post a task, one process with all cores."""
+    return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery", "solo")
+
+
+def plain_celery_prefork(job: Job) -> OnCelery:
+    """One post a task, a process with a model for each core, as Celery starts a worker by default."""
+    return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery_prefork", "prefork")
 
 
 def celery_batches(job: Job) -> OnCelery:
@@ -90,4 +98,4 @@ def celery_batches(job: Job) -> OnCelery:
         raise NotInstalled(
             "celery_batches is left out: `make rivals` installs celery-batches with the Celery it needs."
         )
-    return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", CELERY_BATCHES)
+    return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", shadow=CELERY_BATCHES)

@@ -22,7 +22,7 @@ def worker_app(prefetch: int) -> Celery:
     return app
 
 
-def work(app: Celery) -> None:
+def work(app: Celery, pool: str = "solo", processes: int = 1) -> None:
     """Take messages until SIGTERM. Solo: one process with the model, whose forward pass has all cores."""
     # At its default level a worker writes two lines a task.
-    app.worker_main(["worker", "--pool", "solo", "--concurrency", "1", "--loglevel", "WARNING"])
+    app.worker_main(["worker", "--pool", pool, "--concurrency", str(processes), "--loglevel", "WARNING"])

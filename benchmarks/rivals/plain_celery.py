@@ -1,37 +1,64 @@
 """The worker that one writes with plain Celery: one post a task, the model loaded when the worker starts.
 
-    RIVAL_REDIS_URL=redis://… python -m benchmarks.rivals.plain_celery
+    RIVAL_REDIS_URL=redis://… python -m benchmarks.rivals.plain_celery solo|prefork
+
+solo: one process, whose forward pass has all cores. prefork, Celery's default: a process with a model for each core,
+whose forward pass has that core alone. Which is faster depends on how well a pass of one row uses several cores.
 
 It classifies its one post with Feedmill's own classifier, which takes less time for one row than a pipeline does.
 """
 
+import sys
 from typing import Any
 
+import torch
+from celery.signals import worker_process_init
+
 from benchmarks.rivals.celery_app import TASK, work, worker_app
+from benchmarks.rivals.plain_model import Answer, cores
 from shared.messages import ClassifyOptions
 from shared.settings import load
 from workers import device
 from workers.classifiers.similarity import Similarity
 from workers.weights import locate
 
-#: Messages that the worker fetches ahead.
+#: Messages that the worker fetches ahead for each process.
 PREFETCH = 64
+
+
+class OneByOne:
+    """The model, and one forward pass a post."""
+
+    def load(self, **_: Any) -> None:
+        settings = load()
+        self._classifier = Similarity(locate(settings.model), device.choose(settings.device, settings.dtype), settings)
+        self._label_set = self._classifier.label_set(ClassifyOptions())
+        self._classifier.warm_up()
+
+    def load_on_one_core(self, **_: Any) -> None:
+        torch.set_num_threads(1)
+        self.load()
+
+    def classify(self, text: str) -> Answer:
+        (rows,) = self._classifier.prepare([text], self._label_set)
+        ((_, scores),) = self._classifier.finish(rows, self._classifier.forward(rows))
+        return {"label": max(scores, key=scores.__getitem__), "scores": scores}
 
 
 def main() -> None:
     app = worker_app(PREFETCH)
-    settings = load()
-    classifier = Similarity(locate(settings.model), device.choose(settings.device, settings.dtype), settings)
-    classifier.warm_up()
-    label_set = classifier.label_set(ClassifyOptions())
+    model = OneByOne()
 
     @app.task(name=TASK)
-    def classify(text: str) -> dict[str, Any]:
-        (rows,) = classifier.prepare([text], label_set)
-        ((_, scores),) = classifier.finish(rows, classifier.forward(rows))
-        return {"label": max(scores, key=scores.__getitem__), "scores": scores}
+    def classify(text: str) -> Answer:
+        return model.classify(text)
 
-    work(app)
+    if sys.argv[1] == "prefork":
+        worker_process_init.connect(model.load_on_one_core, weak=False)
+        work(app, "prefork", cores())
+    else:
+        model.load()
+        work(app)
 
 
 if __name__ == "__main__":

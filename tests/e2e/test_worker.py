@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM, find
-from shared.messages import ClassifyOptions
-from shared.results import ResultsStore
+from shared.messages import ClassifyOptions, Post
+from shared.results import Counters, ResultsStore
 from shared.settings import Settings
 from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
 
@@ -53,6 +55,30 @@ def test_another_application_gets_one_outcome_a_post(client: Celery) -> None:
 def test_labels_of_the_message(client: Celery) -> None:
     (found,) = ask(client, POSTS[:1], labels=["tea", "football"], template="It is on {}.", multi_label=True)
     assert list(found["scores"]) == ["football", "tea"]
+
+
+def test_a_reply_of_the_best_scores_and_a_store_of_all(client: Celery, served: RedisServer) -> None:
+    (found,) = ask(client, [{"id": "top", "title": "A goal in the last minute"}], top_k=2)
+    assert len(found["scores"]) == 2
+    assert next(iter(found["scores"])) == found["label"]
+    store = ResultsStore(served.client, Settings())
+    assert len(store.get("top")[0].scores) == 16
+
+
+def test_a_message_whose_result_nobody_reads_says_in_short_what_became_of_it(client: Celery) -> None:
+    told: list[str] = []
+
+    def succeeded(event: dict[str, Any]) -> None:
+        told.append(event["result"])
+        receiver.should_stop = True
+
+    with client.connection() as connection:
+        receiver = client.events.Receiver(connection, {"task-succeeded": succeeded})
+        while not told:  # it hears nothing before it has subscribed
+            client.send_task("feedmill.classify", (POSTS,), ignore_result=True)
+            with suppress(TimeoutError):
+                receiver.capture(limit=None, timeout=1)
+    assert told[0] == "'2 of 2 posts classified'"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +136,9 @@ def test_the_worker_says_how_it_is(client: Celery) -> None:
     assert pool["posts"] >= 2
     assert 0 < pool["padding_efficiency"] <= 1
     assert pool["oldest_row_seconds"] >= 0
+    assert pool["token_budget"] == 2048
+    assert pool["recent"]["posts"] >= 2
+    assert 0 < pool["recent"]["device_busy"] <= 1
     wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
 
 
@@ -173,36 +202,127 @@ def test_connections_that_are_cut(redis: RedisServer, settings: Settings, tmp_pa
 
 
 BROKEN_WORKER = """
-import sys
+import sys, time
 from shared import logs
 from shared.settings import load
+from workers import run
 from workers.classifiers.similarity import Similarity
-from workers.run import run_worker
+from workers.pipeline import Pipeline
+from workers.window import Window
 
 def broken(*_):
-    raise AssertionError("a bug in this test's writer thread")
+    if sys.argv[1] == "hangs":
+        time.sleep(3600)
+    raise AssertionError("a bug in this test's thread")
 
-Similarity.finish = broken
+start = Pipeline.start
+
+def start_broken(self):
+    loop = {"writer": (Similarity, "finish"), "tokenizer": (Window, "add"),
+            "device": (Pipeline, "_next_batch"), "hangs": (Similarity, "forward")}[sys.argv[1]]
+    setattr(*loop, broken)
+    start(self)
+
+Pipeline.start = start_broken
 settings = load()
 logs.configure(settings)
-sys.exit(run_worker(settings, "broken"))
+sys.exit(run.run_worker(settings, "broken"))
 """
 
 
-def test_a_worker_whose_thread_dies_ends_and_gives_back(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("tokenizer", "the tokenizer thread died"),
+        ("device", "the device thread died"),
+        ("writer", "the writer thread died"),
+        ("hangs", "a forward pass has hung for 2 s (FEEDMILL_FORWARD_TIMEOUT)"),
+    ],
+)
+def test_a_worker_whose_thread_dies_or_hangs_ends_and_gives_back(
+    redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
+) -> None:
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(100))
+    environment = {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_TOKEN_BUDGET": "2048",
+        "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60",
+    }
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", BROKEN_WORKER],
+        [sys.executable, "-P", "-c", BROKEN_WORKER, what],
         cwd=tmp_path,
-        env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
     assert ended.returncode == 1, ended.stderr
-    assert "the writer thread died; this worker ends, its messages go back to the queue" in ended.stderr
+    assert f"{words}; this worker ends, its messages go back to the queue" in ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)
+
+
+def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    # An empty variable is an unset one.
+    with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
+        assert "measuring the token budget, once for this device and model" in worker.text()
+        measured = re.search(r"token budget (\d+): 512: \d+, ", worker.text())
+        assert measured, worker.text()
+    with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
+        assert f"token budget {measured[1]}, as measured before" in worker.text()
+
+
+def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """A post whose forward pass raises, in one message with 255 good ones, through a real worker."""
+    store = ResultsStore(connect(settings), settings)
+    posts = make_posts(256)
+    posts[100] = Post(id="p100", title=POISON)
+    app = make_app(settings)
+    environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
+    with (tmp_path / "worker.log").open("w") as log:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-c", POISONED_WORKER, POISON],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            stderr=log,
+        )
+    try:
+        sent = app.send_task("feedmill.classify", kwargs={"posts": [post.model_dump() for post in posts]})
+        outcomes = sent.get(timeout=60)
+    finally:
+        worker.terminate()
+        worker.wait(60)
+    assert [outcome for outcome in outcomes if "error" in outcome] == [
+        {"id": "p100", "error": "ValueError: this model cannot read that"}
+    ]
+    assert store.counters() == Counters(stored=255, repeated=0, failed=1)
+    (letter,) = store.dead_letters(10)
+    assert (letter.id, letter.reason, letter.message) == ("p100", "ValueError: this model cannot read that", sent.id)
+    assert json.loads(letter.post or "")["title"] == POISON
+
+
+POISON = "a post that the model chokes on"
+POISONED_WORKER = """
+import sys
+from shared import logs
+from shared.settings import load
+from workers.classifiers.similarity import Similarity
+from workers.run import run_worker
+
+forward = Similarity.forward
+
+def choosy(self, rows):
+    if any(row.owner and row.owner.post.title == sys.argv[1] for row in rows):
+        raise ValueError("this model cannot read that")
+    return forward(self, rows)
+
+Similarity.forward = choosy
+settings = load()
+logs.configure(settings)
+sys.exit(run_worker(settings, "choosy"))
+"""
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,17 @@ def device_errors() -> Iterator[None]:
 class TorchEngine:
     """A model on its device. `architecture` is the transformers class that says what its outputs are.
 
-    compiled: run it through torch.compile. Raises ModelError when the folder does not hold such a model.
+    compiled: run it through torch.compile. packed: pack micro-batches where that can be done.
+    Raises ModelError when the folder does not hold such a model.
     """
 
     def __init__(
-        self, weights: Weights, device: Device, architecture: type[Any] = AutoModel, compiled: bool = False
+        self,
+        weights: Weights,
+        device: Device,
+        architecture: type[Any] = AutoModel,
+        compiled: bool = False,
+        packed: bool = True,
     ) -> None:
         self.device = device
         self._cuda = device.torch.type == "cuda"
@@ -177,7 +183,7 @@ class TorchEngine:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             kind = AutoConfig.from_pretrained(weights.folder, local_files_only=True).model_type
-            self.packed = device.torch.type == "cpu" and kind in FIRST_POSITION and not compiled
+            self.packed = packed and device.torch.type == "cpu" and kind in FIRST_POSITION and not compiled
             self.model = architecture.from_pretrained(
                 weights.folder,
                 dtype=device.dtype,
@@ -202,11 +208,6 @@ class TorchEngine:
         self._ready_made_mask = self.model.config._attn_implementation == "sdpa"
         self._length_bucket = LENGTH_BUCKET if compiled else 1
         self._run = torch.compile(self.model, dynamic=True) if compiled else self.model
-
-    @property
-    def layout(self) -> str:
-        """How micro-batches are laid out: packed or padded."""
-        return "packed" if self.packed else "padded"
 
     def begin(self) -> Any:
         """Mark the begin of a micro-batch, for `to_host`."""

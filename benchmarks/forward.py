@@ -1,0 +1,155 @@
+"""The share of the measured matrix-product ceiling that the bare forward pass reaches: by precision, engine and shape.
+
+    python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--compile] [--rounds 5]
+
+Engines: `library` is the model as transformers loads it, padded, with its attention mask; `padded` and `packed` are
+ours in either layout; `compiled` is the padded one through torch.compile. Shapes: batches of one length, and batches
+as the window cuts them from real lengths. Only real tokens count as work: padding lowers a share, it never raises it.
+The engines alternate. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModel
+
+from benchmarks.hardware import describe, forward_flops, matrix_ceiling
+from benchmarks.throughput import read_posts
+from shared.errors import UserError
+from shared.messages import ClassifyOptions
+from shared.settings import Settings, load
+from workers import device
+from workers.classifiers import Row
+from workers.classifiers.similarity import Similarity
+from workers.device import Device
+from workers.engines.torch_engine import TorchEngine
+from workers.weights import Weights, locate
+from workers.window import Window
+
+#: Tokens of each batch; rows of so many tokens in the batches of one length.
+TOKENS, LENGTHS = 2048, (16, 32, 64, 128, 256)
+#: Batches that are cut from the posts' own lengths, out of a full window.
+BATCHES = 8
+
+console = Console(soft_wrap=True, highlight=False)
+
+Batch = list[list[int]]
+Forward = Callable[[Batch], Any]
+
+
+def library(weights: Weights, chosen: Device) -> Forward:
+    """The model as transformers loads it."""
+    model = AutoModel.from_pretrained(weights.folder, dtype=chosen.dtype, local_files_only=True)
+    model.to(chosen.torch).eval()
+
+    @torch.inference_mode()
+    def forward(rows: Batch) -> Any:
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen.torch)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=chosen.torch)
+        return model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    return forward
+
+
+def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forward]:
+    """What is compared, by name."""
+    found: dict[str, Forward] = {
+        "library": library(weights, chosen),
+        "padded": TorchEngine(weights, chosen, packed=False).forward,
+    }
+    packing = TorchEngine(weights, chosen)
+    if packing.packed:
+        found["packed"] = packing.forward
+    if compiled:
+        found["compiled"] = TorchEngine(weights, chosen, compiled=True).forward
+    return found
+
+
+def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[Batch]]:
+    """Batches by the name of their shape."""
+    source = random.Random(7)  # noqa: S311 - the same batches in every run
+    found: dict[str, list[Batch]] = {
+        f"{TOKENS // length} × {length}": [
+            [[source.randrange(1000, 2000) for _ in range(length)] for _ in range(TOKENS // length)]
+        ]
+        for length in LENGTHS
+    }
+    classifier = Similarity(locate(settings.model), chosen, settings)
+    label_set = classifier.label_set(ClassifyOptions())
+    window: Window[Row] = Window(time.monotonic)
+    for rows in classifier.prepare([post.text for post in read_posts(path, settings.window_rows)], label_set):
+        for row in rows:
+            window.add(row)
+    cut = [window.take(TOKENS, settings.batch_rows) for _ in range(BATCHES)]
+    found["as cut from posts"] = [[row.tokens for row in batch] for batch in cut]
+    return found
+
+
+def seconds(forward: Forward, batches: Sequence[Batch]) -> float:
+    began = time.perf_counter()
+    for batch in batches:
+        forward(batch)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(chosen: Device, by_shape: dict[str, list[Batch]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Shares of the ceiling in one precision, by shape and engine; the ceiling is measured in every round too."""
+    weights = locate(load().model)
+    config = json.loads((weights.folder / "config.json").read_text())
+    compared = engines(weights, chosen, arguments.compile)
+    for forward in compared.values():
+        for batches in by_shape.values():
+            forward(batches[0])
+    ceilings: list[float] = []
+    found: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in compared} for shape in by_shape}
+    for number in range(arguments.rounds):
+        for shape, batches in by_shape.items():
+            flops = forward_flops(config, [len(row) for batch in batches for row in batch])
+            ceilings.append(matrix_ceiling(chosen, rounds=3))
+            for name in list(compared) if number % 2 else reversed(compared):
+                found[shape][name].append(flops / seconds(compared[name], batches) / 1e9 / ceilings[-1])
+    precision = str(chosen.dtype).removeprefix("torch.")
+    title = f"{precision}: share of the ceiling ({median(ceilings):.0f} GFLOP/s), medians of {arguments.rounds} rounds"
+    table = Table("batch", *compared, title=title, title_justify="left")
+    for shape, by_engine in found.items():
+        table.add_row(shape, *(f"{median(shares):.3f}" for shares in by_engine.values()))
+    console.print(table)
+    medians = {shape: {n: round(median(s), 3) for n, s in by_engine.items()} for shape, by_engine in found.items()}
+    return {"ceiling_gflops": round(median(ceilings)), "share": medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--dtypes", help="comma-separated; default: the one that a worker would take here")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well: needs a C++ compiler")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    try:
+        settings = load()
+        wanted = arguments.dtypes.split(",") if arguments.dtypes else [settings.dtype]
+        if unknown := set(wanted) - {"auto", *device.DTYPES}:
+            parser.error(f"--dtypes: there is no {', '.join(sorted(unknown))}; there are {', '.join(device.DTYPES)}")
+        devices = [device.choose(settings.device, dtype) for dtype in wanted]
+        console.print(describe(devices[0]))
+        by_shape = shapes(settings, devices[0], arguments.posts)
+        found = {str(chosen.dtype).removeprefix("torch."): measure(chosen, by_shape, arguments) for chosen in devices}
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
