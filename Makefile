@@ -15,16 +15,19 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint rivals clean
+.PHONY: help demo test test-gpu lint rivals clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
 	$(BIN)/python -m pytest $(if $(STRICT),--strict-skips)
+
+test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
 
 lint: $(VENV)/test ## Lint, formatting, types and import contracts alone
 	$(BIN)/ruff check .

@@ -278,11 +278,12 @@ def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     if not seen.workers:
         console.print("workers  none answers; start one with `feedmill worker`, or everything with `feedmill up`")
         return
-    table = Table("worker", "device", "model", "posts", "waiting", "padding efficiency")
+    table = Table("worker", "device", "model", "posts", "waiting", "posts/s", "device busy", "padding efficiency")
     for node, pool in seen.workers.items():
         table.add_row(
             node, pool["device"].split(":")[0], escape(pool["model"]), f"{pool['posts']:,}",
-            f"{pool['rows_waiting']:,}", f"{pool['padding_efficiency']:.2f}",
+            f"{pool['rows_waiting']:,}", f"{pool['recent']['posts_per_second']:.1f}",
+            f"{pool['recent']['device_busy']:.2f}", f"{pool['padding_efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)
 

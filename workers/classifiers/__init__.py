@@ -1,6 +1,6 @@
 """What is computed of a post, in three verbs: prepare, forward, finish.
 
-A classifier turns texts into token rows (`prepare`, on the tokenizer thread), runs one padded micro-batch of
+A classifier turns texts into token rows (`prepare`, on the tokenizer thread), runs one micro-batch of
 rows of any posts and label sets (`forward`, on the device thread), and turns the outputs into scores
 (`finish`, on the writer thread). It knows nothing of messages, Celery or Redis.
 """
