@@ -3,6 +3,7 @@
 python -m benchmarks.rivals.lit_serve PORT
 """
 
+import signal
 import sys
 from typing import Any
 
@@ -48,6 +49,8 @@ def main() -> None:
         devices=1,
         timeout=False,
     )
+    # SIGTERM leaves by the same way as Ctrl-C, so that LitServe ends its other processes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False)
 
 

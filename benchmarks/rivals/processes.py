@@ -30,7 +30,8 @@ class Processes:
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
             self._before = descendants(os.getpid())
             self.folder.mkdir(exist_ok=True)
-        child = Child(name, command, self.folder, {**os.environ, **environment}, stdin=stdin)
+        # Orphaned by kill -9 they get the chance to end their own children.
+        child = Child(name, command, self.folder, {**os.environ, **environment}, signal.SIGTERM, stdin)
         self._children.insert(0, child)
         return child
 
