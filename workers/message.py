@@ -68,8 +68,14 @@ class Message:
     def errors(self) -> list[PostError]:
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
+    def failed(self) -> bool:
+        """Whether any of its posts got no classification, once it is complete."""
+        return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
+
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
         """One for each of its posts that got no classification, once it is complete."""
+        if not self.failed():
+            return []
         reason = str(self.refused) if self.refused else None
         options = _as_json(self.arguments)
         letters = []

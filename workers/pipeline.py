@@ -229,14 +229,16 @@ class Pipeline:
 
     def _forward(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], Outputs | Exception]]:
         """Outputs of the batch; when it raises, of its halves, until only the culprit has none."""
-        fault: Exception
         try:
             return [(rows, self._compute(rows))]
         except DeviceLost:
             raise
+        except DeviceFull as error:
+            fault: Exception = DeviceFull(
+                str(error)
+            )  # anew: the frames of this one keep the tensors of the failed pass
         except Exception as error:
-            fault = error.with_traceback(None) if isinstance(error, DeviceFull) else error
-        # Out here, where nothing keeps the tensors of the failed pass any more.
+            fault = error
         if len(rows) == 1:
             logger.error("post %s cannot be classified", rows[0].owner.post.id, exc_info=fault)
             return [(rows, fault)]
