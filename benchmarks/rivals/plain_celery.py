@@ -5,7 +5,7 @@
 solo: one process, whose forward pass has all cores. prefork, Celery's default: a process with a model for each core,
 whose forward pass has that core alone. Which is faster depends on how well a pass of one row uses several cores.
 
-It classifies its one post with Feedmill's own classifier, which takes less time for one row than a pipeline does.
+It classifies its one post with Feedmill's own classifier: no pipeline around the model costs it anything.
 """
 
 import sys
