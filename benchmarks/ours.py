@@ -1,15 +1,14 @@
 """Feedmill itself as two of the benchmark's variants, and the ideal that both it and its rivals are held against."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from time import perf_counter, sleep
 from typing import Any
 
-import torch
-
 from benchmarks.rivals import Job
-from benchmarks.rivals.plain_model import cores
 from feedmill.stack import WORKER_NODE, Stack
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
@@ -34,16 +33,15 @@ STALLED = 120.0
 class Ideal:
     """Feedmill's own model code without a queue: the whole backlog tokenized, sorted by length, cut by a token budget.
 
-    Whatever takes posts as they come pads more, or waits. `tune` finds its best token budget and number of threads.
+    Whatever takes posts as they come pads more, or waits. `tune` finds its best token budget and number of lanes.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._default_threads = torch.get_num_threads()
         self._budgets = CPU_BUDGETS if job.device.torch.type == "cpu" else GPU_BUDGETS
         #: The fastest pair, as far as `tune` has been asked; the middle of what it would try before.
         self.token_budget = self._budgets[len(self._budgets) // 2 - 1]
-        self.threads = cores()
+        self.lanes = job.device.lanes
         self._classifier: Similarity | None = None
         self._labels: list[str] = []
 
@@ -53,10 +51,10 @@ class Ideal:
 
     def stop(self) -> None:
         self._classifier = None
-        torch.set_num_threads(self._default_threads)
+        self._job.device.take_share(1)
 
     def run(self, posts: Sequence[Post]) -> None:
-        self._run(posts, self.token_budget, self.threads)
+        self._run(posts, self.token_budget, self.lanes)
 
     def labels(self) -> list[str]:
         return self._labels
@@ -67,15 +65,17 @@ class Ideal:
         return [row.length for row in rows]
 
     def tune(self, sample: Sequence[Post]) -> None:
-        """Keep the fastest token budget and thread count; each pair is tried twice, since machines are shared."""
-        threads = sorted({cores(), max(1, cores() // 2)})
-        pairs = list(product(self._budgets, threads))
+        """Keep the fastest token budget, and cores that share a batch or have one each.
+
+        Each pair is tried twice, since machines are shared.
+        """
+        pairs = list(product(self._budgets, sorted({1, self._job.device.lanes})))
         seconds: dict[tuple[int, int], float] = {}
         for pair in pairs + pairs:
             began = perf_counter()
             self._run(sample, *pair)
             seconds[pair] = min(perf_counter() - began, seconds.get(pair, float("inf")))
-        self.token_budget, self.threads = min(seconds, key=seconds.__getitem__)
+        self.token_budget, self.lanes = min(seconds, key=seconds.__getitem__)
 
     def _prepare(self, posts: Sequence[Post]) -> tuple[list[Row], Similarity]:
         if self._classifier is None:
@@ -84,24 +84,35 @@ class Ideal:
         prepared = self._classifier.prepare([post.text for post in posts], label_set)
         return [row for rows in prepared for row in rows], self._classifier
 
-    def _run(self, posts: Sequence[Post], token_budget: int, threads: int) -> None:
-        torch.set_num_threads(threads)
+    def _run(self, posts: Sequence[Post], token_budget: int, lanes: int) -> None:
         rows, classifier = self._prepare(posts)
+        batches = cut(sorted(rows, key=lambda row: row.length), token_budget)
         best: dict[int, str] = {}
+        lock = Lock()
 
         def finish(batch: Sequence[Row], outputs: Any) -> None:
             for row, scores in classifier.finish(batch, outputs):
                 best[id(row)] = max(scores, key=scores.__getitem__)
 
-        # Finished one batch late: a GPU is then given the next one before anyone waits for the last.
-        late: tuple[Sequence[Row], Any] | None = None
-        for batch in cut(sorted(rows, key=lambda row: row.length), token_budget):
-            outputs = classifier.forward(batch)
+        def lane() -> None:
+            self._job.device.take_share(lanes)
+            # Finished one batch late: a GPU is then given the next one before anyone waits for the last.
+            late: tuple[Sequence[Row], Any] | None = None
+            while True:
+                with lock:
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                outputs = classifier.forward(batch)
+                if late:
+                    finish(*late)
+                late = batch, outputs
             if late:
                 finish(*late)
-            late = batch, outputs
-        if late:
-            finish(*late)
+
+        with ThreadPoolExecutor(lanes) as pool:
+            for done in [pool.submit(lane) for _ in range(lanes)]:
+                done.result()
         self._labels = [best[id(row)] for row in rows]
 
 

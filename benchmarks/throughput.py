@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "rounds": arguments.rounds,
         "ceiling_gflops": round(ceiling),
         "offline_token_budget": ideal.token_budget,
-        "offline_threads": ideal.threads,
+        "offline_lanes": ideal.lanes,
     }
     print(json.dumps(found))
 
@@ -153,9 +153,9 @@ def look_at(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
         lengths = ideal.lengths(posts)
         console.print(f"{len(posts)} posts of {sum(lengths) / len(posts):.1f} tokens on average")
         if tune:
-            with console.status("looking for the ideal's best token budget and number of threads …"):
+            with console.status("looking for the ideal's best token budget and number of lanes …"):
                 ideal.tune(posts[:: max(1, len(posts) // TUNING)][:TUNING])
-            console.print(f"ideal: token budget {ideal.token_budget}, {ideal.threads} threads, as tuned on a sample")
+            console.print(f"ideal: token budget {ideal.token_budget}, {ideal.lanes} lanes, as tuned on a sample")
     finally:
         ideal.stop()
     return lengths

@@ -35,8 +35,8 @@ MAX_POSTS_PER_MESSAGE = 1000
 MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
-#: Bytes of JSON of a post that are kept with its dead letter, at most: no valid post is longer.
-MAX_DEAD_BYTES = 2**20
+#: Bytes of JSON that are kept with a dead letter, at most: of the post (no valid one is longer), of its options.
+MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES = 2**19, 2**16
 #: Labels that one message may choose from, at most.
 MAX_LABELS = 256
 #: What Reddit puts in place of a body that is gone.
@@ -230,7 +230,7 @@ class DeadLetter(BaseModel):
 
     id: Annotated[str, Repaired] | None
     reason: Annotated[str, Repaired]
-    #: The post as it was sent, in JSON; None where that is longer than MAX_DEAD_BYTES.
+    #: The post as it was sent, in JSON; None where that is longer than MAX_DEAD_POST_BYTES.
     post: str | None
     #: The message's other arguments (labels, template, ...), likewise.
     options: str | None

@@ -62,6 +62,7 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
     file = settings.cache_folder / "calibration.json"
     identity = {
         "device": classifier.device.hardware,
+        "lanes": str(classifier.device.lanes),
         "dtype": str(classifier.device.dtype),
         "compiled": str(settings.compile),
         "max_tokens": str(settings.max_tokens),
@@ -76,6 +77,7 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
         logger.info("token budget %d, as measured before (%s)", known, file)
         return TokenBudget(known, file, key)
     logger.info("measuring the token budget, once for this device and model …")
+    classifier.device.take_share(classifier.device.lanes)
     rates = sweep(classifier, settings.batch_rows)
     tokens = best(rates)
     logger.info("token budget %d: %s tokens/s", tokens, ", ".join(f"{b}: {rate:.0f}" for b, rate in rates.items()))

@@ -8,6 +8,10 @@ import torch
 
 from shared.errors import SettingsError
 
+#: Cores that torch computes with, unless OMP_NUM_THREADS says otherwise.
+CORES = torch.get_num_threads()
+#: Forward passes side by side on a CPU, at most: each needs Python's lock between its operations.
+MOST_LANES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -24,13 +28,25 @@ class Device(NamedTuple):
         return str(self.torch)
 
     @property
+    def lanes(self) -> int:
+        """Forward passes that run side by side: on a CPU one a core, since two cores that share one wait for each
+        other at the end of each of its operations, and for whatever else a core is given to do.
+        """
+        return min(CORES, MOST_LANES) if self.torch.type == "cpu" else 1
+
+    def take_share(self, passes: int) -> None:
+        """From now on the calling thread's operations use the cores that one of so many forward passes has."""
+        if self.torch.type == "cpu":
+            torch.set_num_threads(max(1, CORES // passes))
+
+    @property
     def hardware(self) -> str:
         """What it is made of: the processor's or the GPU's name, and a CPU's threads."""
         if self.torch.type == "cuda":
             return torch.cuda.get_device_name(self.torch)
         if self.torch.type == "mps":
             return "Apple GPU"
-        return f"{_processor()}, {torch.get_num_threads()} threads"
+        return f"{_processor()}, {CORES} threads"
 
     def __str__(self) -> str:
         return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"

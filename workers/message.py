@@ -10,7 +10,8 @@ from typing import Any
 
 from shared.errors import MessageFailed, RequestRefused
 from shared.messages import (
-    MAX_DEAD_BYTES,
+    MAX_DEAD_OPTIONS_BYTES,
+    MAX_DEAD_POST_BYTES,
     MAX_POSTS_PER_MESSAGE,
     ClassifyOptions,
     DeadLetter,
@@ -77,7 +78,7 @@ class Message:
         if not self.failed():
             return []
         reason = str(self.refused) if self.refused else None
-        options = _as_json(self.arguments)
+        options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
         letters = []
         for raw, outcome in zip(self.raw_posts, self.outcomes, strict=True):
             if reason or isinstance(outcome, PostError):
@@ -85,7 +86,7 @@ class Message:
                 letter = DeadLetter(
                     id=None if post_id is None else str(post_id)[:128],
                     reason=reason or (outcome.error if isinstance(outcome, PostError) else ""),
-                    post=_as_json(raw),
+                    post=_as_json(raw, MAX_DEAD_POST_BYTES),
                     options=options,
                     message=self.task_id,
                     worker=worker,
@@ -117,13 +118,13 @@ class Message:
         return reply
 
 
-def _as_json(value: object) -> str | None:
-    """In ASCII, which carries what UTF-8 cannot; None where it is too long, or too deep."""
+def _as_json(value: object, limit: int) -> str | None:
+    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, or too deep."""
     try:
-        written = json.dumps(value)
+        written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
     except (ValueError, RecursionError):
         return None
-    return written if len(written) <= MAX_DEAD_BYTES else None
+    return written.decode() if len(written) <= limit else None
 
 
 @dataclass(eq=False, slots=True)

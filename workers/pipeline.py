@@ -1,12 +1,13 @@
-"""From message to stored result, on three threads that overlap: tokenizer, device, writer.
+"""From message to stored result, on threads that overlap: tokenizer, device, writer.
 
     submit → [tokenizer] prepare → window → [device] forward → [writer] finish, store → on_finished
 
-The device thread is the one that must never wait: tokenization, Redis and Celery happen on the others, and on a GPU
-it hands over the next micro-batch while the last one runs. A fourth thread watches: a forward pass that hangs ends
-the worker, as does any of the threads when it dies. The pipeline knows what a message of posts is, but nothing of
-Celery: `on_started` and `on_finished` tell its owner when a message's first row enters a forward pass and when its
-last post has an outcome. They are called on the pipeline's threads.
+The device is what must never wait: tokenization, Redis and Celery happen on other threads than its own, and a GPU is
+handed the next micro-batch while the last one runs. A CPU has a device thread, a lane, for each of its cores, whose
+forward passes run side by side; a micro-batch that finds the others idle gets all cores. One more thread watches: a
+forward pass that hangs ends the worker, as does any thread that dies. The pipeline knows what a message of posts is,
+but nothing of Celery: `on_started` and `on_finished` tell its owner when a message's first row enters a forward pass
+and when its last post has an outcome. They are called on the pipeline's threads.
 """
 
 import logging
@@ -17,6 +18,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from redis.exceptions import RedisError as RedisFault
 
@@ -40,13 +43,21 @@ LONGEST_PAUSE = 5.0
 #: Characters of an exception's text that a post's error keeps.
 LONGEST_REASON = 1000
 
-#: What the writer is handed: rows with their outputs, or with what went wrong; or a message that needs no
-#: forward pass.
-Finished = tuple[Sequence[Row], Outputs | Exception] | Message
+
+class Computed(NamedTuple):
+    """A micro-batch with its outputs, or with what went wrong; `share` of the device was at it."""
+
+    rows: Sequence[Row]
+    outputs: Outputs | Exception
+    share: float
+
+
+#: What the writer is handed; a message comes by itself when it needs no forward pass.
+Finished = Computed | Message
 
 
 class Pipeline:
-    """Three threads around a window, and one that watches; see the module's first lines.
+    """The threads around a window, and one that watches them; see the module's first lines.
 
     worker: the name that results bear. on_failure is called when a thread dies or hangs, which none ever should.
     """
@@ -79,8 +90,11 @@ class Pipeline:
         self._ready = threading.Condition()
         self._window: Window[Row] = Window(time.monotonic)
         self._jobs: list[Callable[[], None]] = []
-        #: When the latest forward pass began, and what it left; for the watching thread.
-        self._computing: tuple[float, Outputs | None] | None = None
+        self._lanes = classifier.device.lanes
+        #: Lanes that have a micro-batch. Guarded by `_ready` too.
+        self._busy = 0
+        #: By lane: when its latest forward pass began, and what it left; for the watching thread.
+        self._computing: list[tuple[float, Outputs | None] | None] = [None] * self._lanes
         self._finished: queue.Queue[Finished] = queue.Queue(WRITE_AHEAD)
         #: Posts taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each
         #: is written by a thread of its own.
@@ -89,7 +103,7 @@ class Pipeline:
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
                 ("tokenizer", self._tokenizer_loop),
-                ("device", self._device_loop),
+                *((_lane_name(lane), partial(self._device_loop, lane)) for lane in range(self._lanes)),
                 ("writer", self._writer_loop),
                 ("watcher", self._watcher_loop),
             )
@@ -122,7 +136,7 @@ class Pipeline:
         """Run something that is no micro-batch between two micro-batches."""
         with self._ready:
             self._jobs.append(job)
-            self._ready.notify()
+            self._ready.notify_all()
 
     def forget(self, messages: Iterable[Message]) -> None:
         """Drop those of the messages that have not started: they will be delivered again."""
@@ -135,7 +149,7 @@ class Pipeline:
         self._stopping.set()
         self._arrived.put(None)
         with self._ready:
-            self._ready.notify()
+            self._ready.notify_all()
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)
@@ -159,13 +173,14 @@ class Pipeline:
         while not self._stopping.wait(min(1.0, self._forward_timeout / 4)):
             if rates := self.statistics.turn(time.monotonic()):
                 logger.info("%s; the oldest row waits for %.1f s", rates, self.oldest_age())
-            began, outputs = self._computing or (math.inf, None)
-            if time.monotonic() - began > self._forward_timeout and not (outputs and outputs.ready()):
-                frame = sys._current_frames().get(self._threads["device"].ident or 0)
-                logger.critical("the device thread is here:\n%s", "".join(traceback.format_stack(frame)))
-                what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
-                self._fail(ForwardHangs(what), what)
-                return
+            for lane, computing in enumerate(self._computing):
+                began, outputs = computing or (math.inf, None)
+                if time.monotonic() - began > self._forward_timeout and not (outputs and outputs.ready()):
+                    frame = sys._current_frames().get(self._threads[_lane_name(lane)].ident or 0)
+                    logger.critical("the device thread is here:\n%s", "".join(traceback.format_stack(frame)))
+                    what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                    self._fail(ForwardHangs(what), what)
+                    return
 
     def _tokenizer_loop(self) -> None:
         while (message := self._arrived.get()) and not self._stopping.is_set():
@@ -181,7 +196,7 @@ class Pipeline:
                 with self._ready:
                     for row in rows:
                         self._window.add(row)
-                    self._ready.notify()
+                    self._ready.notify_all()
             else:
                 self._hand_to_writer(message)
             self._posts_prepared += len(message.raw_posts)
@@ -202,35 +217,46 @@ class Pipeline:
                 row.owner = work
         return [row for rows in prepared for row in rows]
 
-    def _device_loop(self) -> None:
-        while (rows := self._next_batch()) is not None:
-            for part, outputs in self._forward(rows):
-                self._hand_to_writer((part, outputs))
+    def _device_loop(self, lane: int) -> None:
+        while batch := self._next_batch(lane):
+            rows, passes = batch
+            self._classifier.device.take_share(passes)
+            for part, outputs in self._forward(rows, lane):
+                self._hand_to_writer(Computed(part, outputs, 1 / passes))
+            with self._ready:
+                self._busy -= 1
 
-    def _next_batch(self) -> list[Row] | None:
-        """The next micro-batch, once there is one; None when the pipeline stops. Runs jobs in between."""
+    def _next_batch(self, lane: int) -> tuple[list[Row], int] | None:
+        """The lane's next micro-batch, once there is one, and how many share the device with it, itself counted.
+
+        None when the pipeline stops. The first lane runs jobs in between.
+        """
         while not self._stopping.is_set():
             with self._ready:
-                self._ready.wait_for(lambda: self._jobs or self._window or self._stopping.is_set())
-                jobs, self._jobs = self._jobs, []
+                self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._stopping.is_set())
+                jobs: list[Callable[[], None]] = []
+                if not lane:
+                    jobs, self._jobs = self._jobs, jobs
                 rows = self._window.take(self._budget.tokens, self._batch_rows)
                 rows = [row for row in rows if not row.owner.message.abandoned]
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if not message.started]
                 for message in starting:
                     message.started = True
+                alone = not self._busy and not self._window
+                self._busy += bool(rows)
             for job in jobs:
                 job()
             for message in starting:
                 self._on_started(message)
             if rows:
-                return rows
+                return rows, 1 if alone else self._lanes
         return None
 
-    def _forward(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], Outputs | Exception]]:
+    def _forward(self, rows: Sequence[Row], lane: int) -> list[tuple[Sequence[Row], Outputs | Exception]]:
         """Outputs of the batch; when it raises, of its halves, until only the culprit has none."""
         try:
-            return [(rows, self._compute(rows))]
+            return [(rows, self._compute(rows, lane))]
         except DeviceLost:
             raise
         except DeviceFull as error:
@@ -245,21 +271,17 @@ class Pipeline:
         if isinstance(fault, DeviceFull):
             self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
         middle = len(rows) // 2
-        return self._forward(rows[:middle]) + self._forward(rows[middle:])
+        return self._forward(rows[:middle], lane) + self._forward(rows[middle:], lane)
 
-    def _compute(self, rows: Sequence[Row]) -> Outputs:
-        self._computing = time.monotonic(), None
+    def _compute(self, rows: Sequence[Row], lane: int) -> Outputs:
+        began = time.monotonic()
+        self._computing[lane] = began, None
         try:
             outputs = self._classifier.forward(rows)
         except BaseException:
-            self._computing = None
+            self._computing[lane] = None
             raise
-        self._computing = self._computing[0], outputs
-        totals = self.statistics.totals
-        totals.batches += 1
-        totals.rows += len(rows)
-        totals.tokens += sum(row.length for row in rows)
-        totals.padded_tokens += len(rows) * max(row.length for row in rows)
+        self._computing[lane] = began, outputs
         return outputs
 
     def _hand_to_writer(self, finished: Finished) -> None:
@@ -279,7 +301,7 @@ class Pipeline:
             if isinstance(finished, Message):
                 settled: tuple[list[Result], list[Message]] = [], [finished]
             else:
-                settled = self._settle(*finished)
+                settled = self._settle(finished)
             results, complete = settled
             complete = [message for message in complete if not message.abandoned]
             now = time.time()
@@ -292,8 +314,9 @@ class Pipeline:
                 for message in complete:
                     self._complete(message)
 
-    def _settle(self, rows: Sequence[Row], outputs: Outputs | Exception) -> tuple[list[Result], list[Message]]:
+    def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:
         """Give each post of a micro-batch its outcome: what is to be stored, and the messages now complete."""
+        rows, outputs, share = computed
         outcomes: list[tuple[PostAtWork, Outcome]]
         if isinstance(outputs, Exception):
             work = rows[0].owner
@@ -301,7 +324,7 @@ class Pipeline:
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
         else:
             scored = self._classifier.finish(rows, outputs)
-            self.statistics.totals.device_seconds += outputs.seconds
+            self.statistics.count(rows, outputs.seconds * share)
             outcomes = [(row.owner, self._outcome(row, scores)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:
@@ -354,3 +377,7 @@ class Pipeline:
                 self._stopping.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         return False
+
+
+def _lane_name(lane: int) -> str:
+    return f"device-{lane}"

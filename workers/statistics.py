@@ -1,11 +1,16 @@
 """What a worker has done, and how fast: for `inspect stats`, and for a line in its log now and then."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from workers.window import HasLength
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums since the worker started. Each field is written by one thread alone."""
+    """Sums since the worker started. Each field is written by one thread alone: messages and queued_seconds by the
+    one that submits, all others by the writer.
+    """
 
     #: Posts that were classified, and posts that ended as dead letters.
     posts: int = 0
@@ -18,7 +23,7 @@ class Totals:
     tokens: int = 0
     #: What padded micro-batches would hold: each batch's longest row times its rows.
     padded_tokens: int = 0
-    #: For how long the device was at it.
+    #: For how long the whole device was at it: where it has lanes, each counts for its share.
     device_seconds: float = 0.0
 
 
@@ -79,6 +84,15 @@ class Statistics:
         self._since = now
         self._earlier = Totals()
         self._last: Rates | None = None
+
+    def count(self, rows: Sequence[HasLength], device_seconds: float) -> None:
+        """Count a micro-batch that was computed."""
+        lengths = [row.length for row in rows]
+        self.totals.batches += 1
+        self.totals.rows += len(lengths)
+        self.totals.tokens += sum(lengths)
+        self.totals.padded_tokens += len(lengths) * max(lengths)
+        self.totals.device_seconds += device_seconds
 
     def turn(self, now: float) -> Rates | None:
         """Begin a new interval where the last is over; its rates, if anything was classified in it."""

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.errors import DeviceFull
 from shared.settings import Settings
 from tests.unit.test_pipeline import Done, StandIn
-from workers import calibration
+from workers import calibration, device
 from workers.calibration import TokenBudget, best, calibrate, sweep
 from workers.classifiers import Row, Scores
+
+CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
 
 
 class Device(StandIn):
@@ -19,6 +22,7 @@ class Device(StandIn):
 
     def __init__(self, best: int, memory: int = 10**9) -> None:
         super().__init__()
+        self.device = CPU
         self.best, self.memory = best, memory
         self.now = 0.0
         self.sizes: list[int] = []
@@ -49,10 +53,10 @@ def on(monkeypatch: pytest.MonkeyPatch, best: int, memory: int = 10**9) -> Devic
 
 @pytest.mark.parametrize("optimum", [1024, 4096])
 def test_the_best_budget_is_found(monkeypatch: pytest.MonkeyPatch, optimum: int) -> None:
-    device = on(monkeypatch, optimum)
-    rates = sweep(device, row_limit=4096)
+    stand_in = on(monkeypatch, optimum)
+    rates = sweep(stand_in, row_limit=4096)
     assert best(rates) == optimum
-    assert max(device.sizes) <= max(rates)
+    assert max(stand_in.sizes) <= max(rates)
 
 
 def test_of_equals_the_smallest() -> None:
@@ -65,43 +69,43 @@ def test_a_budget_beyond_the_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch
 
 def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path / "cache")
-    device = on(monkeypatch, 1024)
-    assert calibrate(device, settings).tokens == 1024
-    measured = len(device.sizes)
-    assert calibrate(device, settings).tokens == 1024
-    assert len(device.sizes) == measured
+    stand_in = on(monkeypatch, 1024)
+    assert calibrate(stand_in, settings).tokens == 1024
+    measured = len(stand_in.sizes)
+    assert calibrate(stand_in, settings).tokens == 1024
+    assert len(stand_in.sizes) == measured
     (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
     assert entry["token_budget"] == 1024
     assert entry["tokens_per_second"]["1024"] > entry["tokens_per_second"]["512"]
     assert entry["torch"]
     # Another length of texts is another measurement.
-    assert calibrate(device, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
-    assert len(device.sizes) > measured
+    assert calibrate(stand_in, settings.model_copy(update={"max_tokens": 64})).tokens == 1024
+    assert len(stand_in.sizes) > measured
 
 
 def test_the_setting_overrides_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = on(monkeypatch, 1024)
-    assert calibrate(device, Settings(token_budget=333, cache_folder=tmp_path)).tokens == 333
-    assert not device.sizes
+    stand_in = on(monkeypatch, 1024)
+    assert calibrate(stand_in, Settings(token_budget=333, cache_folder=tmp_path)).tokens == 333
+    assert not stand_in.sizes
     assert not list(tmp_path.iterdir())
 
 
 def test_a_lowered_budget_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path)
-    device = on(monkeypatch, 4096)
-    budget = calibrate(device, settings)
+    stand_in = on(monkeypatch, 4096)
+    budget = calibrate(stand_in, settings)
     budget.lower(700)
     budget.lower(900)  # never up again
     assert budget.tokens == 700
-    assert calibrate(device, settings).tokens == 700
+    assert calibrate(stand_in, settings).tokens == 700
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', "\x00"])
 def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str) -> None:
     (tmp_path / "calibration.json").write_text(content)
-    device = on(monkeypatch, 1024)
-    assert calibrate(device, Settings(cache_folder=tmp_path)).tokens == 1024
-    assert calibrate(device, Settings(cache_folder=tmp_path)).tokens == 1024
+    stand_in = on(monkeypatch, 1024)
+    assert calibrate(stand_in, Settings(cache_folder=tmp_path)).tokens == 1024
+    assert calibrate(stand_in, Settings(cache_folder=tmp_path)).tokens == 1024
 
 
 def test_a_folder_that_cannot_be_written(

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,7 +40,8 @@ class StandIn:
     """One row a post, of one token a word; posts with "poison" in them fail their forward pass."""
 
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
-    device = Device(torch.device("cpu"), torch.float32, "for a test")
+    #: No CPU: one lane.
+    device = Device(torch.device("meta"), torch.float32, "for a test")
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -98,8 +99,8 @@ class Store:
 class Owner:
     """A pipeline with what it told its owner."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.classifier, self.store, self.budget = StandIn(), Store(), TokenBudget(2048)
+    def __init__(self, classifier: StandIn | None = None, **settings: Any) -> None:
+        self.classifier, self.store, self.budget = classifier or StandIn(), Store(), TokenBudget(2048)
         self.started: list[Message] = []
         self.finished: list[Message] = []
         self.failures = 0
@@ -164,6 +165,44 @@ def test_rows_of_many_messages_share_a_forward_pass(owner: Owner) -> None:
     owner.classifier.gate.set()
     wait_until(lambda: len(owner.finished) == 11, "all are finished", 10)
     assert owner.classifier.batches == [1, 20]
+
+
+class TwoCores(StandIn):
+    """Keeps what share of the device each forward pass had, and waits in it for another beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: list[int] = []
+        self.together = threading.Barrier(2, timeout=10)
+        recorder = self
+
+        class Cpu(NamedTuple):
+            name: str = "cpu"
+            lanes: int = 2
+
+            def take_share(self, passes: int) -> None:
+                recorder.shares.append(passes)
+
+        self.device = Cpu()  # type: ignore[assignment]
+
+    def forward(self, rows: Sequence[Row]) -> Any:
+        if len(rows) > 1:
+            self.together.wait()
+        return super().forward(rows)
+
+
+def test_on_a_cpu_forward_passes_run_side_by_side_and_a_lone_one_gets_all_cores() -> None:
+    cores = TwoCores()
+    owner = Owner(cores)
+    owner.results("a single post")
+    assert cores.shares == [1]
+    owner.budget.tokens = 40
+    found = owner.results(*["one two three four"] * 40)
+    assert [outcome["label"] for outcome in found] == ["good"] * 40
+    assert cores.batches == [1, 10, 10, 10, 10]
+    assert cores.shares[1:4] == [2, 2, 2]
+    assert owner.pipeline.statistics.totals.batches == 5
+    owner.pipeline.stop()
 
 
 def test_one_poison_post_fails_alone(owner: Owner) -> None:
@@ -322,7 +361,7 @@ def test_forgotten_messages_never_finish_and_started_ones_do(owner: Owner) -> No
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     names: list[str] = []
     owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name))
-    wait_until(lambda: names == ["device"], "the job ran", 10)
+    wait_until(lambda: names == ["device-0"], "the job ran", 10)
 
 
 def test_a_thread_that_dies_is_told(owner: Owner) -> None:
