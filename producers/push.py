@@ -80,7 +80,11 @@ class Pusher:
                 fitting = trip[: size * self._wait_for_room()]
                 del trip[: len(fitting)]
                 messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-                broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
+                try:
+                    broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
+                except BaseException:
+                    self._pending.difference_update(mark for mark, _ in fitting + trip)  # they may be pushed again
+                    raise
                 self._remember([mark for mark, _ in fitting])
                 self.sent += len(fitting)
                 self.messages += len(messages)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from celery import Celery
-from kombu.exceptions import OperationalError
+from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
@@ -24,6 +24,8 @@ from shared.settings import PREFIX, Settings
 CLASSIFY_TASK = "feedmill.classify"
 #: Header with the time of sending, in seconds since 1970: tells how long a post was queued.
 SENT_AT = "sent_at"
+#: Seconds before a batch of messages is sent again after a lost connection.
+RETRY_PAUSES = (0.1, 0.5, 2.0)
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
@@ -93,10 +95,24 @@ def told_plainly(settings: Settings) -> Iterator[None]:
 
 
 def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
-    """Send messages of posts, by task name, in one go: all of them, or none where it raises.
+    """Send messages of posts, by task name, in one go.
 
-    Nobody waits for their Celery results; results are stored.
+    Nobody waits for their Celery results; results are stored. Raises kombu.exceptions.OperationalError; some of the
+    messages may then be in the queue all the same.
     """
+    for pause in (*RETRY_PAUSES, None):
+        try:
+            _send(app, messages, options)
+        except BatchPublishError as error:
+            # kombu tries single messages again by itself, batches not.
+            if pause is None or not isinstance(error.__cause__, ConnectionFault | TimeoutFault):
+                raise OperationalError(str(error.__cause__ or error)) from error
+            time.sleep(pause)
+        else:
+            return
+
+
+def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
     with app.producer_or_acquire() as producer, producer.batch():
         for posts in messages:
             app.send_task(

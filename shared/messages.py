@@ -35,8 +35,9 @@ MAX_POSTS_PER_MESSAGE = 1000
 MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
-#: Bytes of JSON that are kept with a dead letter, at most: of the post (no valid one is longer), of its options.
-MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES = 2**19, 2**16
+#: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
+#: options; and with all dead letters of one message together.
+MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
 #: Labels that one message may choose from, at most.
 MAX_LABELS = 256
 #: What Reddit puts in place of a body that is gone.
@@ -230,12 +231,12 @@ class DeadLetter(BaseModel):
 
     id: Annotated[str, Repaired] | None
     reason: Annotated[str, Repaired]
-    #: The post as it was sent, in JSON; None where that is longer than MAX_DEAD_POST_BYTES.
+    #: The post's fields as they were sent, in JSON; None where that is too long (MAX_DEAD_POST_BYTES and below).
     post: str | None
     #: The message's other arguments (labels, template, ...), likewise.
     options: str | None
     #: Id of the Celery message; None where there was none.
-    message: str | None
+    message: Annotated[str, Repaired] | None
     worker: str
     #: Seconds since 1970, UTC.
     failed_at: float

@@ -46,6 +46,10 @@ return new
 """
 
 
+#: Dead letters written by one call of the script: no other command is served meanwhile.
+DEAD_AT_ONCE = 50
+
+
 class Result(NamedTuple):
     """A post and what it was found to be. In the stream the post's body is clipped."""
 
@@ -73,10 +77,14 @@ class ResultsStore:
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         """Store a micro-batch, and the posts that failed; returns how many results were new.
 
-        Raises redis.exceptions.RedisError; writing the same results again is then harmless.
+        Raises redis.exceptions.RedisError. Writing the same results again is then harmless; dead letters and counts
+        can come twice.
         """
         if not results and not dead:
             return 0
+        if len(dead) > DEAD_AT_ONCE:
+            self.write([], dead[DEAD_AT_ONCE:])
+            dead = dead[:DEAD_AT_ONCE]
         settings = self._settings
         keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, *(result_key(post.id) for post, _ in results)]
         arguments: list[Any] = [settings.results_ttl, settings.results_stream_length, settings.dead_letters_length]

@@ -67,7 +67,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server, apart from the one that tests empty, with a worker that serves its queue."""
     server = _start(tmp_path_factory, *redis_servers().values())
-    with working(server, tmp_path_factory.mktemp("worker")):
+    # One interval of statistics for all tests: what they ask of it is what was done since its start.
+    with working(server, tmp_path_factory.mktemp("worker"), FEEDMILL_STATISTICS_INTERVAL="100000"):
         yield server
     server.stop()
 

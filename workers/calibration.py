@@ -5,6 +5,7 @@ and both depend on model, precision and libraries. So the first start tries budg
 best to a file; it is measured again when any of those changes. The setting `token_budget` overrides it.
 """
 
+import fcntl
 import json
 import logging
 import random
@@ -34,6 +35,8 @@ CLOSE_ENOUGH = 0.98
 FALLEN = 0.85
 #: Lengths of the made-up rows, in tokens: log-normal like those of posts.
 MEDIAN_LENGTH, SPREAD = 32, 0.9
+#: Rows that they are cut from, at most.
+WINDOW_ROWS = 1024
 
 
 class TokenBudget:
@@ -66,6 +69,7 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
         "dtype": str(classifier.device.dtype),
         "compiled": str(settings.compile),
         "max_tokens": str(settings.max_tokens),
+        "batch_rows": str(settings.batch_rows),
         "model": classifier.weights.sha256,
         "torch": version("torch"),
         "transformers": version("transformers"),
@@ -118,13 +122,11 @@ def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> f
     tokens = waiting = 0
     spent = 0.0
     while spent < SECONDS:
-        texts = []
-        while waiting < 4 * budget:
-            texts.append("post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH)))
-            waiting += len(texts[-1]) // 5
-        for rows in classifier.prepare(texts, label_set):
-            for row in rows:
+        while waiting < 4 * budget and len(window) < WINDOW_ROWS:
+            text = "post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH))
+            for row in classifier.prepare([text], label_set)[0]:
                 window.add(row)
+                waiting += row.length
         batch = window.take(budget, row_limit)
         waiting -= sum(row.length for row in batch)
         began = time.perf_counter()
@@ -146,14 +148,16 @@ def _remembered(file: Path) -> dict[str, Any]:
 
 
 def _remember(file: Path, key: str, entry: dict[str, Any]) -> None:
-    """Written beside it and renamed: a reader sees the old file or the new one."""
-    found = _remembered(file)
-    previous = found.get(key)
-    merged = (previous if isinstance(previous, dict) else {}) | entry
+    """Written beside it and renamed: a reader sees the old file or the new one. One writer at a time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps(found | {key: merged}, indent=1) + "\n")
-        fresh.replace(file)
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _remembered(file)
+            previous = found.get(key)
+            merged = (previous if isinstance(previous, dict) else {}) | entry
+            fresh = file.with_suffix(".new")
+            fresh.write_text(json.dumps(found | {key: merged}, indent=1) + "\n")
+            fresh.replace(file)
     except OSError as error:
         logger.warning("%s cannot be written (%s); the next start measures again", file, error)

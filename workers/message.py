@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.errors import MessageFailed, RequestRefused
 from shared.messages import (
+    MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_OPTIONS_BYTES,
     MAX_DEAD_POST_BYTES,
     MAX_POSTS_PER_MESSAGE,
@@ -74,25 +75,37 @@ class Message:
         return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
 
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
-        """One for each of its posts that got no classification, once it is complete."""
+        """One for each of its posts that got no classification, once it is complete.
+
+        One in all, without posts, for a message of more posts than one may hold: it is bounded in nothing else.
+        """
         if not self.failed():
             return []
         reason = str(self.refused) if self.refused else None
+        dead: list[tuple[object, str]] = [
+            (raw, outcome.error)
+            for raw, outcome in zip(self.raw_posts, self.outcomes, strict=True)
+            if isinstance(outcome, PostError)
+        ]
+        if reason:
+            bounded = len(self.raw_posts) <= MAX_POSTS_PER_MESSAGE
+            dead = [(raw, reason) for raw in (self.raw_posts if bounded else [None])]
         options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
-        letters = []
-        for raw, outcome in zip(self.raw_posts, self.outcomes, strict=True):
-            if reason or isinstance(outcome, PostError):
-                post_id = raw.get("id") if isinstance(raw, dict) else None
-                letter = DeadLetter(
-                    id=None if post_id is None else str(post_id)[:128],
-                    reason=reason or (outcome.error if isinstance(outcome, PostError) else ""),
-                    post=_as_json(raw, MAX_DEAD_POST_BYTES),
-                    options=options,
-                    message=self.task_id,
-                    worker=worker,
-                    failed_at=now,
-                )
-                letters.append(letter)
+        letters, room = [], MAX_DEAD_MESSAGE_BYTES
+        for raw, why in dead:
+            post_id = raw.get("id") if isinstance(raw, dict) else None
+            post = _as_json(_known_fields(raw), min(room, MAX_DEAD_POST_BYTES))
+            room -= len(post or "") + len(options or "")
+            letter = DeadLetter(
+                id=None if post_id is None else str(post_id)[:128],
+                reason=why,
+                post=post,
+                options=options if room > 0 else None,
+                message=self.task_id,
+                worker=worker,
+                failed_at=now,
+            )
+            letters.append(letter)
         return letters
 
     def check(self) -> None:
@@ -116,6 +129,13 @@ class Message:
         if self.options.top_k and "scores" in reply:
             reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # the best come first
         return reply
+
+
+def _known_fields(raw: object) -> object:
+    """What a post may hold: authors are not kept, here neither."""
+    if isinstance(raw, dict):
+        return {name: value for name, value in raw.items() if name in Post.model_fields}
+    return raw
 
 
 def _as_json(value: object, limit: int) -> str | None:

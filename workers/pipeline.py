@@ -265,13 +265,18 @@ class Pipeline:
             )  # anew: the frames of this one keep the tensors of the failed pass
         except Exception as error:
             fault = error
+        full = isinstance(fault, DeviceFull)
+        if full and len(rows) == 1:
+            # No fault of the post: whoever comes next would fail as well.
+            raise DeviceLost("the device has no memory for a single row") from fault
         if len(rows) == 1:
             logger.error("post %s cannot be classified", rows[0].owner.post.id, exc_info=fault)
             return [(rows, fault)]
-        if isinstance(fault, DeviceFull):
-            self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
         middle = len(rows) // 2
-        return self._forward(rows[:middle], lane) + self._forward(rows[middle:], lane)
+        halves = self._forward(rows[:middle], lane) + self._forward(rows[middle:], lane)
+        if full:  # and the halves were not
+            self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
+        return halves
 
     def _compute(self, rows: Sequence[Row], lane: int) -> Outputs:
         began = time.monotonic()

@@ -141,7 +141,7 @@ class DevicePool(BasePool):
         if content_type is not None:
             ticket.args = (name, task_id, request, ticket.request.message.payload, None, None)
         if name == CLASSIFY_TASK:
-            ticket.message = Message(_arguments(request), request.get(SENT_AT), task_id, ticket)
+            ticket.message = Message(_arguments(request), request.get(SENT_AT), str(task_id)[:128], ticket)
             self.pipeline.submit(ticket.message)
         else:
             self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
@@ -281,6 +281,11 @@ class ConsumerFit(bootsteps.StartStopStep):
         if parent.event_dispatcher.enabled:
             _keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.event_batches = EventBatches(parent.event_dispatcher, parent.hub)
+
+    def stop(self, parent: Any) -> None:
+        """What waits goes to the dispatcher, which hands what it cannot send to its successor."""
+        if isinstance(parent.pool, DevicePool) and parent.pool.event_batches:
+            parent.pool.event_batches.flush()
 
 
 class EventBatches:

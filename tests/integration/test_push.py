@@ -2,9 +2,13 @@
 
 import json
 import threading
+from base64 import b64decode
 from typing import Any
 
 import pytest
+from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import OutOfMemoryError
 
 from producers import push
 from producers.push import Pusher
@@ -112,3 +116,37 @@ def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatc
     again = pusher(settings)
     again.push(make_posts(3))
     assert again.sent == 3
+
+
+def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Settings, redis: RedisServer) -> None:
+    posts = [Post(id=str(number), title="t", body="x" * 20_000) for number in range(200)]
+    pushing = pusher(settings)
+    pushing.push(posts[:10])
+    redis.client.config_set("maxmemory", "3mb")
+    try:
+        with pytest.raises((OperationalError, OutOfMemoryError), match="maxmemory"):
+            pushing.push(posts)
+    finally:
+        redis.client.config_set("maxmemory", "0")
+    pushing.push(posts)
+    sent = {post["id"] for message in messages(redis) for post in json.loads(b64decode(message["body"]))[1]["posts"]}
+    assert sent == {post.id for post in posts}
+
+
+def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "RETRY_PAUSES", (0.01,))
+    tries: list[int] = []
+
+    def send(*_: object) -> None:
+        tries.append(1)
+        if len(tries) < 2:
+            raise BatchPublishError("cut") from ConnectionFault("cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(broker, "_send", send)
+        pusher(settings).push(make_posts(1))
+        assert len(tries) == 2
+        tries.clear()
+        patched.setattr(broker, "RETRY_PAUSES", ())
+        with pytest.raises(OperationalError, match="cut"):
+            pusher(settings, labels="a").push(make_posts(1))

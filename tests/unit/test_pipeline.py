@@ -235,12 +235,14 @@ def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_the_next(owner: O
     assert owner.budget.tokens <= tried
 
 
-def test_a_row_that_no_memory_suffices_for_fails_alone(owner: Owner) -> None:
+def test_a_device_without_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     owner.classifier.memory = 0
-    with pytest.raises(MessageFailed, match="DeviceFull: out of memory"):
-        owner.results("fine", "fine")
-    assert [letter.reason for letter in owner.store.dead] == ["DeviceFull: out of memory"] * 2
-    assert owner.pipeline.failure is None
+    message = owner.send("fine", "fine")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert isinstance(owner.pipeline.failure, DeviceLost)
+    assert message not in owner.finished
+    assert owner.store.dead == []
+    assert owner.budget.tokens == 2048, "what failed tells nothing of what would fit"
 
 
 def test_a_forward_pass_that_hangs_is_told() -> None:
@@ -255,7 +257,7 @@ def test_a_forward_pass_that_hangs_is_told() -> None:
 
 
 def test_a_device_that_is_done_does_not_hang_while_redis_is_away() -> None:
-    owner = Owner(forward_timeout=0.1)
+    owner = Owner(forward_timeout=0.5)
     owner.store.refusals = 4  # with pauses of 0.1, 0.2, 0.4 and 0.8 s
     assert owner.results("fine")[0]["label"] == "good"
     assert owner.pipeline.failure is None

@@ -20,7 +20,7 @@ from transformers import (
 
 from shared.errors import DeviceFull, DeviceLost
 from workers.device import Device
-from workers.engines.torch_engine import FIRST_POSITION, TorchEngine, device_errors
+from workers.engines.torch_engine import PACKABLE, SHIFTED, TorchEngine, device_errors
 from workers.weights import Weights
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
@@ -82,9 +82,16 @@ def test_each_row_is_computed_as_if_it_were_alone(folder: Path, lengths: tuple[i
     assert torch.allclose(hidden.first(), torch.cat([engine.forward([row]).first() for row in rows]), atol=1e-5)
 
 
+def test_the_longest_row_fits(folder: Path) -> None:
+    engine = TorchEngine(weights(folder), FP32)
+    shifted = any(folder.name.startswith(f"{name}0") for name in SHIFTED)
+    assert engine.max_tokens == 78 if shifted else 80
+    assert engine.forward(rows_of(engine.max_tokens, 3)).sums().isfinite().all()
+
+
 def test_the_architectures_that_are_packed(folder: Path) -> None:
     packed = TorchEngine(weights(folder), FP32)
-    assert packed.packed == any(folder.name.startswith(f"{name}0") for name in FIRST_POSITION)
+    assert packed.packed == any(folder.name.startswith(f"{name}0") for name in PACKABLE)
     padded = TorchEngine(weights(folder), FP32, packed=False)
     assert not padded.packed
     rows = rows_of(2, 7, 7, 30)
@@ -97,7 +104,10 @@ def test_the_architectures_that_are_packed(folder: Path) -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), DeviceFull),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), DeviceFull),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), DeviceFull),
+        (torch.AcceleratorError("CUDA error: out of memory"), DeviceFull),
         (torch.AcceleratorError("CUDA error: an illegal memory access"), DeviceLost),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), DeviceLost),
         (RuntimeError("shapes do not match"), RuntimeError),
         (ValueError("a bad row"), ValueError),
     ],

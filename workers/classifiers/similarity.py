@@ -27,6 +27,8 @@ from workers.weights import Weights
 SCALE = 20.0
 #: Label sets kept; a message with another one pays a forward pass for its labels.
 LABEL_SETS = 64
+#: Labels embedded in one forward pass: a large label set must not need more memory than a micro-batch.
+LABELS_AT_ONCE = 32
 
 
 class Similarity:
@@ -92,7 +94,9 @@ class Similarity:
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """[rows, labels] of one label set."""
         if label_set.on_device is None:
-            label_set.on_device = self._embed(label_set.tokens)
+            labels, at_once = label_set.tokens, LABELS_AT_ONCE
+            pieces = [self._embed(labels[at : at + at_once]) for at in range(0, len(labels), at_once)]
+            label_set.on_device = torch.cat(pieces)
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1
         return cosines if independent else (SCALE * cosines).softmax(-1)

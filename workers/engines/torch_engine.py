@@ -11,7 +11,7 @@ The hidden states are the same either way, to rounding; tests hold that for each
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any, NamedTuple, Protocol
@@ -28,13 +28,12 @@ from workers.weights import Weights
 
 #: The name under which transformers finds `packed_attention`.
 PACKED = "feedmill_packed"
-#: Architectures that can be packed, with the position of a row's first token, from the model's configuration.
-FIRST_POSITION: dict[str, Callable[[Any], int]] = {
-    "bert": lambda _: 0,
-    "electra": lambda _: 0,
-    "roberta": lambda config: config.pad_token_id + 1,
-    "xlm-roberta": lambda config: config.pad_token_id + 1,
-}
+#: Architectures that can be packed.
+PACKABLE = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
+#: Those whose positions start behind the padding token's id, instead of at 0.
+SHIFTED = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+#: What torch, its CPU allocator and cuBLAS say when there is no memory.
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 #: Lengths are padded up to multiples of this where the model is compiled: few shapes are compiled, many are run.
 LENGTH_BUCKET = 32
 
@@ -151,14 +150,12 @@ def device_errors() -> Iterator[None]:
     """Turns what torch raises for a device without memory, or with a broken context, into our own errors."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceFull(str(error)) from None  # without the frames, which would keep the tensors
-    except torch.AcceleratorError as error:
-        # Not out of memory, which is another class: after this every further call fails as well.
-        raise DeviceLost(str(error)) from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):  # the CPU's allocator has no class of its own
-            raise DeviceFull(str(error)) from None
+    except RuntimeError as error:  # torch's classes for both are its children, but not all is raised as one of them
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in NO_MEMORY):
+            raise DeviceFull(text) from None
+        if isinstance(error, torch.AcceleratorError) or text.startswith("CUDA error"):
+            raise DeviceLost(text) from error  # after this every further call fails as well
         raise
 
 
@@ -183,7 +180,7 @@ class TorchEngine:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             kind = AutoConfig.from_pretrained(weights.folder, local_files_only=True).model_type
-            self.packed = packed and device.torch.type == "cpu" and kind in FIRST_POSITION and not compiled
+            self.packed = packed and device.torch.type == "cpu" and kind in PACKABLE and not compiled
             self.model = architecture.from_pretrained(
                 weights.folder,
                 dtype=device.dtype,
@@ -194,7 +191,9 @@ class TorchEngine:
             tokenizer = AutoTokenizer.from_pretrained(weights.folder, local_files_only=True)
             #: The Rust tokenizer itself: it releases the GIL, which the Python one around it does not.
             self.tokenizer = tokenizer.backend_tokenizer
-            self.max_tokens: int = self.model.config.max_position_embeddings
+            config = self.model.config
+            self._first_position = config.pad_token_id + 1 if kind in SHIFTED else 0
+            self.max_tokens: int = config.max_position_embeddings - self._first_position
         except Exception as error:  # a broken folder fails in as many ways as it has files
             raise ModelError(f"The model in {weights.folder} cannot be loaded by transformers: {error}") from error
         if architecture is AutoModel and getattr(self.model, "pooler", None) is not None:
@@ -203,7 +202,6 @@ class TorchEngine:
         # A tokenizer.json may pad every row to one length; rows here keep their own.
         self.tokenizer.no_padding()
         self._pad_id = tokenizer.pad_token_id or 0
-        self._first_position = FIRST_POSITION[kind](self.model.config) if self.packed else 0
         # Models that hand their mask to torch's attention take it ready-made; others build theirs.
         self._ready_made_mask = self.model.config._attn_implementation == "sdpa"
         self._length_bucket = LENGTH_BUCKET if compiled else 1
