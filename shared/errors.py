@@ -70,7 +70,7 @@ class PostRefused(FeedmillError):  # noqa: N818
         self.reason = reason
 
 
-class DeviceFull(FeedmillError):  # noqa: N818
+class DeviceFull(FeedmillError):  # noqa: N818 - named after what happened
     """The device has not enough memory for what it was asked to compute."""
 
 
@@ -78,7 +78,7 @@ class DeviceLost(FeedmillError):  # noqa: N818
     """The device computes nothing more in this process. Its messages go back to the queue."""
 
 
-class ForwardHangs(FeedmillError):  # noqa: N818
+class ForwardHangs(FeedmillError):  # noqa: N818 - named after what happened
     """A forward pass has not ended within the setting `forward_timeout`."""
 
 
