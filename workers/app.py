@@ -52,7 +52,7 @@ def make_worker_app(settings: Settings) -> Application:
         # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue.
         worker_eta_task_limit=2 * settings.window_rows,
     )
-    app.steps["consumer"].add("workers.pool:ConsumerFit")
+    app.steps["consumer"].add("workers.consumer:ConsumerFit")
     # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.
     app.task(name=CLASSIFY_TASK, throws=(MessageFailed, RequestRefused))(classify)
     app.finalize()

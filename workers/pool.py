@@ -6,7 +6,8 @@ acknowledges them all. Here the default strategy, the Request class and the trac
 only decides *when* a request's task runs: once the device has its answer. Celery sees a pool that is busy with
 many messages at a time and finishes them one by one.
 
-This file and shared/broker.py know Celery; of what happens to a message in between it knows `Pipeline` alone.
+This file, workers/consumer.py and shared/broker.py know Celery; of what happens to a message in between it knows
+`Pipeline` alone.
 
 What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
@@ -18,9 +19,6 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
   from another one Celery loses events, and Flower shows tasks that never end.
 - `Hub._pop_ready` holds the acknowledgements that a closing worker has yet to send.
 - `state.should_stop` ends the worker with that exit status.
-- `QoS.can_consume` decides whether the transport fetches; Celery's own worker_disable_prefetch replaces it too.
-- `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
-- `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
 """
 
 import logging
@@ -33,7 +31,6 @@ from functools import partial
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
-from celery import bootsteps
 from celery.concurrency.base import BasePool, apply_target
 from celery.exceptions import WorkerShutdown
 from celery.platforms import EX_FAILURE
@@ -87,8 +84,8 @@ class DevicePool(BasePool):
         self._hub: Any = None
         #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
-        #: Made for each connection by ConsumerFit.
-        self.event_batches: EventBatches | None = None
+        #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
+        self.flush_events: Callable[[], None] = lambda: None
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -222,8 +219,7 @@ class DevicePool(BasePool):
                 continue
             for todo in self._hub._pop_ready() if self._hub else ():
                 todo()
-        if self.event_batches:
-            self.event_batches.flush()
+        self.flush_events()
         if self._held:
             logger.warning("%d messages go back to the queue unfinished", len(self._held))
         self.pipeline.stop()
@@ -264,58 +260,3 @@ def _arguments(request: dict[str, Any]) -> dict[str, Any]:
         return {}
     names = ("posts", "labels", "template", "multi_label", "strict", "top_k")
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-class ConsumerFit(bootsteps.StartStopStep):
-    """Fits Celery's consumer to a pool that holds many messages at a time; anew after each lost connection."""
-
-    requires = ("celery.worker.consumer.tasks:Tasks",)
-
-    def start(self, parent: Any) -> None:
-        if not isinstance(parent.pool, DevicePool):
-            return  # another pool was asked for on the command line
-        channel = parent.task_consumer.channel
-        has_credit = channel.qos.can_consume
-        channel.qos.can_consume = lambda: parent.pool.has_room() and has_credit()
-        _keep_client(channel)
-        if parent.event_dispatcher.enabled:
-            _keep_client(parent.event_dispatcher.producer.channel)
-        parent.pool.event_batches = EventBatches(parent.event_dispatcher, parent.hub)
-
-    def stop(self, parent: Any) -> None:
-        """What waits goes to the dispatcher, which hands what it cannot send to its successor."""
-        if isinstance(parent.pool, DevicePool) and parent.pool.event_batches:
-            parent.pool.event_batches.flush()
-
-
-class EventBatches:
-    """Sends task events some at a time: Celery alone sends them at each turn of its loop, one or two at once."""
-
-    #: Seconds that an event may wait for others; Flower shows whole seconds.
-    DELAY = 0.1
-    #: Events that are sent at once however few seconds they waited.
-    LIMIT = 256
-
-    def __init__(self, dispatcher: Any, hub: Any) -> None:
-        self._dispatcher = dispatcher
-        self._hub = hub
-        self._due = False
-        dispatcher.buffer_limit = self.LIMIT
-        if hub is not None:
-            dispatcher.on_send_buffered = self._buffered
-
-    def _buffered(self) -> None:
-        if not self._due:
-            self._due = True
-            self._hub.call_later(self.DELAY, self.flush)
-
-    def flush(self) -> None:
-        self._due = False
-        if self._dispatcher.enabled:
-            self._dispatcher.flush()
-
-
-def _keep_client(channel: Any) -> None:
-    """One client for all of a channel's commands. kombu makes one for each, and 8% of a worker's time went there."""
-    client, make_client = channel._create_client(), channel._create_client
-    channel._create_client = lambda asynchronous=False: make_client(True) if asynchronous else client
