@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,9 +30,10 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings, load
 from workers import device
 from workers.classifiers import Row
-from workers.classifiers.similarity import Similarity
+from workers.classifiers.choose import load_classifier
 from workers.device import Device
 from workers.engines.torch_engine import TorchEngine
+from workers.tokenizer import Tokens
 from workers.weights import Weights, locate
 from workers.window import Window
 
@@ -42,7 +44,7 @@ BATCHES = 8
 
 console = Console(soft_wrap=True, highlight=False)
 
-Batch = list[list[int]]
+Batch = list[Tokens]
 Forward = Callable[[Batch], Any]
 
 
@@ -53,9 +55,9 @@ def library(weights: Weights, chosen: Device) -> Forward:
 
     @torch.inference_mode()
     def forward(rows: Batch) -> Any:
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=chosen.torch)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=chosen.torch)
+        longest = max(len(row.ids) for row in rows)
+        ids = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows], device=chosen.torch)
+        mask = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows], device=chosen.torch)
         return model(input_ids=ids, attention_mask=mask).last_hidden_state
 
     return forward
@@ -63,15 +65,16 @@ def library(weights: Weights, chosen: Device) -> Forward:
 
 def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forward]:
     """What is compared, by name."""
+    ours = partial(TorchEngine, weights, chosen, ("mean",), 0, 512)
     found: dict[str, Forward] = {
         "library": library(weights, chosen),
-        "padded": TorchEngine(weights, chosen, packed=False).forward,
+        "padded": ours(packed=False).forward,
     }
-    packing = TorchEngine(weights, chosen)
+    packing = ours()
     if packing.packed:
         found["packed"] = packing.forward
     if compiled:
-        found["compiled"] = TorchEngine(weights, chosen, compiled=True).forward
+        found["compiled"] = ours(compiled=True).forward
     return found
 
 
@@ -80,11 +83,11 @@ def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, li
     source = random.Random(7)  # noqa: S311 - the same batches in every run
     found: dict[str, list[Batch]] = {
         f"{TOKENS // length} × {length}": [
-            [[source.randrange(1000, 2000) for _ in range(length)] for _ in range(TOKENS // length)]
+            [Tokens([source.randrange(1000, 2000) for _ in range(length)]) for _ in range(TOKENS // length)]
         ]
         for length in LENGTHS
     }
-    classifier = Similarity(locate(settings.model), chosen, settings)
+    classifier = load_classifier(settings, chosen)
     label_set = classifier.label_set(ClassifyOptions())
     window: Window[Row] = Window(time.monotonic)
     for rows in classifier.prepare([post.text for post in read_posts(path, settings.window_rows)], label_set):
@@ -116,7 +119,7 @@ def measure(chosen: Device, by_shape: dict[str, list[Batch]], arguments: argpars
     found: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in compared} for shape in by_shape}
     for number in range(arguments.rounds):
         for shape, batches in by_shape.items():
-            flops = forward_flops(config, [len(row) for batch in batches for row in batch])
+            flops = forward_flops(config, [len(row.ids) for batch in batches for row in batch])
             ceilings.append(matrix_ceiling(chosen, rounds=3))
             for name in list(compared) if number % 2 else reversed(compared):
                 found[shape][name].append(flops / seconds(compared[name], batches) / 1e9 / ceilings[-1])

@@ -33,8 +33,8 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings, load
 from workers import device
-from workers.classifiers.similarity import Similarity
-from workers.weights import locate
+from workers.classifiers import Classifier
+from workers.classifiers.choose import load_classifier
 
 #: Shares of the measured rate at which posts come.
 LOADS = (0.25, 0.5, 0.75, 0.9)
@@ -88,7 +88,7 @@ class Posting:
                 raise StackError(f"no result for {STALLED:.0f} s; {len(self.read_at)} of {count} have come.")
 
 
-def idle(posting: Posting, classifier: Similarity, posts: Sequence[Post]) -> dict[str, float]:
+def idle(posting: Posting, classifier: Classifier, posts: Sequence[Post]) -> dict[str, float]:
     """One at a time: milliseconds through the system, of the bare forward pass, and what is added."""
     through, bare, added = [], [], []
     label_set = classifier.label_set(ClassifyOptions())
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
     console.print(describe(chosen))
     ceiling = matrix_ceiling(chosen)
     console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
-    classifier = Similarity(locate(settings.model), chosen, settings)
+    classifier = load_classifier(settings, chosen)
     classifier.warm_up()
     known = read_posts(arguments.posts, 12_000)
     # Each with an id of its own, so that each has a result of its own.

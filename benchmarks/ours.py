@@ -17,9 +17,8 @@ from shared.errors import StackError
 from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
 from shared.settings import Settings
-from workers.classifiers import LabelSet, Row
-from workers.classifiers.similarity import Similarity
-from workers.weights import locate
+from workers.classifiers import Classifier, LabelSet, Row
+from workers.classifiers.choose import load_classifier
 
 #: Token budgets that the ideal tries, on a CPU and on any other device.
 CPU_BUDGETS = (512, 1024, 2048, 3072, 4096, 8192)
@@ -42,11 +41,11 @@ class Ideal:
         #: The fastest pair, as far as `tune` has been asked; the middle of what it would try before.
         self.token_budget = self._budgets[len(self._budgets) // 2 - 1]
         self.lanes = job.device.lanes
-        self._classifier: Similarity | None = None
+        self._classifier: Classifier | None = None
         self._labels: list[str] = []
 
     def start(self) -> None:
-        self._classifier = Similarity(locate(self._job.settings.model), self._job.device, self._job.settings)
+        self._classifier = load_classifier(self._job.settings, self._job.device)
         self._classifier.warm_up()
 
     def stop(self) -> None:
@@ -77,7 +76,7 @@ class Ideal:
             seconds[pair] = min(perf_counter() - began, seconds.get(pair, float("inf")))
         self.token_budget, self.lanes = min(seconds, key=seconds.__getitem__)
 
-    def _prepare(self, posts: Sequence[Post]) -> tuple[list[Row], Similarity]:
+    def _prepare(self, posts: Sequence[Post]) -> tuple[list[Row], Classifier]:
         if self._classifier is None:
             raise StackError("the ideal was not started.")
         label_set: LabelSet = self._classifier.label_set(ClassifyOptions())

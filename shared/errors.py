@@ -16,7 +16,9 @@ FeedmillError
  └─ MessageFailed        every post of a message failed, or any did with strict=true
 """
 
+import re
 from collections.abc import Sequence
+from json import JSONDecodeError
 
 from pydantic import ValidationError
 
@@ -60,11 +62,11 @@ class RequestRefused(FeedmillError):  # noqa: N818 - named after what happened, 
 class PostRefused(FeedmillError):  # noqa: N818
     """One post is bad.
 
-    field: the name of the field that is at fault; reason: what is wrong with it.
+    field: the name of the field that is at fault, "" where it is no single one; reason: what is wrong with it.
     """
 
     def __init__(self, post_id: str | None, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
+        super().__init__(f"{field}: {reason}" if field else reason)
         self.post_id = post_id
         self.field = field
         self.reason = reason
@@ -103,3 +105,19 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     field = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "the object"
     reason = problem["msg"].removeprefix("Value error, ")
     return field, reason[0].lower() + reason[1:]
+
+
+def json_problem(error: ValueError | RecursionError, unit: str = "column") -> str:
+    """Why a text is no JSON, for a person to read. unit: what its characters are counted as."""
+    if isinstance(error, JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at {unit} {error.pos + 1}"
+    return str(error)
+
+
+#: Characters that move a terminal's cursor or change its state, and halves of characters, which cannot be printed.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Somebody else's words, safe to show in a terminal: control characters as their escapes."""
+    return UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)

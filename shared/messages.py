@@ -38,8 +38,9 @@ MAX_EXTRA_BYTES = 4096
 #: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
 #: options; and with all dead letters of one message together.
 MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
-#: Labels that one message may choose from, at most.
+#: Labels that one message may choose from, at most; descriptions of one label.
 MAX_LABELS = 256
+MAX_DESCRIPTIONS = 16
 #: What Reddit puts in place of a body that is gone.
 GONE = frozenset({"[removed]", "[deleted]"})
 
@@ -100,7 +101,7 @@ class Post(BaseModel):
     @model_validator(mode="after")
     def _has_text(self) -> "Post":
         if not self.text:
-            raise PostRefused(self.id, "title", "neither title nor body holds any text")
+            raise PostRefused(self.id, "", "neither title nor body holds any text")
         return self
 
     @cached_property
@@ -111,10 +112,12 @@ class Post(BaseModel):
     @classmethod
     def parse(cls, raw: object) -> "Post":
         """Read one post. Raises PostRefused with the field and the reason."""
+        if not isinstance(raw, dict):
+            raise PostRefused(None, "", "a post must be a JSON object")
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            post_id = raw.get("id") if isinstance(raw, dict) else None
+            post_id = raw.get("id")
             raise PostRefused(str(post_id)[:128] if post_id else None, *first_problem(error)) from None
 
 
@@ -125,20 +128,28 @@ def _described(value: object) -> object:
     """
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
+    if isinstance(value, dict):
         return value
-    described: dict[str, str] = {}
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {value!r:.80}")
+    described: dict[str, tuple[str]] = {}
     for label in value[: MAX_LABELS + 1]:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
             raise ValueError(f"expected names, got {label!r:.80}")
         if name in described:
             raise ValueError(f"the label {name!r} is named twice")
-        described[name] = name
+        described[name] = (name,)
     return described
 
 
-def _some(labels: dict[str, str]) -> dict[str, str]:
+def _one_or_more(value: object) -> object:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("expected a description, or a list of them")
+    return (value,) if isinstance(value, str) else value
+
+
+def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     if not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"name at least one label, and at most {MAX_LABELS}")
     return labels
@@ -152,8 +163,11 @@ def _has_a_place(template: str) -> str:
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
 Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
-#: Label -> what stands for it in the template.
-Labels = Annotated[dict[Label, Description], AfterValidator(_some), BeforeValidator(_described)]
+Descriptions = Annotated[
+    tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_one_or_more)
+]
+#: Label -> what stands for it in the template: the label itself, a description, or several.
+Labels = Annotated[dict[Label, Descriptions], AfterValidator(_some), BeforeValidator(_described)]
 #: The sentence that a label is put into.
 Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
 

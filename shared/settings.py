@@ -5,17 +5,19 @@ Loading a bad value raises SettingsError, which names the variable and says what
 """
 
 import json
+import os
 import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from shared.errors import SettingsError, first_problem
+from shared.errors import SettingsError, first_problem, json_problem
 from shared.messages import Labels, Template
-from shared.topics import DEFAULT_TOPICS
 
 PREFIX = "FEEDMILL_"
 #: Where Redis is looked for when nothing says otherwise and no `feedmill up` is running.
@@ -26,6 +28,17 @@ DAY = 86_400
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _form(pattern: str, words: str) -> AfterValidator:
+    """Values of this form alone; `words` tell people what it is."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"should be {words}, not {value!r:.80}")
+        return value
+
+    return AfterValidator(check)
 
 
 class Settings(BaseSettings):
@@ -40,7 +53,9 @@ class Settings(BaseSettings):
     #: Folder of the embedded stack's data: the append-only file of its Redis, logs, its address.
     data_folder: Path = Path("~/.local/share/feedmill")
     #: Name of the Celery queue that posts wait in.
-    queue: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "feedmill"
+    queue: Annotated[str, _form(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, dots, dashes or underscores")] = (
+        "feedmill"
+    )
 
     # What producers do.
 
@@ -53,16 +68,30 @@ class Settings(BaseSettings):
 
     # What workers do.
 
-    #: A folder with a transformers model, or the name of the embedded one.
+    #: A folder with a transformers model, package:NAME for one in an installed package, or its name on the model hub.
+    #: The embedded one, the default, needs no hub.
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    #: Branch, tag or commit of a model from the hub; a commit pins it.
+    revision: Annotated[str, _form(r"[A-Za-z0-9._/-]{1,128}", "a branch, tag or commit")] | None = None
+    #: Never ask the hub: models are taken from folders, packages and what was downloaded before.
+    offline: bool = False
+    #: Run Python code that a model brings along. It can do whatever this user can: read it first, and pin `revision`.
+    trust_remote_code: bool = False
+    #: nli, sequence or similarity (docs/models.md); auto reads it off the model's files.
+    classifier: Literal["auto", "nli", "sequence", "similarity"] = "auto"
+    #: torch, or onnx: ONNX Runtime, with its TensorRT, CUDA or CPU provider, whichever is there in that order.
+    engine: Literal["torch", "onnx"] = "torch"
     #: auto, cpu, cuda, cuda:N or mps.
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    #: auto takes float16 on CUDA, bfloat16 on a CPU that has it in hardware, else float32.
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: Labels for messages that name none: comma-separated, or a JSON list, or a JSON object of descriptions by label.
-    labels: Annotated[Labels, NoDecode] = DEFAULT_TOPICS
-    #: The sentence a label is put into; {} marks the place.
-    template: Template = "This post is about {}."
+    device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
+    #: auto takes float16 on a GPU, bfloat16 on a CPU that has it in hardware (engine torch), else float32. int8 is
+    #: dynamic quantisation, for engine onnx on a CPU.
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    #: Labels for messages that name none: comma-separated, or a JSON list, or a JSON object that gives each label's
+    #: description, or a list of them. Unset: the sixteen topics of shared/topics.py.
+    labels: Annotated[Labels | None, NoDecode] = None
+    #: The sentence a label is put into; {} marks the place. Unset: "This example is {}." where the classifier is nli,
+    #: as in transformers' pipeline; "This post is about {}." where it is similarity.
+    template: Template | None = None
     #: Tokens of a post that are read, at most; never more than the model can take.
     max_tokens: Annotated[int, Field(ge=8)] = 256
     #: Tokens of one micro-batch, at most: its longest row times its rows. Unset: measured at the first start.
@@ -106,7 +135,12 @@ class Settings(BaseSettings):
     @classmethod
     def _from_json(cls, value: object) -> object:
         """Labels that hold commas, or have descriptions, are given as JSON."""
-        return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"begins as JSON, but is none: {json_problem(error)}") from None
 
     @field_validator("redis_url")
     @classmethod
@@ -164,8 +198,18 @@ def load(**flags: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         field, reason = first_problem(error)
-        name = field.split(".")[0]
+        name, _, place = field.partition(".")
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
-        raise SettingsError(f"{shown}: {reason}.") from None
+        raise SettingsError(f"{shown}: {f'{place}: ' if place else ''}{reason}.") from None
     except ValueError as error:  # JSON that is none
         raise SettingsError(f"A {PREFIX} variable cannot be read: {error}") from None
+
+
+def unknown_variables() -> Iterator[str]:
+    """A sentence about each variable of the environment that looks like a setting and is none."""
+    for variable in sorted(os.environ):
+        name = variable.lower().removeprefix(PREFIX.lower())
+        if name != variable.lower() and name not in Settings.model_fields:
+            nearest = get_close_matches(name, Settings.model_fields, 1)
+            meant = f"; is {PREFIX}{nearest[0].upper()} meant?" if nearest else ""
+            yield f"{variable} is no setting and has no effect{meant}"

@@ -12,7 +12,9 @@ from shared.errors import SettingsError
 CORES = torch.get_num_threads()
 #: Forward passes side by side on a CPU, at most: each needs Python's lock between its operations.
 MOST_LANES = 4
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+#: Precisions that ONNX Runtime is given, by the kind of device; the first is its own choice.
+ONNX_DTYPES = {"cpu": ("float32", "int8"), "cuda": ("float16", "float32")}
 
 
 class Device(NamedTuple):
@@ -52,13 +54,17 @@ class Device(NamedTuple):
         return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
 
 
-def choose(device: str = "auto", dtype: str = "auto") -> Device:
-    """The device for the settings `device` and `dtype`.
+def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> Device:
+    """The device for the settings `device`, `dtype` and `engine`.
 
-    Raises SettingsError where the machine does not have it.
+    Raises SettingsError where the machine does not have it, or the engine does not compute in that precision.
     """
     found, why_device = _device(device)
-    if dtype == "auto":
+    if engine == "onnx":
+        precision, why_dtype = _onnx_precision(found, dtype)
+    elif dtype == "int8":
+        raise SettingsError("FEEDMILL_DTYPE: int8 is for FEEDMILL_ENGINE=onnx on a CPU.")
+    elif dtype == "auto":
         precision, why_dtype = _half_precision(found)
     else:
         precision, why_dtype = DTYPES[dtype], "precision as set"
@@ -86,6 +92,15 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]:
+    possible = ONNX_DTYPES.get(device.type)
+    if possible is None:
+        raise SettingsError(f"FEEDMILL_ENGINE: onnx runs on CUDA or on the CPU, not on {device}.")
+    if dtype not in ("auto", *possible):
+        raise SettingsError(f"FEEDMILL_DTYPE: ONNX Runtime takes {' or '.join(possible)} on {device}, not {dtype}.")
+    return (DTYPES[possible[0]], "ONNX Runtime") if dtype == "auto" else (DTYPES[dtype], "precision as set")
 
 
 def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:

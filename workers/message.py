@@ -62,10 +62,13 @@ class Message:
         self.options = ClassifyOptions.parse(self.arguments)
         return parse_posts(self.raw_posts)
 
-    def settle(self, index: int, outcome: Outcome) -> None:
-        """Record the outcome of the post at `index`."""
+    def settle(self, index: int, outcome: Outcome) -> bool:
+        """Record the outcome of the post at `index`; whether the message is complete by it."""
+        if self.outcomes[index] is not None:
+            return False  # of a post with many rows more than one may fail: the first counts
         self.outcomes[index] = outcome
         self.unsettled -= 1
+        return not self.unsettled
 
     def errors(self) -> list[PostError]:
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]

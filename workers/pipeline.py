@@ -19,13 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from redis.exceptions import RedisError as RedisFault
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RequestRefused
 from shared.messages import Classification, DeadLetter, Outcome, Post, PostError, fingerprint
-from shared.results import Result, ResultsStore
+from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, Outputs, Row, Scores
@@ -52,6 +52,13 @@ class Computed(NamedTuple):
     share: float
 
 
+class Store(Protocol):
+    """Where results go."""
+
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
+        """Keep a micro-batch's results and dead letters. Raises redis' errors while they cannot be kept."""
+
+
 #: What the writer is handed; a message comes by itself when it needs no forward pass.
 Finished = Computed | Message
 
@@ -65,7 +72,7 @@ class Pipeline:
     def __init__(
         self,
         classifier: Classifier,
-        store: ResultsStore,
+        store: Store,
         settings: Settings,
         budget: TokenBudget,
         worker: str,
@@ -335,8 +342,7 @@ class Pipeline:
         for work, outcome in outcomes:
             if isinstance(outcome, Classification):
                 results.append(Result(work.post, outcome))
-            work.message.settle(work.index, outcome)
-            if not work.message.unsettled:
+            if work.message.settle(work.index, outcome):
                 complete.append(work.message)
         return results, complete
 

@@ -43,10 +43,9 @@ from shared.settings import Settings
 from workers import device
 from workers.app import IN_HAND
 from workers.calibration import calibrate
-from workers.classifiers.similarity import Similarity
+from workers.classifiers.choose import load_classifier
 from workers.message import Message
 from workers.pipeline import Pipeline
-from workers.weights import locate
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +92,18 @@ class DevicePool(BasePool):
         """Load the model; a worker that cannot classify must not take a message."""
         _, worker = self.options["initargs"]
         try:
-            self._device = device.choose(self.settings.device, self.settings.dtype)
+            self._device = device.choose(self.settings.device, self.settings.dtype, self.settings.engine)
             logger.info("device %s", self._device)
             began = time.monotonic()
-            classifier = Similarity(locate(self.settings.model), self._device, self.settings)
+            classifier = load_classifier(self.settings, self._device)
             classifier.warm_up()
             self._budget = calibrate(classifier, self.settings)
         except UserError as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
-        logger.info("model %s loaded in %.1f s", self.settings.model, time.monotonic() - began)
+        logger.info(
+            "%s classifies by %s, loaded in %.1f s", self.settings.model, classifier.kind, time.monotonic() - began
+        )
         self.pipeline = Pipeline(
             classifier,
             ResultsStore(connect(self.settings), self.settings),

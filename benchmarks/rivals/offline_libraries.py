@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 
 from benchmarks.rivals import BATCH_SIZE, Job, NotInstalled
-from benchmarks.rivals.plain_model import SCALE, cores, label_sentences, mean_pooled
+from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_sentences, mean_pooled
 from shared.messages import Post
 from workers.weights import locate
 
@@ -38,7 +38,7 @@ class OfflineLibrary(ABC):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._folder = locate(job.settings.model).folder
-        self._names = list(job.settings.labels)
+        self._names = label_names(job.settings)
         self._model: Any = None
         self._labels: list[str] = []
 

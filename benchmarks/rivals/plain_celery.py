@@ -19,8 +19,7 @@ from benchmarks.rivals.plain_model import Answer, cores
 from shared.messages import ClassifyOptions
 from shared.settings import load
 from workers import device
-from workers.classifiers.similarity import Similarity
-from workers.weights import locate
+from workers.classifiers.choose import load_classifier
 
 #: Messages that the worker fetches ahead for each process.
 PREFETCH = 64
@@ -31,7 +30,7 @@ class OneByOne:
 
     def load(self, **_: Any) -> None:
         settings = load()
-        self._classifier = Similarity(locate(settings.model), device.choose(settings.device, settings.dtype), settings)
+        self._classifier = load_classifier(settings, device.choose(settings.device, settings.dtype))
         self._label_set = self._classifier.label_set(ClassifyOptions())
         self._classifier.warm_up()
 

@@ -12,7 +12,9 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from shared.settings import Settings
+from shared.topics import DESCRIBED_TOPICS
 from workers import device
+from workers.classifiers.similarity import TEMPLATE
 from workers.weights import locate
 
 #: The scale that the model was trained with; makes probabilities of cosines.
@@ -27,9 +29,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def label_names(settings: Settings) -> list[str]:
+    """The labels, in order."""
+    return list(settings.labels or DESCRIBED_TOPICS)
+
+
 def label_sentences(settings: Settings) -> list[str]:
-    """What stands for each label when it is embedded."""
-    return [settings.template.replace("{}", description) for description in settings.labels.values()]
+    """What stands for each label when it is embedded: its first description."""
+    template = settings.template or TEMPLATE
+    return [template.replace("{}", described[0]) for described in (settings.labels or DESCRIBED_TOPICS).values()]
 
 
 def mean_pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -53,7 +61,7 @@ class PlainModel:
         self._model.to(chosen.torch).eval()
         self._device = chosen.torch
         self._max_tokens = settings.max_tokens
-        self._labels = list(settings.labels)
+        self._labels = label_names(settings)
         self._label_vectors = self._embed(label_sentences(settings))
 
     @torch.inference_mode()

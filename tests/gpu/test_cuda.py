@@ -17,7 +17,7 @@ from shared.settings import Settings
 from workers.classifiers import Row
 from workers.classifiers.similarity import Similarity
 from workers.device import Device, choose
-from workers.engines.torch_engine import device_errors
+from workers.engines.outputs import device_errors
 from workers.weights import locate
 
 pytestmark = pytest.mark.gpu

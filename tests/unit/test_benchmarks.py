@@ -8,6 +8,7 @@ from benchmarks.hardware import forward_flops
 from benchmarks.ours import cut
 from benchmarks.report import agreement
 from workers.classifiers import LabelSet, Row
+from workers.tokenizer import Tokens
 
 
 def test_operations_are_those_that_torch_counts() -> None:
@@ -21,8 +22,8 @@ def test_operations_are_those_that_torch_counts() -> None:
 
 
 def test_batches_of_the_ideal_fill_the_budget_and_lose_nothing() -> None:
-    labels = LabelSet(("a",), False, "", [])
-    rows = [Row([0] * length, labels) for length in (2, 2, 3, 5, 5, 9, 40)]
+    labels = LabelSet(("a",), False, "")
+    rows = [Row(Tokens([0] * length), labels) for length in (2, 2, 3, 5, 5, 9, 40)]
     batches = list(cut(rows, token_budget=12))
     assert [[row.length for row in batch] for batch in batches] == [[2, 2, 3], [5, 5], [9], [40]]
 

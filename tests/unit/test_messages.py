@@ -34,9 +34,9 @@ def test_the_text_of_a_post(title: str, body: str, text: str) -> None:
         ({}, "id"),
         ({"id": "", "title": "x"}, "id"),
         ({"id": "x" * 129, "title": "x"}, "id"),
-        ({"id": "x"}, "title"),
-        ({"id": "x", "title": " "}, "title"),
-        ({"id": "x", "body": "[deleted]"}, "title"),
+        ({"id": "x"}, ""),
+        ({"id": "x", "title": " "}, ""),
+        ({"id": "x", "body": "[deleted]"}, ""),
         ({"id": "x", "title": "t" * 4001}, "title"),
         ({"id": "x", "body": "b" * 100_001}, "body"),
         ({"id": "x", "title": ["t"]}, "title"),
@@ -48,8 +48,8 @@ def test_the_text_of_a_post(title: str, body: str, text: str) -> None:
         ({"id": "x", "title": "t", "extra": "note"}, "extra"),
         ({"id": "x", "title": "t", "extra": {"half": "\ud83d"}}, "extra"),
         ({"id": "x", "title": "t", "extra": {"deep": json.loads("[" * 254 + "]" * 254)}}, "extra"),
-        ("a post", "the object"),
-        (None, "the object"),
+        ("a post", ""),
+        (None, ""),
     ],
 )
 def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> None:
@@ -60,10 +60,11 @@ def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> 
 
 
 def test_a_bad_post_does_not_stop_the_others() -> None:
-    good, bad, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, {"id": "3", "body": "y"}])
+    good, bad, none, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, "two", {"id": "3", "body": "y"}])
     assert isinstance(good, Post)
     assert isinstance(other, Post)
-    assert bad == PostError(id="2", error="title: neither title nor body holds any text")
+    assert bad == PostError(id="2", error="neither title nor body holds any text")
+    assert none == PostError(id=None, error="a post must be a JSON object")
 
 
 def test_authors_are_never_kept() -> None:
@@ -94,17 +95,20 @@ def test_any_text_makes_a_post_or_a_refusal_and_survives_the_wire(title: str, bo
 
 @pytest.mark.parametrize("given_labels", ["a, b,c,", ["a", "b", "c"], ("a", "b", "c")])
 def test_labels_as_text_or_list(given_labels: object) -> None:
-    assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": "a", "b": "b", "c": "c"}
+    assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": ("a",), "b": ("b",), "c": ("c",)}
 
 
 def test_labels_with_descriptions() -> None:
-    labels = {"film": "movies and television", "sea": "the sea"}
-    assert ClassifyOptions.parse({"labels": labels}).labels == labels
+    labels = {"film": "movies and television", "sea": ["the sea", "a beach"]}
+    read = {"film": ("movies and television",), "sea": ("the sea", "a beach")}
+    assert ClassifyOptions.parse({"labels": labels}).labels == read
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"labels": 5}, "labels: expected a list, names separated by commas, or an object of descriptions; got 5"),
+        ({"labels": {"a": 5}}, "labels.a: expected a description, or a list of them"),
         ({"labels": []}, "labels: name at least one label"),
         ({"labels": " , "}, "labels: name at least one label"),
         ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
@@ -113,7 +117,7 @@ def test_labels_with_descriptions() -> None:
         ({"labels": [{"a": 1}]}, "labels: expected names, got {'a': 1}"),
         ({"labels": {str(n): "x" for n in range(257)}}, "labels: name at least one label, and at most 256"),
         ({"labels": ["x"] * 10 + [str(n) for n in range(200_000)]}, "labels: the label 'x' is named twice"),
-        ({"labels": {"a": ""}}, "labels.a: string should have at least 1 character"),
+        ({"labels": {"a": ""}}, "labels.a.0: string should have at least 1 character"),
         ({"labels": {}}, "labels: name at least one label"),
         ({"labels": [str(n) for n in range(257)]}, "labels: "),
         ({"template": "no place"}, "template: no {} in 'no place'"),
@@ -129,7 +133,8 @@ def test_wrong_options_are_refused_with_the_reason(options: dict[str, object], w
 
 def test_options_travel_without_their_defaults() -> None:
     assert ClassifyOptions().arguments() == {}
-    assert ClassifyOptions.parse({"labels": "a", "strict": True}).arguments() == {"labels": {"a": "a"}, "strict": True}
+    asked = ClassifyOptions.parse({"labels": "a", "strict": True})
+    assert asked.arguments() == {"labels": {"a": ["a"]}, "strict": True}
 
 
 def test_fingerprints_tell_apart_what_differs() -> None:

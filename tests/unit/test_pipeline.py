@@ -19,9 +19,10 @@ from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.message import Message
 from workers.pipeline import Pipeline
+from workers.tokenizer import Tokens
 from workers.weights import Weights
 
-LABELS = LabelSet(("good", "bad"), False, "recipe", [[1], [2]])
+LABELS = LabelSet(("good", "bad"), False, "recipe")
 
 
 class Done:
@@ -39,6 +40,7 @@ class Done:
 class StandIn:
     """One row a post, of one token a word; posts with "poison" in them fail their forward pass."""
 
+    kind = "stand-in"
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
     #: No CPU: one lane.
     device = Device(torch.device("meta"), torch.float32, "for a test")
@@ -53,14 +55,14 @@ class StandIn:
     def warm_up(self) -> None: ...
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        if options.labels == {"unservable": "unservable"}:
+        if options.labels == {"unservable": ("unservable",)}:
             raise RequestRefused("labels: this model cannot serve them")
         return LABELS
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         if "explode" in texts:
             raise RuntimeError("the tokenizer is broken")
-        return [[Row(list(range(len(text.split()))), label_set)] for text in texts]
+        return [[Row(Tokens(list(range(len(text.split())))), label_set)] for text in texts]
 
     def forward(self, rows: Sequence[Row]) -> Any:
         self.gate.wait()
@@ -106,7 +108,7 @@ class Owner:
         self.failures = 0
         self.pipeline = Pipeline(
             self.classifier,
-            self.store,  # type: ignore[arg-type]
+            self.store,
             Settings(**settings),
             self.budget,
             "worker",
@@ -144,7 +146,7 @@ def test_one_outcome_a_post_in_order(owner: Owner) -> None:
     assert [outcome["id"] for outcome in found] == ["0", "1", "2", "3"]
     assert found[1]["label"] == "good"
     assert found[1]["scores"] == {"good": 0.75, "bad": 0.25}
-    assert found[2] == {"id": "2", "error": "title: neither title nor body holds any text"}
+    assert found[2] == {"id": "2", "error": "neither title nor body holds any text"}
     assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
     assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
 

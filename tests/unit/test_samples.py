@@ -3,12 +3,12 @@
 from collections import Counter
 
 from feedmill.demo import sample_posts
-from shared.topics import DEFAULT_TOPICS
+from shared.topics import TOPICS
 
 
 def test_the_sample_posts() -> None:
     posts = sample_posts()
-    assert Counter(post.topic for post in posts) == dict.fromkeys(DEFAULT_TOPICS, 10)
+    assert Counter(post.topic for post in posts) == dict.fromkeys(TOPICS, 10)
     assert len({post.id for post in posts}) == len({post.text for post in posts}) == 160
     assert 0.5 < sum(not post.body for post in posts) / 160 < 0.75
     assert max(len(post.text.split()) for post in posts) > 1000

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import SettingsError
-from shared.settings import STACK_FILE, Settings, load
-from shared.topics import DEFAULT_TOPICS
+from shared.settings import STACK_FILE, Settings, load, unknown_variables
 
 
 def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,10 +20,15 @@ def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "value", "words"),
     [
         ("FEEDMILL_TOKEN_BUDGET", "many", "FEEDMILL_TOKEN_BUDGET: input should be a valid integer"),
-        ("FEEDMILL_DTYPE", "fp8", "FEEDMILL_DTYPE: input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ("FEEDMILL_DEVICE", "gpu", "FEEDMILL_DEVICE: "),
+        ("FEEDMILL_DTYPE", "fp8", "FEEDMILL_DTYPE: input should be 'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
+        ("FEEDMILL_DEVICE", "gpu", "FEEDMILL_DEVICE: should be auto, cpu, cuda, cuda:N or mps, not 'gpu'."),
+        ("FEEDMILL_DEVICE", "cuda:", "FEEDMILL_DEVICE: should be auto, cpu, "),
+        ("FEEDMILL_QUEUE", "my queue", "FEEDMILL_QUEUE: should be 1 to 64 letters, digits, dots, dashes or "),
+        ("FEEDMILL_REVISION", "a b", "FEEDMILL_REVISION: should be a branch, tag or commit, not 'a b'."),
         ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),
-        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: "),
+        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: begins as JSON, but is none: Unterminated string "),
+        ("FEEDMILL_LABELS", "[" * 100_000, "FEEDMILL_LABELS: begins as JSON, but is none: "),
+        ("FEEDMILL_LABELS", '{"a": ""}', "FEEDMILL_LABELS: a.0: string should have at least 1 character"),
         ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: no {} in 'x'"),
         ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: must look like redis://"),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", "FEEDMILL_REDIS_URL: must look like redis://"),
@@ -49,17 +53,34 @@ def test_a_data_folder_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_bad_flag_is_named_as_a_flag() -> None:
     with pytest.raises(SettingsError, match="^--posts-per-message: "):
         load(posts_per_message=0)
+    with pytest.raises(SettingsError, match="^--labels: begins as JSON, but is none: .* at column 10.$"):
+        load(labels='{"a": "b"')
 
 
-def test_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load().labels == DEFAULT_TOPICS
-    assert len(DEFAULT_TOPICS) == 16
-    monkeypatch.setenv("FEEDMILL_LABELS", "a, b")
-    assert load().labels == {"a": "a", "b": "b"}
-    monkeypatch.setenv("FEEDMILL_LABELS", '["a, b", "c"]')
-    assert load().labels == {"a, b": "a, b", "c": "c"}
-    monkeypatch.setenv("FEEDMILL_LABELS", '{"film": "movies, television"}')
-    assert load().labels == {"film": "movies, television"}
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("a, b", {"a": ("a",), "b": ("b",)}),
+        ("5", {"5": ("5",)}),
+        ('["a, b", "c"]', {"a, b": ("a, b",), "c": ("c",)}),
+        ('{"film": "movies, television"}', {"film": ("movies, television",)}),
+    ],
+)
+def test_labels(monkeypatch: pytest.MonkeyPatch, text: str, labels: dict[str, tuple[str]]) -> None:
+    assert load().labels is None
+    assert load(labels=text).labels == labels
+    monkeypatch.setenv("FEEDMILL_LABELS", text)
+    assert load().labels == labels
+
+
+def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(unknown_variables()) == []
+    monkeypatch.setenv("FEEDMILL_MODLE", "x")
+    monkeypatch.setenv("FEEDMILL_XYZZY", "x")
+    assert list(unknown_variables()) == [
+        "FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?",
+        "FEEDMILL_XYZZY is no setting and has no effect",
+    ]
 
 
 def test_the_password_is_never_shown() -> None:

@@ -1,16 +1,18 @@
 """workers/classifiers/similarity.py on the real weights, beside the model card's own recipe."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 from shared.errors import ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from workers.classifiers.similarity import LABEL_SETS, SCALE, Similarity
+from tests.fakes.models import make_sentence_model
+from workers.classifiers import LABEL_SETS
+from workers.classifiers.similarity import SCALE, Similarity
 from workers.device import Device
 from workers.weights import EMBEDDED, Weights, locate
 
@@ -110,7 +112,7 @@ def test_label_sets_are_prepared_once_and_bounded(classifier: Similarity) -> Non
     assert len(recipes) == 4
     for number in range(LABEL_SETS + 5):
         classifier.label_set(ClassifyOptions.parse({"labels": f"label {number}"}))
-    assert len(classifier._label_sets) == LABEL_SETS
+    assert len(classifier._label_sets._known) == LABEL_SETS
 
 
 def test_texts_are_cut_at_what_the_model_reads(classifier: Similarity) -> None:
@@ -127,33 +129,69 @@ def test_half_precision_agrees(classifier: Similarity) -> None:
         assert ours == pytest.approx(exact, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("pooling", "words"),
-    [(None, "no 1_Pooling/config.json"), ({"pooling_mode_max_tokens": True}, "other than mean or cls")],
-)
-def test_models_that_are_no_sentence_models(tmp_path: Path, pooling: object, words: str) -> None:
-    if pooling:
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    with pytest.raises(ModelError, match=words):
-        Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
+@pytest.mark.parametrize("way", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, way: str) -> None:
+    """Each way of pooling, in the words of old and new folders, with and without a dense layer and a prompt."""
+    old = {"weightedmean": "pooling_mode_weightedmean_tokens", "lasttoken": "pooling_mode_lasttoken"}
+    name = old.get(
+        way, f"pooling_mode_{way}{'' if way.endswith('tokens') else '_token' if way == 'cls' else '_tokens'}"
+    )
+    kinds: list[tuple[dict[str, object], int, str]] = [
+        ({name: True, "pooling_mode_mean_tokens": way == "mean"}, 0, ""),
+        ({"pooling_mode": way}, 16, "topic: "),
+    ]
+    for number, (pooling, dense, prompt) in enumerate(kinds):
+        folder = make_sentence_model(tmp_path / str(number), pooling=pooling, dense=dense, prompt=prompt)
+        ours = Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+        rows = [rows[0].tokens for rows in ours.prepare(TEXTS, ours.label_set(ClassifyOptions()))]
+        with torch.inference_mode():
+            found = ours.embed(rows)
+        library = SentenceTransformer(str(folder), device="cpu")
+        expected = library.encode(TEXTS, convert_to_tensor=True, normalize_embeddings=True)
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("modules", "words"),
-    [('[{"type": "sentence_transformers.models.Dense"}]', "has a module Dense"), ("{", "modules.json cannot be read")],
-)
-def test_models_with_parts_that_would_be_left_out(tmp_path: Path, modules: str, words: str) -> None:
-    (tmp_path / "modules.json").write_text(modules)
+def test_the_embedded_model_embeds_as_sentence_transformers_does(classifier: Similarity) -> None:
+    rows = [rows[0].tokens for rows in classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions()))]
+    with torch.inference_mode():
+        found = classifier.embed(rows)
+    library = SentenceTransformer(str(locate(EMBEDDED).folder), device="cpu")
+    assert torch.allclose(found, library.encode(TEXTS, convert_to_tensor=True), atol=1e-5)
+
+
+def test_a_label_of_several_descriptions_is_their_mean(classifier: Similarity) -> None:
+    (found,) = scores(classifier, TEXTS[:1], labels={"a": ["sports", "matches"]}, multi_label=True)
+    texts = ["This post is about sports.", "This post is about matches."]
+    post, *described = cosines([TEXTS[0], *texts], [TEXTS[0], *texts])
+    between = described[0][2]
+    expected = (post[1] + post[2]) / torch.sqrt(2 + 2 * between)
+    assert found["a"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+BROKEN: list[tuple[dict[str, str], str]] = [
+    ({}, "it has no modules.json"),
+    ({"modules.json": "{"}, "modules.json cannot be read"),
+    ({"modules.json": "[]"}, "has 0 poolings"),
+    ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "has a module LSTM"),
+    ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, "p/config.json cannot be read"),
+    (
+        {"modules.json": '[{"type": "a.Pooling", "path": "p"}]', "p/config.json": '{"pooling_mode": "odd"}'},
+        "pooling by 'odd'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "words"), BROKEN)
+def test_models_that_are_no_sentence_models(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=words):
         Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
 
 
 def test_a_folder_that_transformers_cannot_load(tmp_path: Path) -> None:
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    folder = make_sentence_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match="cannot be loaded by transformers"):
-        Similarity(locate(str(tmp_path)), FP32, Settings())
+        Similarity(Weights("m", folder, None, "00"), FP32, Settings())

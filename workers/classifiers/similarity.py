@@ -1,84 +1,88 @@
-"""Zero-shot by embedding: a post belongs to the label whose sentence lies nearest to it.
+"""Zero-shot by embedding: a post belongs to the label whose sentences lie nearest to it.
 
 Post and label ("This post is about food.") are embedded by one sentence-transformers model; the cosine of
-their embeddings says how near they are. With several labels of which one is wanted the cosines become
-probabilities, softmax(20 · cosine): all-MiniLM-L6-v2 was trained on exactly that distribution, with that scale
-(its model card, "Fine-tuning"). With `multi_label`, or with one label, each score is the cosine itself.
+their embeddings says how near they are. A label with several descriptions is the mean of their unit vectors. With
+several labels of which one is wanted the cosines become probabilities, softmax(20 · cosine): all-MiniLM-L6-v2 was
+trained on exactly that distribution, with that scale (its model card, "Fine-tuning"). With `multi_label`, or with one
+label, each score is the cosine itself.
 """
 
-import json
-from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import normalize
 
-from shared.errors import ModelError
-from shared.messages import ClassifyOptions, digest
+from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from workers.classifiers import LabelSet, Row, Scores
+from shared.topics import DESCRIBED_TOPICS
+from workers.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.classifiers.layout import read_layout
 from workers.device import Device
-from workers.engines.torch_engine import Outputs, TorchEngine, device_errors
+from workers.engines.make import make_engine
+from workers.engines.outputs import Outputs, device_errors
+from workers.tokenizer import Tokens
 from workers.weights import Weights
 
 #: The scale that the model's training multiplied cosines with.
 SCALE = 20.0
-#: Label sets kept; a message with another one pays a forward pass for its labels.
-LABEL_SETS = 64
-#: Labels embedded in one forward pass: a large label set must not need more memory than a micro-batch.
-LABELS_AT_ONCE = 32
+#: Where no template is set.
+TEMPLATE = "This post is about {}."
+#: Sentences embedded in one forward pass: a large label set must not need more memory than a micro-batch.
+SENTENCES_AT_ONCE = 32
+
+
+class Sentences(NamedTuple):
+    """The sentences of a label set, one after the other, and how many are each label's."""
+
+    tokens: list[Tokens]
+    counts: list[int]
 
 
 class Similarity:
-    """The classifier of the embedded default model.
+    """Classifies with a sentence-transformers model. Raises ModelError when the folder holds none."""
 
-    Raises ModelError when the folder holds no sentence-transformers model with mean or CLS pooling.
-    """
+    kind = "similarity"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         self.weights = weights
         self.device = device
-        self._settings = settings
-        self._pools_first_token = _pooling(weights) == "cls"
-        self._engine = TorchEngine(weights, device, compiled=settings.compile)
-        self._max_tokens = min(
-            settings.max_tokens, _max_tokens(weights) or settings.max_tokens, self._engine.max_tokens
+        self._layout = read_layout(weights)
+        most = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, most)
+        self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
+        self._label_sets = LabelSets(
+            self.kind,
+            f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout[2:]}",
+            settings.labels or DESCRIBED_TOPICS,
+            settings.template or TEMPLATE,
+            self._sentences,
         )
-        self._engine.tokenizer.enable_truncation(self._max_tokens)
-        self._label_sets: OrderedDict[str, LabelSet] = OrderedDict()
 
     def warm_up(self) -> None:
         rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
         self.forward(rows[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        described = options.labels or self._settings.labels
-        template = options.template or self._settings.template
-        multi_label = options.multi_label
-        key = json.dumps([described, template, multi_label])
-        if key not in self._label_sets:
-            recipe = digest("similarity", self.weights.sha256, str(self._max_tokens), key)
-            tokens = self._tokenize([template.replace("{}", description) for description in described.values()])
-            self._label_sets[key] = LabelSet(tuple(described), multi_label, recipe, tokens)
-            if len(self._label_sets) > LABEL_SETS:
-                self._label_sets.popitem(last=False)
-        self._label_sets.move_to_end(key)
-        return self._label_sets[key]
+        return self._label_sets.of(options)
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._engine.tokenizer.encode_batch_fast(list(texts))]
+    def _sentences(self, sentences: Sequence[Sequence[str]]) -> Sentences:
+        tokens = self._tokenize([sentence for described in sentences for sentence in described])
+        return Sentences(tokens, [len(described) for described in sentences])
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
+        read = [self._layout.prompt + text for text in texts]
+        return self._tokenizer.single([text.lower() for text in read] if self._layout.lower_case else read)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Outputs:
         """Scores [rows, most labels of any row] in float32; unused places of shorter label sets are 0."""
         with device_errors():
             began = self._engine.begin()
-            embeddings = self._embed([row.tokens for row in rows])
+            embeddings = self.embed([row.tokens for row in rows])
             by_label_set: dict[LabelSet, list[int]] = {}
             for index, row in enumerate(rows):
                 by_label_set.setdefault(row.label_set, []).append(index)
@@ -94,55 +98,26 @@ class Similarity:
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """[rows, labels] of one label set."""
         if label_set.on_device is None:
-            labels, at_once = label_set.tokens, LABELS_AT_ONCE
-            pieces = [self._embed(labels[at : at + at_once]) for at in range(0, len(labels), at_once)]
-            label_set.on_device = torch.cat(pieces)
+            sentences: Sentences = label_set.prepared
+            pieces = [
+                self.embed(sentences.tokens[at : at + SENTENCES_AT_ONCE])
+                for at in range(0, len(sentences.tokens), SENTENCES_AT_ONCE)
+            ]
+            of_labels = torch.split(torch.cat(pieces), sentences.counts)
+            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1
         return cosines if independent else (SCALE * cosines).softmax(-1)
 
-    def _embed(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Unit vectors [rows, dimensions] in float32."""
-        hidden = self._engine.forward(rows)
-        # The mean's divisor only scales the vector, and the norm takes the scale out again.
-        return normalize(hidden.first() if self._pools_first_token else hidden.sums(), dim=-1)
+        vectors = self._engine.forward(rows)
+        for layer in self._dense:
+            vectors = layer(vectors)
+        return normalize(vectors, dim=-1)
 
     def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
         return [
             (row, dict(zip(row.label_set.labels, scores, strict=False)))
             for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
         ]
-
-
-def _pooling(weights: Weights) -> str:
-    """How the model pools token embeddings: mean or cls."""
-    modules = weights.folder / "modules.json"
-    if modules.is_file():
-        kinds = {str(module.get("type", "")).rpartition(".")[2] for module in _json(modules)}
-        if odd := kinds - {"Transformer", "Pooling", "Normalize"}:
-            raise ModelError(f"{modules} has a module {odd.pop()}, which is not supported yet.")
-    path = weights.folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        raise ModelError(
-            f"{weights.folder} is no sentence-transformers model: it has no 1_Pooling/config.json. "
-            "Classifying by similarity needs one."
-        )
-    modes = _json(path)
-    for mode, name in (("pooling_mode_mean_tokens", "mean"), ("pooling_mode_cls_token", "cls")):
-        if modes.get(mode):
-            return name
-    raise ModelError(f"{path} asks for a pooling other than mean or cls, which is not supported yet.")
-
-
-def _max_tokens(weights: Weights) -> int | None:
-    """The length that the model was made for, special tokens included, where its folder says so."""
-    path = weights.folder / "sentence_bert_config.json"
-    return _json(path).get("max_seq_length") if path.is_file() else None
-
-
-def _json(path: Path) -> Any:
-    """Raises ModelError."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,133 @@
+"""The commands that need no queue: try a model on a text or a file."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from feedmill.flags import AsJson, Device, Dtype, Engine, Kind, Labels, Model, MultiLabel, Template, settings_of
+from feedmill.reading import Reading
+from shared.errors import InputError, PostRefused, RequestRefused, UserError
+from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from shared.settings import Settings
+
+app = typer.Typer()
+
+#: What looks like a file's name, so that a missing file is not taken for a text.
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz)?|\S*/\S+")
+#: Labels that the table shows of each post, and of a single text.
+SHOWN, SHOWN_OF_ONE = 3, 16
+#: Cells of the longest bar.
+BAR = 30
+
+
+@app.command()
+def classify(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="TEXT|FILE", help="A text; or posts: JSONL, a JSON array or CSV; - is standard input."),
+    ],
+    labels: Labels = None,
+    template: Template = None,
+    multi_label: MultiLabel = False,
+    model: Model = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Classify a text, or a file's posts, right here: to try a model. No queue; nothing is stored."""
+    settings = settings_of(
+        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
+    )
+    options = ClassifyOptions(multi_label=multi_label)
+    if what == "-" or _is_file(what):
+        reading = Reading(what, Console(stderr=True, soft_wrap=True, highlight=False))
+        failed = _show_posts(classified(islice(reading.posts(), limit), settings, options), as_json)
+        reading.end()
+        raise typer.Exit(1 if failed or reading.skipped else 0)
+    ((post, outcome),) = classified([_post(what)], settings, options)
+    if isinstance(outcome, PostError):
+        raise UserError(f"The text cannot be classified: {outcome.error}")
+    if as_json:
+        typer.echo(_as_json(post, outcome))
+    else:
+        _show_text(outcome)
+
+
+def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
+    """Each post with its outcome, by the model that the settings name. Raises UserError."""
+    try:
+        # Imported late: torch, which only workers have.
+        from workers import device, offline  # noqa: PLC0415
+        from workers.calibration import calibrate  # noqa: PLC0415
+        from workers.classifiers.choose import load_classifier  # noqa: PLC0415
+    except ModuleNotFoundError as missing:
+        raise UserError(f"This needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
+    chosen = device.choose(settings.device, settings.dtype, settings.engine)
+    loaded = load_classifier(settings, chosen)
+    try:
+        loaded.warm_up()
+        yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
+    except RequestRefused as refused:
+        raise UserError(f"{settings.model} cannot serve this: {refused}.") from None
+
+
+def _is_file(what: str) -> bool:
+    """Raises InputError for what looks like a file's name, but is none."""
+    try:
+        if Path(what).is_file():
+            return True
+    except OSError:  # longer than any file's name
+        return False
+    if FILE_NAME.fullmatch(what):
+        raise InputError(f"There is no file {what}. To classify these words, put them into a sentence.")
+    return False
+
+
+def _post(text: str) -> Post:
+    try:
+        return Post.parse({"id": "text", "body": text})
+    except PostRefused as refused:
+        raise InputError(f"The text cannot be classified: {refused.reason}.") from None
+
+
+def _as_json(post: Post, outcome: Outcome) -> str:
+    if isinstance(outcome, Classification):
+        found = {"id": post.id, "label": outcome.label, "scores": outcome.scores}
+    else:
+        found = {"id": post.id, "error": outcome.error}
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
+    """Print posts as they are classified; how many could not be."""
+    failed = 0
+    for post, outcome in outcomes:
+        failed += isinstance(outcome, PostError)
+        if as_json:
+            typer.echo(_as_json(post, outcome))
+        elif isinstance(outcome, Classification):
+            best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:SHOWN])
+            typer.echo(f"{post.id:<12.12} {best:<48} {' '.join((post.title or post.body).split()):.60}")
+        else:
+            typer.echo(f"{post.id:<12.12} failed: {outcome.error}")
+    return failed
+
+
+def _show_text(found: Classification) -> None:
+    table = Table("label", "score", "", box=None, header_style="dim")
+    longest = max(found.scores.values()) or 1.0
+    for label, score in list(found.scores.items())[:SHOWN_OF_ONE]:
+        table.add_row(escape(label), f"{score:.3f}", "█" * round(BAR * max(0.0, score) / longest))
+    Console(highlight=False).print(table)
+    typer.echo(f"by {found.model} ({found.weights[:12]}) on {found.device}")

@@ -1,0 +1,179 @@
+"""A hub on loopback: the part of the Hugging Face hub's HTTP API that downloading a snapshot takes.
+
+    with Hub({"owner/name": folder}) as hub:
+        ...  # with HF_ENDPOINT=hub.url
+
+It serves folders of the test's, keeps every request, and can be told to refuse, cut short or damage.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import unquote
+
+API = re.compile(r"/api/models/(?P<name>[^/]+(?:/[^/]+)?)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
+RESOLVE = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+#: Endings of the files that the hub keeps outside git, and so knows by their SHA-256.
+LARGE = (".safetensors", ".bin", ".onnx", ".h5")
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    #: The header Authorization.
+    authorization: str | None
+
+
+class Hub:
+    """repositories: for each name its folder, or its folders by revision; main is a revision as any other."""
+
+    def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
+        self._folders = {
+            name: {"main": folders} if isinstance(folders, Path) else dict(folders)
+            for name, folders in repositories.items()
+        }
+        self.requests: list[Request] = []
+        #: Repositories whose files are not given out.
+        self.gated: set[str] = set()
+        #: For a file's name: after how many bytes the connection is cut, for each of the next requests for it.
+        self.cuts: dict[str, list[int]] = {}
+        #: Names of files of which the last bytes are missing, without the server saying so.
+        self.short: set[str] = set()
+        #: Names of files that are sent with a byte changed.
+        self.damaged: set[str] = set()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def commit(self, name: str, revision: str = "main") -> str:
+        """The commit that a revision of a repository stands for: it follows from the content."""
+        return _commit(self._folders[name][revision])
+
+    def files_asked(self) -> set[str]:
+        """The files that were asked for, by their paths in their repository."""
+        found = [RESOLVE.fullmatch(unquote(request.path)) for request in self.requests]
+        return {match["file"] for match in found if match}
+
+    def folder(self, name: str, revision: str) -> Path | None:
+        """The folder of a revision, or of a commit."""
+        folders = self._folders[name]
+        return folders.get(revision) or {_commit(folder): folder for folder in folders.values()}.get(revision)
+
+    def knows(self, name: str) -> bool:
+        return name in self._folders
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        hub = self
+
+        class Handler(_Handler):
+            serves = hub
+
+        return Handler
+
+
+class _Handler(BaseHTTPRequestHandler):
+    serves: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Not to the test's output; `Hub.requests` has it."""
+
+    def _answer(self) -> None:
+        path = self.path.partition("?")[0]
+        self.serves.requests.append(Request(self.command, path, self.headers["Authorization"]))
+        api, file = API.fullmatch(path), RESOLVE.fullmatch(path)
+        match = api or file
+        if match is None or not self.serves.knows(match["name"]):
+            return self._refuse(404 if self.headers["Authorization"] else 401, "RepoNotFound")
+        name, revision = match["name"], unquote(match["revision"] or "main")
+        folder = self.serves.folder(name, revision)
+        if folder is None:
+            return self._refuse(404, "RevisionNotFound")
+        if file:
+            return self._file(name, folder, unquote(file["file"]))
+        if match["what"] == "tree":
+            return self._json([_entry(path, folder) for path in _files(folder)])
+        return self._json({"id": name, "sha": _commit(folder), "private": False, "tags": [], "siblings": []})
+
+    def _file(self, name: str, folder: Path, file: str) -> None:
+        if name in self.serves.gated:
+            return self._refuse(403, "GatedRepo")
+        if not (folder / file).is_file():
+            return self._refuse(404, "EntryNotFound")
+        content = (folder / file).read_bytes()
+        headers = {"X-Repo-Commit": _commit(folder), "ETag": f'"{_digest(folder / file)}"', "Accept-Ranges": "bytes"}
+        if self.command == "GET" and file in self.serves.damaged:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if self.command == "GET" and file in self.serves.short:
+            content = content[:-8]
+        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
+            start = int(wanted[1])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            return self._send(206, content[start:], headers, file)
+        return self._send(200, content, headers, file)
+
+    def _json(self, answer: object) -> None:
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str], file: str = "") -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        cuts = self.serves.cuts.get(file)
+        self.wfile.write(body[: cuts.pop(0)] if cuts else body)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _commit(folder: Path) -> str:
+    content = hashlib.sha1(usedforsecurity=False)
+    for path in _files(folder):
+        content.update(f"{path.relative_to(folder)} {_digest(path)}\n".encode())
+    return content.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    """What the hub knows a file's content by: its SHA-256, or the name that git gives it."""
+    content = path.read_bytes()
+    if path.name.endswith(LARGE):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _entry(path: Path, folder: Path) -> dict[str, Any]:
+    """A file as the hub lists it."""
+    size = path.stat().st_size
+    entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": size, "oid": _digest(path)[:40]}
+    if path.name.endswith(LARGE):
+        entry["lfs"] = {"oid": _digest(path), "size": size, "pointerSize": 134}
+    return entry

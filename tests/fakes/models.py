@@ -1,0 +1,226 @@
+"""Small models of real architectures, with random weights and tokenizers trained on the spot.
+
+No weights can be fetched where the tests run, and none are needed to compare two ways of running the same ones. The
+weights are spread wider than at the start of a training, so that scores differ from each other.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BertConfig,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
+    GPT2Config,
+    ModernBertConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+NLI = {0: "contradiction", 1: "neutral", 2: "entailment"}
+#: What the tokenizers are trained on: enough words for pieces of several lengths.
+CORPUS = (
+    "The match ended in a draw after the keeper saved a late penalty.",
+    "My laptop will not boot since the last update, what should I try?",
+    "This example is sports. This example is technology. This post is about food.",
+    "Which savings account pays the most interest at the moment?",
+    "I baked sourdough bread for the first time and the crust came out well.",
+    "Climate change, health, education, gaming, politics, science, music, travel, books.",
+)
+WIDTH: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "initializer_range": 0.2,
+}
+
+
+def _bytes(before: str, after: str, between: list[str]) -> Tokenizer:
+    """Byte-level BPE, as BART, RoBERTa and ModernBERT have it."""
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = list(dict.fromkeys([before, "<pad>", after, *between, "<unk>"]))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{before} $A {after}",
+        pair=f"{before} $A {' '.join(between)} $B {after}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys([before, after, *between])],
+    )
+    return tokenizer
+
+
+def _bart() -> Tokenizer:
+    return _bytes("<s>", "</s>", ["</s>", "</s>"])
+
+
+def _modern() -> Tokenizer:
+    return _bytes("[CLS]", "[SEP]", ["[SEP]"])
+
+
+def _decoder() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _typed(model: Any, trainer: Any, before: Any) -> Tokenizer:
+    """[CLS] A [SEP] B [SEP] with token types, as BERT and DeBERTa have it."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = before
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
+
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def _bert() -> Tokenizer:
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIALS)
+    return _typed(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer())
+
+
+def _unigram() -> Tokenizer:
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIALS, unk_token="[UNK]")
+    return _typed(models.Unigram(), trainer, pre_tokenizers.Metaspace())
+
+
+BYTES_NAMES = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
+TYPED_NAMES = {"cls_token": "[CLS]", "pad_token": "[PAD]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+#: Of a configuration: its class, and what it is told.
+Config = tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
+#: Architecture -> its configuration's class and own arguments, its tokenizer, and the special tokens' names.
+ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]] = {
+    "bart": (
+        BartConfig,
+        {
+            "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.2,
+            "max_position_embeddings": 200, "forced_eos_token_id": None,
+        },
+        _bart,
+        BYTES_NAMES,
+    ),
+    "roberta": (RobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
+    "xlm-roberta": (XLMRobertaConfig, WIDTH | {"type_vocab_size": 1}, _bart, BYTES_NAMES),
+    "bert": (BertConfig, WIDTH, _bert, TYPED_NAMES),
+    "electra": (ElectraConfig, WIDTH | {"embedding_size": 16}, _bert, TYPED_NAMES),
+    "distilbert": (
+        DistilBertConfig,
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "initializer_range": 0.2},
+        _bert,
+        TYPED_NAMES,
+    ),
+    "deberta-v2": (
+        DebertaV2Config,
+        WIDTH | {
+            "type_vocab_size": 0, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+            "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+            "pooler_hidden_size": 32,
+        },
+        _unigram,
+        TYPED_NAMES,
+    ),
+    "modernbert": (
+        ModernBertConfig,
+        WIDTH | {"global_attn_every_n_layers": 2, "local_attention": 16, "initializer_cutoff_factor": 2.0},
+        _modern,
+        {"cls_token": "[CLS]", "pad_token": "<pad>", "sep_token": "[SEP]"},
+    ),
+    "gpt2": (
+        GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200, "initializer_range": 0.2},
+        _decoder,
+        {"eos_token": "<|endoftext|>"},
+    ),
+}  # fmt: skip
+#: Those that tell the tokens of a pair's two texts apart.
+TYPED = frozenset({"bert", "electra", "deberta-v2"})
+
+
+def make_model(
+    architecture: str,
+    folder: Path,
+    labels: dict[int, str] | None = None,
+    max_length: int | None = 128,
+    padding_side: str = "right",
+    **config: Any,
+) -> Path:
+    """A model in `folder`: a classifier of the labels, or an encoder where there are none. Returns the folder."""
+    make_config, arguments, make_tokenizer, specials = ARCHITECTURES[architecture]
+    tokenizer = make_tokenizer()
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in specials.items()}
+    if labels:
+        config |= {"id2label": labels, "label2id": {name: place for place, name in labels.items()}}
+    positions = {} if architecture in ("bart", "gpt2") else {"max_position_embeddings": 200}
+    made = make_config(**{"vocab_size": tokenizer.get_vocab_size(), **arguments, **positions, **ids, **config})
+    torch.manual_seed(7)
+    kind = AutoModelForSequenceClassification if labels else AutoModel
+    model = kind.from_config(made)  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():  # a head of zeros says nothing
+        if "classifier" in name or "head" in name or "score" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    names = ["input_ids", *(["token_type_ids"] if architecture in TYPED else []), "attention_mask"]
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        model_input_names=names,
+        padding_side=padding_side,
+        **({"model_max_length": max_length} if max_length else {}),
+        **specials,
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def make_sentence_model(
+    folder: Path, architecture: str = "bert", pooling: dict[str, Any] | None = None, dense: int = 0, prompt: str = ""
+) -> Path:
+    """A model in a sentence-transformers layout. dense: dimensions of a dense layer behind the pooling; 0 is none."""
+    make_model(architecture, folder)
+    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
+    modules = [{"path": f"{at}_{kind}" if at else "", "type": f"a.package.{kind}"} for at, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    if prompt:
+        prompts = {"prompts": {"topic": prompt}, "default_prompt_name": "topic"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    config = {"word_embedding_dimension": 32} | (pooling or {"pooling_mode_mean_tokens": True})
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    if dense:
+        from safetensors.torch import save_file  # noqa: PLC0415 - few tests need it
+
+        (folder / "2_Dense").mkdir()
+        layer = {
+            "in_features": 32,
+            "out_features": dense,
+            "bias": True,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        }
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(layer))
+        tensors = {"linear.weight": torch.randn(dense, 32), "linear.bias": torch.randn(dense)}
+        save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    return folder

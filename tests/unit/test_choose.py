@@ -1,0 +1,58 @@
+"""workers/classifiers/choose.py: a model's own files say what it is for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.errors import ModelError
+from shared.settings import Settings
+from tests.fakes.models import NLI, make_model, make_sentence_model
+from workers.classifiers import choose
+from workers.classifiers.choose import check_size, kind_of, load_classifier
+from workers.device import Device
+from workers.weights import EMBEDDED, Weights, locate
+
+FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+
+
+def test_each_kind(tmp_path: Path) -> None:
+    kinds = {
+        make_model("bart", tmp_path / "a", NLI): "nli",
+        make_model("bert", tmp_path / "b", {0: "entailment", 1: "not_entailment"}): "nli",
+        make_model("distilbert", tmp_path / "c", {0: "NEGATIVE", 1: "POSITIVE"}): "sequence",
+        make_sentence_model(tmp_path / "d"): "similarity",
+    }
+    for folder, kind in kinds.items():
+        assert load_classifier(Settings(model=str(folder)), FP32).kind == kind
+    assert kind_of(locate(EMBEDDED)) == "similarity"
+
+
+def test_the_setting_overrides(tmp_path: Path) -> None:
+    folder = make_model("bert", tmp_path, NLI)
+    assert load_classifier(Settings(model=str(folder), classifier="sequence"), FP32).kind == "sequence"
+
+
+def test_an_encoder_alone_classifies_nothing(tmp_path: Path) -> None:
+    folder = make_model("bert", tmp_path)
+    with pytest.raises(ModelError, match=r"no model that classifies: its config.json names BertModel"):
+        load_classifier(Settings(model=str(folder)), FP32)
+
+
+def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = make_model("bert", tmp_path, NLI)
+    for content in ("{", "[]", json.dumps({"label2id": {"a": "b"}})):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(ModelError, match=r"config.json cannot be read"):
+            kind_of(Weights("m", folder, None, "00"))
+
+
+def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = locate(str(make_model("bert", tmp_path, NLI)))
+    check_size(weights, FP32)
+    monkeypatch.setattr(choose, "_memory", lambda _: 1000)
+    with pytest.raises(
+        ModelError, match=r"needs 0.0 GB in float32, and cpu has 0.0 GB free: a model must fit one device"
+    ):
+        check_size(weights, FP32)

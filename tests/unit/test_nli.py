@@ -1,0 +1,191 @@
+"""workers/classifiers/nli.py: the scores are those of transformers' own zero-shot pipeline, on the same weights."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from shared.errors import RequestRefused
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.fakes.models import NLI, make_model
+from workers.classifiers.nli import Entailment
+from workers.device import Device
+from workers.weights import Weights
+
+ARCHITECTURES = ("bart", "roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
+LABELS = ["sports", "technology", "food", "climate change"]
+TEXTS = [
+    "The match ended in a draw.",
+    "My laptop will not boot since the last update, what should I try? " * 8,  # is cut
+    "</s> a text </s> with <s> special [SEP] tokens [CLS] in it",
+    "😀🎉🔥",
+    "x",
+    "  \n\t bread  ",
+    "I baked bread " + "and bread " * 4_000,  # 40,000 characters
+    "Ünïcödé 你好 e\u0301",
+]
+
+
+def fp(dtype: torch.dtype = torch.float32) -> Device:
+    return Device(torch.device("cpu"), dtype, "for a test")
+
+
+def ours(classifier: Entailment, texts: Sequence[str], **options: Any) -> list[dict[str, float]]:
+    """Scores of all texts, out of one forward pass of rows sorted by length."""
+    label_set = classifier.label_set(ClassifyOptions.parse(options))
+    prepared = classifier.prepare(texts, label_set)
+    rows = []
+    for text, of_text in enumerate(prepared):
+        for row in of_text:
+            row.owner = text
+            rows.append(row)
+    rows.sort(key=lambda row: row.length)
+    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
+    return [found[text] for text in range(len(texts))]
+
+
+def theirs(
+    folder: Path, texts: Sequence[str], dtype: torch.dtype = torch.float32, **options: Any
+) -> list[dict[str, float]]:
+    """The pipeline's, row by row."""
+    zero_shot = pipeline(
+        "zero-shot-classification",
+        model=AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+    )
+    return [dict(zip(found["labels"], found["scores"], strict=True)) for found in zero_shot(list(texts), **options)]
+
+
+def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]], tolerance: float) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert max(abs(mine[label] - other[label]) for label in other) <= tolerance
+        order = sorted(mine, key=lambda label: -mine[label])
+        for better, worse in zip(list(other), list(other)[1:], strict=False):
+            if other[better] - other[worse] > 2 * tolerance:  # nearer ones may change places
+                assert order.index(better) < order.index(worse)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param), NLI)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Entailment:
+    return Entailment(Weights(folder.name, folder, None, "00"), fp(dtype), Settings(**settings))
+
+
+def test_one_label_of_several(folder: Path) -> None:
+    found = ours(loaded(folder), TEXTS, labels=LABELS)
+    expected = theirs(folder, TEXTS, candidate_labels=LABELS)
+    assert_equal(found, expected, 1e-5)
+    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
+    assert all(math.isclose(sum(scores.values()), 1, abs_tol=1e-5) for scores in found)
+
+
+def test_several_labels_at_once(folder: Path) -> None:
+    found = ours(loaded(folder), TEXTS, labels=LABELS, multi_label=True)
+    assert_equal(found, theirs(folder, TEXTS, candidate_labels=LABELS, multi_label=True), 1e-5)
+
+
+def test_a_single_label_is_held_against_its_contradiction(folder: Path) -> None:
+    found = ours(loaded(folder), TEXTS[:3], labels=["sports"])
+    assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=["sports"]), 1e-5)
+    assert found[0]["sports"] < 1
+
+
+@pytest.mark.parametrize("template", ["{}", "Is this about {}? It is {}.", "Dieses Beispiel ist {}", " {} </s>"])
+def test_templates(folder: Path, template: str) -> None:
+    found = ours(loaded(folder), TEXTS[:3], labels=LABELS, template=template)
+    one_place = template.replace("{}", "{0}")  # the pipeline formats; ours puts the label at each place
+    assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, hypothesis_template=one_place), 1e-5)
+
+
+def test_default_template_is_the_pipelines(folder: Path) -> None:
+    found = ours(loaded(folder, labels=LABELS), TEXTS[:2])
+    assert_equal(found, theirs(folder, TEXTS[:2], candidate_labels=LABELS), 1e-5)
+
+
+def test_half_precision(folder: Path) -> None:
+    found = ours(loaded(folder, torch.bfloat16), TEXTS, labels=LABELS, multi_label=True)
+    same = theirs(folder, TEXTS, torch.bfloat16, candidate_labels=LABELS, multi_label=True)
+    exact = theirs(folder, TEXTS, candidate_labels=LABELS, multi_label=True)
+    # Rounding makes the pipeline's own scores differ from the exact ones by as much: weights this wide are unkind.
+    rounding = max(abs(a[label] - b[label]) for a, b in zip(same, exact, strict=True) for label in a)
+    assert_equal(found, exact, max(5e-3, 2 * rounding))
+
+
+def test_cut_at_the_settings_limit(folder: Path) -> None:
+    classifier = loaded(folder, max_tokens=40)
+    label_set = classifier.label_set(ClassifyOptions.parse({"labels": LABELS}))
+    rows = [row for rows in classifier.prepare(TEXTS, label_set) for row in rows]
+    assert max(row.length for row in rows) == 40
+
+
+def test_entailment_first(tmp_path: Path) -> None:
+    folder = make_model("bert", tmp_path, {0: "ENTAILMENT", 1: "neutral", 2: "contradiction"})
+    for multi_label in (False, True):
+        found = ours(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=multi_label)
+        assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, multi_label=multi_label), 1e-5)
+
+
+def test_two_classes(tmp_path: Path) -> None:
+    folder = make_model("deberta-v2", tmp_path, {0: "entailment", 1: "not_entailment"})
+    found = ours(loaded(folder), TEXTS[:3], labels=LABELS, multi_label=True)
+    assert_equal(found, theirs(folder, TEXTS[:3], candidate_labels=LABELS, multi_label=True), 1e-5)
+
+
+def test_without_an_entailment_label_the_last_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model("bert", tmp_path, {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"})
+    found = ours(loaded(folder), TEXTS[:2], labels=LABELS)
+    assert "no label of" in caplog.text
+    assert_equal(found, theirs(folder, TEXTS[:2], candidate_labels=LABELS), 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_tokenizers_that_pad_on_the_left(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path, NLI, padding_side="left")
+    found = ours(loaded(folder), TEXTS[:5], labels=LABELS)
+    expected = [theirs(folder, [text], candidate_labels=LABELS)[0] for text in TEXTS[:5]]
+    assert_equal(found, expected, 1e-5)
+
+
+def test_rows_of_several_label_sets_share_a_forward_pass(folder: Path) -> None:
+    classifier = loaded(folder)
+    sets = [classifier.label_set(ClassifyOptions.parse({"labels": labels})) for labels in (LABELS, ["food", "sports"])]
+    rows = []
+    for number, label_set in enumerate(sets):
+        for row in classifier.prepare([TEXTS[0]], label_set)[0]:
+            row.owner = number
+            rows.append(row)
+    # Split over two forward passes: a post is finished with its last row.
+    first = classifier.finish(rows[:5], classifier.forward(rows[:5]))
+    second = classifier.finish(rows[5:], classifier.forward(rows[5:]))
+    assert [row.owner for row, _ in first] == [0]
+    assert [row.owner for row, _ in second] == [1]
+    expected = [theirs(folder, [TEXTS[0]], candidate_labels=labels)[0] for labels in (LABELS, ["food", "sports"])]
+    assert_equal([first[0][1], second[0][1]], expected, 1e-5)
+
+
+def test_hypotheses_that_leave_no_room_are_refused(folder: Path) -> None:
+    classifier = loaded(folder, max_tokens=16)
+    with pytest.raises(RequestRefused, match=r"labels: .* leaves no room for a post"):
+        classifier.label_set(ClassifyOptions.parse({"labels": ["a label of very many words " * 4]}))
+
+
+def test_several_descriptions_are_refused(folder: Path) -> None:
+    with pytest.raises(RequestRefused, match="2 descriptions of one label"):
+        loaded(folder).label_set(ClassifyOptions.parse({"labels": {"food": ["bread", "soup"], "b": "c"}}))
+
+
+def test_pairs_are_asked_for_where_parts_do_not_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classifier = loaded(folder)
+    added_up = classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions.parse({"labels": LABELS})))
+    monkeypatch.setattr(classifier._tokenizer, "frame", None)
+    asked_for = classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions.parse({"labels": LABELS})))
+    assert [[row.tokens for row in rows] for rows in added_up] == [[row.tokens for row in rows] for rows in asked_for]

@@ -1,0 +1,93 @@
+"""workers/classifiers/sequence.py: the scores are those of transformers' text-classification pipeline."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import pipeline
+
+from shared.errors import ModelError, RequestRefused, SettingsError
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.fakes.models import make_model
+from workers.classifiers.sequence import SequenceClassifier
+from workers.device import Device
+from workers.weights import Weights
+
+FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
+LABELS = {0: "NEGATIVE", 1: "POSITIVE", 2: "MIXED"}
+TEXTS = ["The match ended in a draw.", "x", "I baked bread " * 200, "😀 </s> [SEP]", "你好 Ünï"]
+ARCHITECTURES = ("distilbert", "bert", "roberta", "xlm-roberta", "electra", "bart", "deberta-v2", "modernbert")
+
+
+def loaded(folder: Path, **settings: Any) -> SequenceClassifier:
+    return SequenceClassifier(Weights(folder.name, folder, None, "00"), FP32, Settings(**settings))
+
+
+def ours(classifier: SequenceClassifier, texts: list[str]) -> list[dict[str, float]]:
+    rows = [row for rows in classifier.prepare(texts, classifier.label_set(ClassifyOptions())) for row in rows]
+    for number, row in enumerate(rows):
+        row.owner = number
+    rows.sort(key=lambda row: row.length)
+    found = {row.owner: scores for row, scores in classifier.finish(rows, classifier.forward(rows))}
+    return [found[number] for number in range(len(texts))]
+
+
+def theirs(folder: Path, texts: list[str]) -> list[dict[str, float]]:
+    classify: Any = pipeline("text-classification", model=str(folder), top_k=None, truncation=True)
+    return [{entry["label"]: entry["score"] for entry in found} for found in classify(texts)]
+
+
+def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_of_each_architecture(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path, LABELS)
+    found = ours(loaded(folder), TEXTS)
+    assert_equal(found, theirs(folder, TEXTS))
+    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bert"])
+def test_tokenizers_that_pad_on_the_left(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path, LABELS, padding_side="left")
+    assert_equal(ours(loaded(folder), TEXTS), [theirs(folder, [text])[0] for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        (LABELS, "multi_label_classification"),
+        (LABELS, "regression"),
+        ({0: "toxic"}, None),
+        ({0: "stars"}, "regression"),
+    ],
+)
+def test_what_the_configuration_says(tmp_path: Path, labels: dict[int, str], problem: str | None) -> None:
+    folder = make_model("distilbert", tmp_path, labels, problem_type=problem)
+    assert_equal(ours(loaded(folder), TEXTS), theirs(folder, TEXTS))
+
+
+def test_options_that_it_cannot_serve(tmp_path: Path) -> None:
+    classifier = loaded(make_model("bert", tmp_path, LABELS))
+    for options, reason in (
+        ({"labels": ["a"]}, "labels: the worker's model has labels of its own: NEGATIVE, POSITIVE, MIXED"),
+        ({"template": "It is {}."}, "template: the worker's model has labels of its own"),
+        ({"multi_label": True}, "multi_label: the worker's model gives one label a post"),
+    ):
+        with pytest.raises(RequestRefused, match=reason):
+            classifier.label_set(ClassifyOptions.parse(options))
+
+
+def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="FEEDMILL_LABELS is set, but"):
+        loaded(make_model("bert", tmp_path, LABELS), labels="a,b")
+
+
+def test_two_labels_of_one_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gives two of its labels one name"):
+        loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))

@@ -1,0 +1,163 @@
+"""Zero-shot by entailment: does the post, as a premise, entail the hypothesis "This example is food."?
+
+Any sequence classifier that was trained on natural language inference will do. A post is one row for each label:
+the pair of premise and hypothesis. Each premise is tokenized once, the hypotheses once a label set. The scores are
+those of transformers' zero-shot pipeline (pipelines/zero_shot_classification.py):
+
+- one label wanted of several: softmax of the entailment logits over the labels;
+- `multi_label`, or a single label: softmax of contradiction and entailment, for each label by itself.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shared.errors import RequestRefused
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from shared.topics import TOPICS
+from workers.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.device import Device
+from workers.engines.make import make_engine
+from workers.engines.network import LOGITS, read_config
+from workers.engines.outputs import Outputs, device_errors
+from workers.tokenizer import Tokens
+from workers.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+#: Where no template is set; the pipeline's own.
+TEMPLATE = "This example is {}."
+
+
+class Hypothesis(NamedTuple):
+    """A label's sentence, and its token ids without special tokens."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Pairs:
+    """The rows of one post: their logits as they come, [labels, (contradiction, entailment)]. Writer thread only."""
+
+    logits: np.ndarray[tuple[int, int], np.dtype[np.float32]]
+    missing: int
+
+
+@dataclass(eq=False, slots=True)
+class PairRow(Row):
+    """A post with one label's hypothesis: the label's place, and what the post's rows share."""
+
+    place: int = 0
+    pairs: Pairs | None = None
+
+
+class Entailment:
+    """Classifies with a natural-language-inference model. Raises ModelError when the folder holds no classifier."""
+
+    kind = "nli"
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        self.weights = weights
+        self.device = device
+        self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        label2id = read_config(weights, settings.trust_remote_code).label2id
+        self._entailment = entailment_of(label2id)
+        if self._entailment is None:
+            self._entailment = len(label2id) - 1
+            logger.warning("no label of %s starts with 'entail'; its last one is taken for it", weights.name)
+        self._contradiction = len(label2id) - 1 if self._entailment == 0 else 0
+        self._label_sets = LabelSets(
+            self.kind,
+            f"{weights.sha256} {self._tokenizer.max_tokens}",
+            settings.labels or {topic: (topic,) for topic in TOPICS},
+            settings.template or TEMPLATE,
+            self._hypotheses,
+        )
+
+    def warm_up(self) -> None:
+        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
+        self.forward(rows[0])
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        return self._label_sets.of(options)
+
+    def _hypotheses(self, sentences: Sequence[Sequence[str]]) -> list[Hypothesis]:
+        """Raises RequestRefused where no room is left for a post, or a label has several descriptions."""
+        if odd := [described for described in sentences if len(described) > 1]:
+            raise RequestRefused(f"labels: {len(odd[0])} descriptions of one label; a model of this kind takes one")
+        texts = [described[0] for described in sentences]
+        parts = self._tokenizer.parts(texts)
+        special = self._tokenizer.pair_size
+        for text, part in zip(texts, parts, strict=True):
+            if len(part) + special >= self._tokenizer.max_tokens:
+                raise RequestRefused(
+                    f"labels: {text!r:.200} takes {len(part)} of the {self._tokenizer.max_tokens} tokens that are "
+                    "read, and leaves no room for a post; shorten the label or the template"
+                )
+        return [Hypothesis(text, part) for text, part in zip(texts, parts, strict=True)]
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        return [self._rows(tokens, label_set) for tokens in self._pairs(texts, label_set.prepared)]
+
+    def _pairs(self, texts: Sequence[str], hypotheses: Sequence[Hypothesis]) -> list[list[Tokens]]:
+        """Of each text, its pair with each hypothesis."""
+        tokenizer, frame = self._tokenizer, self._tokenizer.frame
+        if frame is None:
+            return [tokenizer.whole_pairs([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
+        room = tokenizer.max_tokens - tokenizer.pair_size
+        return [
+            [frame.pair(tokenizer.cut(premise, room - len(ids)), ids) for _, ids in hypotheses]
+            for premise in tokenizer.parts(texts)
+        ]
+
+    def _rows(self, tokens: Sequence[Tokens], label_set: LabelSet) -> list[Row]:
+        pairs = Pairs(np.empty((len(tokens), 2), np.float32), len(tokens))
+        return [PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)]
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> Outputs:
+        """Logits of contradiction and entailment, [rows, 2] in float32."""
+        with device_errors():
+            began = self._engine.begin()
+            logits = self._engine.forward([row.tokens for row in rows])
+            # Two columns by slices: an index made of a list would first be sent to the device.
+            wanted = torch.stack((logits[:, self._contradiction], logits[:, self._entailment]), dim=1)
+            return Outputs(wanted, began)
+
+    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+        finished: list[tuple[Row, Scores]] = []
+        for row, logits in zip(rows, outputs.wait().numpy(), strict=True):
+            if not isinstance(row, PairRow) or row.pairs is None:
+                raise TypeError("a row that `prepare` did not make")
+            row.pairs.logits[row.place] = logits
+            row.pairs.missing -= 1
+            if not row.pairs.missing:
+                finished.append((row, self._scores(row)))
+        return finished
+
+    def _scores(self, row: PairRow) -> Scores:
+        """Of a post whose rows are all there."""
+        label_set = row.label_set
+        logits = row.pairs.logits if row.pairs else np.empty((0, 2), np.float32)
+        independent = label_set.multi_label or len(label_set.labels) == 1
+        scores = _softmax(logits, axis=1)[:, 1] if independent else _softmax(logits[:, 1], axis=0)
+        return dict(zip(label_set.labels, scores.tolist(), strict=True))
+
+
+def entailment_of(label2id: dict[str, int]) -> int | None:
+    """The class that means entailment, as the pipeline looks for it."""
+    return next((number for label, number in label2id.items() if label.lower().startswith("entail")), None)
+
+
+def _softmax(
+    logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]], axis: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    raised = np.exp(logits - logits.max(axis=axis, keepdims=True))
+    shares: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = raised / raised.sum(axis=axis, keepdims=True)
+    return shares

@@ -1,0 +1,88 @@
+"""A model that was fine-tuned to classify: its labels are its own, a post is one row.
+
+What its logits mean its configuration says, as transformers' text-classification pipeline reads it
+(pipelines/text_classification.py): raw for a regression; a sigmoid each where several labels may hold, or there is
+one; otherwise a softmax.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.errors import ModelError, RequestRefused, SettingsError
+from shared.messages import ClassifyOptions, digest
+from shared.settings import Settings
+from workers.classifiers import LabelSet, Row, Scores
+from workers.device import Device
+from workers.engines.make import make_engine
+from workers.engines.network import LOGITS, read_config
+from workers.engines.outputs import Outputs, device_errors
+from workers.weights import Weights
+
+
+class SequenceClassifier:
+    """Classifies with a fine-tuned model.
+
+    Raises ModelError when the folder holds none, SettingsError where labels or a template are set.
+    """
+
+    kind = "sequence"
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        if settings.labels or settings.template:
+            name = "FEEDMILL_LABELS" if settings.labels else "FEEDMILL_TEMPLATE"
+            raise SettingsError(
+                f"{name} is set, but {weights.name} has labels of its own and needs no template: unset it."
+            )
+        self.weights = weights
+        self.device = device
+        self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        config = read_config(weights, settings.trust_remote_code)
+        names = tuple(str(config.id2label[place]) for place in range(config.num_labels))
+        if len(set(names)) < len(names):
+            raise ModelError(f"The config.json of {weights.name} gives two of its labels one name.")
+        self._meaning = meaning(config.problem_type, len(names))
+        recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning)
+        self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
+
+    def warm_up(self) -> None:
+        self.forward(self.prepare(["A first post."], self._label_set)[0])
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        """The model's own. Raises RequestRefused where others, or another reading of them, are asked for."""
+        for option, given in (("labels", options.labels), ("template", options.template)):
+            if given:
+                own = ", ".join(self._label_set.labels[:20])
+                raise RequestRefused(f"{option}: the worker's model has labels of its own: {own}")
+        if options.multi_label and self._meaning == "softmax":
+            raise RequestRefused("multi_label: the worker's model gives one label a post")
+        return self._label_set
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        return [[Row(tokens, label_set)] for tokens in self._tokenizer.single(texts)]
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> Outputs:
+        """Scores [rows, labels] in float32."""
+        with device_errors():
+            began = self._engine.begin()
+            logits = self._engine.forward([row.tokens for row in rows])
+            if self._meaning == "softmax":
+                logits = logits.softmax(-1)
+            elif self._meaning == "sigmoid":
+                logits = logits.sigmoid()
+            return Outputs(logits, began)
+
+    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+        labels = self._label_set.labels
+        return [
+            (row, dict(zip(labels, scores, strict=True)))
+            for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
+        ]
+
+
+def meaning(problem: str | None, labels: int) -> str:
+    """What a model's logits are made into: raw, sigmoid or softmax. problem: `problem_type` of its configuration."""
+    if problem == "regression":
+        return "raw"
+    return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"

@@ -1,0 +1,210 @@
+"""What is run: a transformers model, and what is read off it for each row.
+
+Off a classifier its logits are read, off an encoder of sentences a vector pooled from its last hidden states. This is
+the one place that knows architectures: which can be packed, which take a ready-made mask, and what is to be
+avoided in each. It knows nothing of batches' layouts (torch_engine.py) or of other runtimes (onnx_engine.py).
+"""
+
+import inspect
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from shared.errors import ModelError
+from workers.weights import Weights
+
+#: What is read off a classifier, in place of ways of pooling.
+LOGITS = ("logits",)
+#: Ways of pooling token embeddings, as sentence-transformers names them.
+POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
+#: Architectures whose micro-batches can be packed: encoders that take their tokens' positions as an argument.
+PACKABLE = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
+#: Those whose positions start behind the padding token's id, instead of at 0.
+SHIFTED = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+#: Those that take a mask of [rows, 1, 1, tokens] as it is. Made from [rows, tokens] by the model, a mask is first
+#: read back from the device.
+TAKES_READY_MASK = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+
+
+class Run(NamedTuple):
+    """Rows of one length that lie next to each other in a packed micro-batch."""
+
+    start: int
+    rows: int
+    length: int
+
+
+def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
+    """[rows, dimensions times ways] in float32. states: [rows, tokens, dimensions]; mask: [rows, tokens], true where a
+    token is real, None where all are. As sentence-transformers' Pooling computes it, for rows padded on the right.
+    """
+    pooled = [_pooled(states, mask, way) for way in ways]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+
+
+def _pooled(states: torch.Tensor, mask: torch.Tensor | None, way: str) -> torch.Tensor:
+    if way == "cls":
+        return states[:, 0].float()
+    if way == "lasttoken":
+        return states[:, -1].float() if mask is None else last_tokens(states, mask).float()
+    if way == "max":
+        hidden = states if mask is None else states.masked_fill(~mask.unsqueeze(-1), float("-inf"))
+        return hidden.amax(1).float()
+    if way == "weightedmean":
+        weights = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32).expand(
+            states.shape[:2]
+        )
+        weights = weights if mask is None else weights * mask
+        return (states * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True)
+    real = states if mask is None else states * mask.unsqueeze(-1)
+    sums = real.sum(1, dtype=torch.float32)
+    if mask is None:
+        return sums / (states.shape[1] if way == "mean" else states.shape[1] ** 0.5)
+    counts = mask.sum(1, keepdim=True)
+    return sums / (counts if way == "mean" else counts.sqrt())
+
+
+def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The hidden state of each row's last real token: [rows, dimensions]."""
+    last = mask.sum(1) - 1
+    return states[torch.arange(states.shape[0], device=states.device), last]
+
+
+class Network(torch.nn.Module):
+    """A model with what is read off it: LOGITS, or ways of pooling. On the CPU until it is moved.
+
+    attention: name of the attention implementation; None takes the library's choice.
+    Raises ModelError when the folder does not hold such a model.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        reads: Sequence[str],
+        attention: str | None = None,
+        remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.reads = tuple(reads)
+        self.classifies = self.reads == LOGITS
+        architecture = AutoModelForSequenceClassification if self.classifies else AutoModel
+        try:
+            self.model: Any = architecture.from_pretrained(
+                weights.folder,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=remote_code,
+            )
+        except Exception as error:  # a broken folder fails in as many ways as it has files
+            raise ModelError(f"The model in {weights.folder} cannot be loaded by transformers: {error}") from error
+        self.config: Any = self.model.config
+        self.kind: str = self.config.model_type
+        if not self.classifies and getattr(self.model, "pooler", None) is not None:
+            self.model.pooler = None  # one more layer, whose output nobody reads
+        if self.kind == "bart":
+            for layer in self.model.base_model.encoder.layers:
+                layer.forward = MethodType(_bart_layer, layer)
+        self._extra: dict[str, Any] = {}
+        if "use_cache" in inspect.signature(self.model.forward).parameters:
+            self._extra["use_cache"] = False
+        # Models that hand their mask to torch's attention.
+        self.takes_ready_mask = self.kind in TAKES_READY_MASK and self.config._attn_implementation == "sdpa"
+        self.eval()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What is read off each row, [rows, …] in float32.
+
+        input_ids, token_type_ids: [rows, tokens]; mask: [rows, tokens], true where a token is real. attention_mask:
+        what the model itself is given of it, None where nothing is padded.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids
+        if not self.classifies:
+            return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
+        if self.kind == "bart":
+            # Its own class reads the last end-of-sequence token, which is the last token of a row, and refuses
+            # batches in which some row holds more of them than another.
+            states = self.model.model(**inputs).last_hidden_state
+            logits: torch.Tensor = self.model.classification_head(last_tokens(states, mask))
+        else:
+            logits = self.model(**inputs).logits
+        return logits.float()
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        runs: Sequence[Run],
+    ) -> torch.Tensor:
+        """The same for rows that lie one after the other, as `runs` say: [1, tokens] each. For PACKABLE models."""
+        encoder = self.model.base_model
+        states = encoder(
+            input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
+        ).last_hidden_state[0]
+        pooled = torch.cat(
+            [
+                pool(states[start : start + rows * length].view(rows, length, -1), None, self.reads)
+                if not self.classifies
+                else states[start : start + rows * length : length]
+                for start, rows, length in runs
+            ]
+        )
+        if not self.classifies:
+            return pooled
+        # The heads of these architectures read a row's first token, of [rows, tokens, dimensions].
+        first = pooled.unsqueeze(1)
+        if self.kind == "bert":
+            first = encoder.pooler(first)
+        logits: torch.Tensor = self.model.classifier(first)
+        return logits.float()
+
+
+def read_config(weights: Weights, remote_code: bool = False) -> Any:
+    """The model's configuration. Raises ModelError."""
+    try:
+        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:
+        raise ModelError(f"{weights.folder}/config.json is not read by transformers: {error}") from error
+
+
+def first_position(config: Any) -> int:
+    """The position of a row's first token."""
+    return int(config.pad_token_id) + 1 if config.model_type in SHIFTED else 0
+
+
+def most_tokens(config: Any) -> int | None:
+    """Tokens of a row, at most, as far as the model's positions limit them."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
+
+
+def _bart_layer(layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """BART's encoder layer (transformers, BartEncoderLayer.forward) without the question, in float16, whether all is
+    finite: the host waits for the device to answer it, in each of twelve layers. The clamp that depends on the answer
+    is kept, and chosen on the device.
+    """
+    attended, _ = layer.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+    hidden_states = layer.self_attn_layer_norm(hidden_states + attended)
+    expanded = layer.fc2(layer.activation_fn(layer.fc1(hidden_states)))
+    hidden_states = layer.final_layer_norm(hidden_states + expanded)
+    if hidden_states.dtype == torch.float16:
+        limit = torch.finfo(torch.float16).max - 1000
+        clamped = hidden_states.clamp(min=-limit, max=limit)
+        hidden_states = torch.where(torch.isfinite(hidden_states).all(), hidden_states, clamped)
+    return hidden_states
