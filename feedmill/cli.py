@@ -5,6 +5,7 @@ was made that the message explains.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from feedmill import __version__
 from feedmill.demo import run as run_demo
@@ -26,10 +26,12 @@ from producers.files import BadRecord, read
 from producers.push import Pusher
 from shared import logs
 from shared.broker import connect, make_app, told_plainly
-from shared.errors import InputError, RequestRefused, SettingsError, UserError
-from shared.messages import Classification, ClassifyOptions, Post
+from shared.errors import InputError, SettingsError, UserError, printable
+from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.results import Result, ResultsStore
-from shared.settings import Settings, load
+from shared.settings import Settings, load, unknown_variables
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -55,6 +57,8 @@ class _Globals:
 def _settings(**flags: Any) -> Settings:
     settings = load(log_format=_Globals.log_format, **flags)
     logs.configure(settings)
+    for sentence in unknown_variables():
+        logger.warning(sentence)
     return settings
 
 
@@ -124,7 +128,7 @@ def worker(
 
 @app.command()
 def flower(
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 5555,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 5555,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     redis_url: RedisUrl = None,
 ) -> None:
@@ -132,13 +136,23 @@ def flower(
     if find_spec("flower") is None:
         raise UserError("Flower is not installed: `pip install 'feedmill[monitor]'` brings it.")
     settings = _settings(redis_url=redis_url)
-    make_app(settings).start(["flower", f"--address={address}", f"--port={port}"])
+    try:
+        make_app(settings).start(["flower", f"--address={address}", f"--port={port}"])
+    except OSError as error:
+        if error.filename:  # of Flower's own configuration; the socket's errors name no file
+            raise
+        raise UserError(
+            f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port, or another --address."
+        ) from None
 
 
 @app.command()
 def enqueue(
     file: Annotated[str, typer.Argument(help="JSONL, a JSON array or CSV, plain or gzip; - is standard input.")],
-    labels: Annotated[str | None, typer.Option(help="Labels to choose from, comma-separated.")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help='Labels to choose from: a,b,c, or JSON: \\["a", "b"] or {"a": "description", …}.'),
+    ] = None,
     template: Annotated[str | None, typer.Option(help="Sentence that a label is put into, at {}.")] = None,
     multi_label: Annotated[bool, typer.Option(help="Score every label by itself.")] = False,
     again: Annotated[bool, typer.Option(help="Send also what was sent before.")] = False,
@@ -146,11 +160,11 @@ def enqueue(
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines."""
-    settings = _settings(redis_url=redis_url, posts_per_message=posts_per_message)
-    try:
-        options = ClassifyOptions.parse({"labels": labels, "template": template, "multi_label": multi_label})
-    except RequestRefused as refused:
-        raise SettingsError(f"--{str(refused).replace('_', '-')}.") from None
+    settings = _settings(redis_url=redis_url, posts_per_message=posts_per_message, labels=labels, template=template)
+    # Where the flags are not given, the worker's settings count, not those of this process.
+    options = ClassifyOptions(
+        labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
+    )
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     reading = _Reading(file, notes)
     pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
@@ -212,16 +226,25 @@ class _Reading:
 def results(
     context: typer.Context,
     follow: Annotated[bool, typer.Option(help="Go on with results as they come, until Ctrl-C.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Show instead the posts that got no label, and why.")
+    ] = False,
     limit: Annotated[int, typer.Option(help="How many of the newest to show.", min=0)] = 20,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Show the newest results; with --follow, also those to come."""
+    """Show the newest results; with --follow, also those to come; with --failed, what failed."""
     if context.invoked_subcommand:
         return
+    if failed and follow:
+        raise UserError("What failed is not followed: leave out --follow or --failed.")
     settings = _settings(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)
     with told_plainly(settings):
+        if failed:
+            for letter in store.dead_letters(limit):
+                typer.echo(letter.model_dump_json() if as_json else _failure(letter))
+            return
         for result in store.follow(limit) if follow else store.latest(limit):
             if result is not None:
                 _print_result(result, as_json)
@@ -233,8 +256,12 @@ def _print_result(result: Result, as_json: bool) -> None:
         entry = {"post": post.model_dump(mode="json", exclude_defaults=True), **found.model_dump(mode="json")}
         typer.echo(json.dumps(entry, ensure_ascii=False))
     else:
-        title = " ".join((post.title or post.body).split())
-        typer.echo(f"{post.id:<12} {found.label:<16} {found.scores[found.label]:.2f}  {title:.80}")
+        title = printable(" ".join((post.title or post.body).split()))
+        typer.echo(f"{printable(post.id):<12} {found.label:<16} {found.scores[found.label]:.2f}  {title:.80}")
+
+
+def _failure(letter: DeadLetter) -> str:
+    return printable(f"{letter.id or '-':<12} {_time(letter.failed_at)}  {letter.worker}  {letter.reason}")
 
 
 @results_app.command("get")
@@ -255,9 +282,13 @@ def results_get(
 
 
 def _described(found: Classification) -> str:
-    when = datetime.fromtimestamp(found.classified_at, UTC).isoformat(" ", "seconds")
+    when = _time(found.classified_at)
     scores = "\n".join(f"  {score:6.3f}  {label}" for label, score in found.scores.items())
     return f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}\n{scores}"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
 
 
 @app.command()
@@ -270,22 +301,23 @@ def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
         entry = {"queue": seen.queue._asdict(), "workers": seen.workers, "results": seen.results._asdict()}
         typer.echo(json.dumps(entry))
         return
-    console = Console()
-    console.print(f"queue    {seen.queue.waiting:,} messages waiting, {seen.queue.held:,} held by workers")
-    console.print(
+    typer.echo(
+        f"queue    {seen.queue.waiting:,} messages waiting, {seen.queue.held:,} held by workers\n"
         f"results  {seen.results.stored:,} stored, {seen.results.repeated:,} came again, {seen.results.failed:,} failed"
     )
+    if seen.results.failed:
+        typer.echo("         `feedmill results --failed` shows the newest that failed, and why")
     if not seen.workers:
-        console.print("workers  none answers; start one with `feedmill worker`, or everything with `feedmill up`")
-        return
-    table = Table("worker", "device", "model", "posts", "waiting", "posts/s", "device busy", "padding efficiency")
+        typer.echo("workers  none answers: `feedmill worker` starts one, `feedmill up` everything")
+    # A block for each: a table of all this is wider than many a terminal.
     for node, pool in seen.workers.items():
-        table.add_row(
-            node, pool["device"].split(":")[0], escape(pool["model"]), f"{pool['posts']:,}",
-            f"{pool['rows_waiting']:,}", f"{pool['recent']['posts_per_second']:.1f}",
-            f"{pool['recent']['device_busy']:.2f}", f"{pool['padding_efficiency']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+        typer.echo(
+            f"worker   {node} on {pool['device'].partition(': ')[0]}\n"
+            f"         {pool['model']}\n"
+            f"         {pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting; lately "
+            f"{pool['recent']['posts_per_second']:.1f} posts/s, device busy {pool['recent']['device_busy']:.2f}\n"
+            f"         padding efficiency {pool['padding_efficiency']:.2f}"
+        )
 
 
 def run() -> None:

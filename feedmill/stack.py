@@ -35,6 +35,8 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 #: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
 START_LIMIT = 120.0
+#: What the worker's log says while workers/calibration.py measures, at the first start.
+MEASURING = "measuring the token budget"
 #: A worker that ends this often within a minute is not started again.
 RESTARTS_A_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
@@ -62,6 +64,8 @@ class Child:
                 os._exit(1)
 
         with self.log.open("ab") as log:
+            #: Bytes in the log that are of earlier runs.
+            self._earlier = log.tell()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
@@ -88,8 +92,14 @@ class Child:
                 raise StackError(f"{self.name} did not answer within {START_LIMIT:.0f} s. {self.last_words()}")
             time.sleep(0.05)
 
+    def said(self) -> str:
+        """What it has written into its log."""
+        with self.log.open("rb") as log:
+            log.seek(self._earlier)
+            return log.read().decode(errors="replace")
+
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-5:]
+        lines = self.said().splitlines()[-5:]
         return "Its log ends:\n  " + "\n  ".join(lines) if lines else "It said nothing."
 
     def stop(self, seconds: float) -> None:
@@ -144,7 +154,7 @@ class Stack:
         yield self._start_redis()
         self.worker = self._start_worker()
         flower = self._start_flower()
-        self._await_worker()
+        yield from self._await_worker(self.worker)
         yield f"worker {WORKER_NODE}"
         flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
         yield f"Flower at {self.flower_url}"
@@ -199,10 +209,12 @@ class Stack:
         self._children.insert(0, worker)  # stopped before Redis, which is to take its acknowledgements
         return worker
 
-    def _await_worker(self) -> None:
+    def _await_worker(self, worker: Child) -> Iterator[str]:
         inspect = make_app(self.settings).control.inspect(destination=[WORKER_NODE], timeout=1, limit=1)
-        if self.worker is not None:
-            self.worker.wait_until(lambda: bool(inspect.ping()))
+        worker.wait_until(lambda: MEASURING in worker.said() or bool(inspect.ping()))
+        if MEASURING in worker.said():
+            yield "model loaded; how much one micro-batch should hold is measured now, once on this machine (some 10 s)"
+        worker.wait_until(lambda: bool(inspect.ping()))
 
     def _start_flower(self) -> Child:
         command = [*python_command(), "flower", "--port", str(self._flower_port)]

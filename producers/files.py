@@ -18,13 +18,18 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from shared.errors import InputError, PostRefused
+from shared.errors import InputError, PostRefused, json_problem, printable
 from shared.messages import Post, digest
 
 #: Characters of one record, at most. The longest post there can be, escaped, is well below.
 MAX_RECORD = 2_000_000
 #: Characters read at a time.
 CHUNK = 1 << 16
+#: A file is no text when more than this share of its beginning are control characters or bytes that are not UTF-8.
+#: Random bytes and UTF-16 have half; Latin-1, of which letters with accents alone are lost, a fifth at most.
+NO_TEXT = 0.3
+#: Characters that no text has, and the one that stands for bytes that are none.
+UNKNOWN = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 
 #: The names that people's files have for a post's fields, in the order in which they are tried.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -45,7 +50,7 @@ REDDIT_ID = re.compile(r"/comments/([a-z0-9]+)", re.IGNORECASE)
 
 
 class BadRecord(NamedTuple):
-    """What is wrong with a record, and `where` it stands (file:line).
+    """What is wrong with a record, and `where` it stands: file:line, and which element of an array it is.
 
     `skipped`: there is no post in it. Else the post follows, without the field that could not be read.
     """
@@ -60,11 +65,11 @@ def read(path: str) -> Iterator[Post | BadRecord]:
 
     Raises InputError when the file as a whole cannot be read.
     """
-    name = "stdin" if path == "-" else path
+    name = "stdin" if path == "-" else printable(path)
     try:
         with _open(path) as text:
-            for line, record in _records(text, name):
-                yield from _post(record, f"{name}:{line}")
+            for place, record in _records(text, name):
+                yield from _post(record, f"{name}:{place}")
     except FileNotFoundError:
         raise InputError(f"There is no file {path}.") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -73,6 +78,8 @@ def read(path: str) -> Iterator[Post | BadRecord]:
 
 #: A record as it was read, or why it could not be.
 Record = dict[str, Any] | str
+#: A record's line, and in an array which element it is.
+Place = int | str
 
 
 def _post(record: Record, where: str) -> Iterator[Post | BadRecord]:
@@ -86,7 +93,7 @@ def _post(record: Record, where: str) -> Iterator[Post | BadRecord]:
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
-            reason = str(refused)
+            reason = printable(str(refused))  # it may name a key of `extra`
             if field == "created_utc":
                 reason = (
                     f"created_utc: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20"
@@ -111,14 +118,21 @@ def _open(path: str) -> Iterator[TextIOWrapper]:
         yield opened.enter_context(TextIOWrapper(binary, encoding="utf-8-sig", errors="replace"))
 
 
-def _records(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
-    """(line, record) for each record, in the format that the file's first character tells."""
+def _records(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
+    """(place, record) for each record, in the format that the file's first character tells."""
     head = cast(BufferedReader, text.buffer).peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
     if head.startswith(b"["):
         return _json_array(text)
+    if head.startswith(b"{"):
+        return _json_lines(text)
+    beginning = head.decode(errors="replace")
+    if len(UNKNOWN.findall(beginning)) > NO_TEXT * len(beginning):
+        raise InputError(
+            f"{name} holds no text in UTF-8: an archive, a spreadsheet, or text in another encoding, such as UTF-16? "
+            "Give it as JSONL, a JSON array or CSV, in UTF-8."
+        )
     # A damaged first line must not cost the lines after it.
-    first_line = head.partition(b"\n")[0].decode(errors="replace")
-    if head.startswith(b"{") or (b"\n{" in head and not _posts_columns(first_line)):
+    if b"\n{" in head and not _posts_columns(beginning.partition("\n")[0]):
         return _json_lines(text)
     return _csv(text, name)
 
@@ -135,13 +149,13 @@ def _json_lines(text: TextIOWrapper) -> Iterator[tuple[int, Record]]:
             try:
                 yield number, _object(json.loads(line))
             except (ValueError, RecursionError) as error:
-                yield number, f"not JSON: {error}"
+                yield number, f"not JSON: {json_problem(error)}"
 
 
-def _json_array(text: TextIOWrapper) -> Iterator[tuple[int, Record]]:
+def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
     """The array's elements, one at a time: an array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
-    held, line = "", 1
+    held, line, element = "", 1, 1
     while (character := text.read(1)) != "[":  # what stands before the bracket is white space
         line += character == "\n"
     while True:
@@ -150,17 +164,20 @@ def _json_array(text: TextIOWrapper) -> Iterator[tuple[int, Record]]:
         held = held[separators:]
         if held.startswith("]"):
             return
+        place = f"{line} (element {element})"
         try:
-            element, end = decode(held)
+            value, end = decode(held)
         except (ValueError, RecursionError) as error:
             # Not whole yet? Doubling what is held keeps the cost of trying again in proportion.
             more = text.read(max(CHUNK, len(held))) if len(held) < MAX_RECORD else ""
             if not more:
-                yield line, f"not JSON, and the rest of the array cannot be read: {error}"
+                problem = json_problem(error, "the element's character")
+                yield place, f"not JSON, and the rest of the array cannot be read: {problem}"
                 return
             held += more
             continue
-        yield line, _object(element)
+        yield place, _object(value)
+        element += 1
         line += held.count("\n", 0, end)
         held = held[end:]
 
@@ -177,7 +194,7 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
     if not _posts_columns(header_line):
         raise InputError(
             f"{name} is no JSON, and as CSV it has no column for a title or a body. Its columns: "
-            f"{', '.join(header):.200}. Name one of them {' or '.join(NAMES['title'] + NAMES['body'])}."
+            f"{printable(', '.join(header)):.200}. Name one of them {' or '.join(NAMES['title'] + NAMES['body'])}."
         )
     csv.field_size_limit(MAX_RECORD)
     # Strict: else a quotation mark that is never closed would swallow every row after it, and say nothing.

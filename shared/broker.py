@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
+from redis.exceptions import AuthenticationError, OutOfMemoryError
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import OutOfMemoryError
 from redis.exceptions import TimeoutError as TimeoutFault
 
 from shared.errors import RedisError
@@ -88,9 +89,16 @@ def told_plainly(settings: Settings) -> Iterator[None]:
                 f"Redis at {settings.redis_address} has reached its memory limit and takes nothing more. "
                 "Raise its `maxmemory`."
             ) from None
+        if isinstance(fault, AuthenticationError):
+            given = urlsplit(settings.broker_url).password is not None
+            raise RedisError(
+                f"Redis at {settings.redis_address} answers, but "
+                f"{'refuses the password' if given else 'wants a password, and none is set'}. "
+                f"Set {PREFIX}REDIS_URL with its password, as redis://:password@host:6379/0."
+            ) from None
         raise RedisError(
-            f"Redis at {settings.redis_address} does not answer ({fault}). Nothing is running there, or the "
-            f"password is wrong. Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
+            f"Redis at {settings.redis_address} does not answer ({fault}). "
+            f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
         ) from None
 
 

@@ -106,7 +106,7 @@ class ResultsStore:
 
     def latest(self, count: int) -> list[Result]:
         """The newest `count` entries of the stream, oldest of them first."""
-        return [_entry(fields) for _, fields in self._newest(count)]
+        return [_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
 
     def follow(self, history: int = 0, block_ms: int = 1000) -> Iterator[Result | None]:
         """The newest `history` entries, then those that come, each once.
@@ -114,7 +114,7 @@ class ResultsStore:
         Yields None whenever none came for `block_ms` milliseconds, so that the caller can stop.
         """
         # One entry more than asked for nothing: its id says where the stream ends now.
-        newest = self._newest(max(history, 1))
+        newest = self._newest(RESULTS_STREAM, max(history, 1))
         cursor = newest[-1][0] if newest else "0"
         for _, fields in newest[:history]:
             yield _entry(fields)
@@ -127,17 +127,16 @@ class ResultsStore:
                     yield _entry(fields)
                     cursor = entry_id
 
-    def _newest(self, count: int) -> list[tuple[str, dict[str, str]]]:
-        """(id, fields) of the newest entries, oldest of them first."""
+    def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
+        """(id, fields) of a stream's newest entries, oldest of them first."""
         if count <= 0:
             return []
-        entries: Any = self._redis.xrevrange(RESULTS_STREAM, count=count)
+        entries: Any = self._redis.xrevrange(stream, count=count)
         return list(reversed(entries))
 
     def dead_letters(self, count: int) -> list[DeadLetter]:
         """The newest `count` dead letters, oldest of them first."""
-        entries: Any = self._redis.xrevrange(DEAD_LETTERS, count=count)
-        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in reversed(entries)]
+        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in self._newest(DEAD_LETTERS, count)]
 
     def counters(self) -> Counters:
         """Posts stored, repeated and failed since the store was made."""

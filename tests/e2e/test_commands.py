@@ -11,6 +11,9 @@ from celery import Celery
 
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
+from shared.messages import DeadLetter
+from shared.results import ResultsStore
+from shared.settings import Settings
 from tests.support import RedisServer, as_jsonl, feedmill, make_posts, running, wait_until
 
 
@@ -27,7 +30,7 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 1
     assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 1 skipped as bad\n"
-    assert f"{path}:2: not JSON: Expecting value" in said.stderr
+    assert f"{path}:2: not JSON: Expecting value at column 1 " in said.stderr
     assert f"{path}:3: score: input should be a valid integer" in said.stderr
     assert "(kept without it)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
@@ -83,6 +86,10 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
     [
         (["enqueue", "/no/such/file"], "There is no file /no/such/file."),
         (["enqueue", "-", "--labels", "a,a"], "--labels: the label 'a' is named twice."),
+        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: begins as JSON, but is none: "),
+        (["results", "--failed", "--follow"], "leave out --follow or --failed"),
+        (["flower", "--port", "99999"], "--port"),
+        (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
         (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'"),
         (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
         (["--log-format", "xml", "status"], "--log-format: "),
@@ -106,10 +113,48 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
     assert "hunter2" not in said.stderr
 
 
-def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path) -> None:
-    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace("test-password", "wrong"))
+@pytest.mark.parametrize(
+    ("password", "words"),
+    [(":wrong@", "answers, but refuses the password"), ("", "answers, but wants a password, and none is set")],
+)
+def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:
+    said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(":test-password@", password))
     assert said.returncode == 2
-    assert "password is wrong" in said.stderr
+    assert words in said.stderr
+
+
+def test_flower_on_a_port_that_is_taken(redis: RedisServer, tmp_path: Path) -> None:
+    port = redis.url.rpartition(":")[2].removesuffix("/0")
+    said = feedmill("flower", "--port", port, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 2
+    assert said.stderr == (
+        f"feedmill: Flower cannot listen on 127.0.0.1:{port}: Address already in use. "
+        "Choose another --port, or another --address.\n"
+    )
+
+
+def test_a_variable_that_is_no_setting_is_told_once(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("results", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_MODLE="x")
+    assert said.returncode == 0
+    assert said.stderr.count("FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?") == 1
+
+
+def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
+    letters = [
+        DeadLetter(id=name, reason=reason, post=None, options=None, message="m", worker="worker@here", failed_at=0.0)
+        for name, reason in (("a1", "no \x1b[31mtext"), (None, "a post must be a JSON object"))
+    ]
+    ResultsStore(redis.client, Settings()).write([], letters)
+    said = feedmill("results", "--failed", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.stdout == (
+        "a1           1970-01-01 00:00:00+00:00  worker@here  no \\x1b[31mtext\n"
+        "-            1970-01-01 00:00:00+00:00  worker@here  a post must be a JSON object\n"
+    )
+    newest = feedmill(
+        "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
+    ).stdout
+    assert json.loads(newest) == letters[1].model_dump()
+    assert "`feedmill results --failed`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
 
 
 def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
@@ -133,7 +178,9 @@ def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
     assert status["queue"] == {"waiting": 0, "held": 0}
     assert status["results"]["stored"] == served.client.xlen(RESULTS_STREAM)
     assert len(status["workers"]) == 1
-    assert "padding efficiency" in feedmill("status", cwd=tmp_path, **url).stdout
+    told = feedmill("status", cwd=tmp_path, **url).stdout
+    assert "padding efficiency" in told
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What the documentation shows, run as it stands."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
 from feedmill.stack import free_port
+from shared.settings import STACK_FILE
 from tests.support import RedisServer, redis_servers, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,14 +24,25 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for marked, text in found if marked == language]
 
 
-def test_sending_from_another_application(served: RedisServer, tmp_path: Path) -> None:
-    (program,) = blocks("docs/messages.md", "python")
-    (printed,) = blocks("docs/messages.md", "")
-    program = program.replace("redis://127.0.0.1:6379/0", served.url)
+@pytest.mark.parametrize("how", ["stack.json", "environment"])
+def test_sending_from_another_application(served: RedisServer, tmp_path: Path, how: str) -> None:
+    environment = os.environ | {"HOME": str(tmp_path)}
+    if how == "environment":
+        environment["FEEDMILL_REDIS_URL"] = served.url
+    else:
+        folder = tmp_path / ".local" / "share" / "feedmill"
+        folder.mkdir(parents=True)
+        (folder / STACK_FILE).write_text(json.dumps({"redis_url": served.url}))
     said = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert said.stdout == printed, said.stderr
+    assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
 
 def test_the_redis_configuration(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from feedmill import stack as stack_module
-from feedmill.stack import Stack
+from feedmill.stack import Child, Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError
@@ -85,6 +85,13 @@ def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
     assert processes_in(tmp_path) == []
 
 
+def test_last_words_are_of_this_start(tmp_path: Path) -> None:
+    (tmp_path / "child.log").write_text("an earlier run's\n")
+    child = Child("child", ["sh", "-c", "echo this one"], tmp_path, dict(os.environ))
+    child.process.wait()
+    assert child.last_words() == "Its log ends:\n  this one"
+
+
 def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     posts = make_posts(40)
@@ -119,7 +126,8 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("FLOWER_UNAUTHENTICATED_API", "true")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
-        assert [line.split()[0] for line in made.start()] == ["redis-server", "worker", "Flower"]
+        # "model" is the line that the token budget is being measured: nothing is remembered here.
+        assert [line.split()[0] for line in made.start()] == ["redis-server", "model", "worker", "Flower"]
         yield made
     finally:
         made.stop()

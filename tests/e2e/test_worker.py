@@ -44,7 +44,7 @@ def test_another_application_gets_one_outcome_a_post(client: Celery) -> None:
     good, bad, other = ask(client, posts=[POSTS[0], {"id": "x"}, POSTS[1]])
     assert (good["id"], good["label"]) == ("1", "sports")
     assert (other["id"], other["label"]) == ("2", "food")
-    assert bad == {"id": "x", "error": "title: neither title nor body holds any text"}
+    assert bad == {"id": "x", "error": "neither title nor body holds any text"}
     assert len(good["scores"]) == 16
     assert good["label"] == max(good["scores"], key=good["scores"].get)
     assert sum(good["scores"].values()) == pytest.approx(1, abs=1e-3)
@@ -86,8 +86,8 @@ def test_a_message_whose_result_nobody_reads_says_in_short_what_became_of_it(cli
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: title"),
-        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: title"),
+        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: neither title"),
+        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: neither title"),
         ({"posts": POSTS, "labels": ""}, "labels: name at least one label"),
         ({"posts": 7}, "posts: expected a list"),
         ({"posts": POSTS, "bogus": 1}, "bogus: extra inputs are not permitted"),

