@@ -23,6 +23,8 @@ from workers.window import Window
 
 logger = logging.getLogger(__name__)
 
+#: In the cache folder: what was measured, by what it was measured on.
+FILE = "calibration.json"
 #: Budgets that are tried, smallest first, by the kind of device.
 CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
 OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -55,15 +57,30 @@ class TokenBudget:
         self.tokens = max(1, min(tokens, self.tokens))
         logger.warning("the device is out of memory; micro-batches hold at most %d tokens now", self.tokens)
         if self._file is not None:
-            _remember(self._file, self._key, {"token_budget": self.tokens, "lowered": "the device was out of memory"})
+            entry = _entry(self._file, self._key)
+            lowered = {"token_budget": self.tokens, "lowered": "the device was out of memory"}
+            _write(self._file, self._key, entry | lowered)
 
 
 def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
     """The budget that is set, else the remembered one, else the best of a sweep, which takes some seconds."""
     if settings.token_budget:
         return TokenBudget(settings.token_budget)
-    file = settings.cache_folder / "calibration.json"
-    identity = {
+    file, key = settings.cache_folder / FILE, digest(*identity(classifier, settings).values())
+    known = _entry(file, key).get("token_budget")
+    if isinstance(known, int) and known > 0:
+        logger.info("token budget %d, as measured before (%s)", known, file)
+        return TokenBudget(known, file, key)
+    logger.info("measuring the token budget, once for this device and model …")
+    classifier.device.take_share(classifier.device.lanes)
+    rates = sweep(classifier, settings.batch_rows)
+    remember(classifier, settings, rates)
+    return TokenBudget(best(rates), file, key)
+
+
+def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
+    """What the best budget depends on; the digest of the values is the key that it is remembered under."""
+    return {
         "device": classifier.device.hardware,
         "lanes": str(classifier.device.lanes),
         "dtype": str(classifier.device.dtype),
@@ -76,20 +93,18 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
-    key = digest(*identity.values())
-    entry = _remembered(file).get(key)
-    known = entry.get("token_budget") if isinstance(entry, dict) else None
-    if isinstance(known, int) and known > 0:
-        logger.info("token budget %d, as measured before (%s)", known, file)
-        return TokenBudget(known, file, key)
-    logger.info("measuring the token budget, once for this device and model …")
-    classifier.device.take_share(classifier.device.lanes)
-    rates = sweep(classifier, settings.batch_rows)
-    tokens = best(rates)
+
+
+def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]) -> bool:
+    """Let workers of this device, model and settings start with the best budget, whatever they had before.
+
+    rates: tokens per second by budget. False where the file cannot be written, which the log then tells.
+    """
+    tokens, identified = best(rates), identity(classifier, settings)
     logger.info("token budget %d: %s tokens/s", tokens, ", ".join(f"{b}: {rate:.0f}" for b, rate in rates.items()))
     measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
-    _remember(file, key, identity | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")})
-    return TokenBudget(tokens, file, key)
+    entry = identified | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
+    return _write(settings.cache_folder / FILE, digest(*identified.values()), entry)
 
 
 def best(rates: dict[int, float]) -> int:
@@ -149,17 +164,21 @@ def _remembered(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _remember(file: Path, key: str, entry: dict[str, Any]) -> None:
+def _entry(file: Path, key: str) -> dict[str, Any]:
+    found = _remembered(file).get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
     """Written beside it and renamed: a reader sees the old file or the new one. One writer at a time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _remembered(file)
-            previous = found.get(key)
-            merged = (previous if isinstance(previous, dict) else {}) | entry
             fresh = file.with_suffix(".new")
-            fresh.write_text(json.dumps(found | {key: merged}, indent=1) + "\n")
+            fresh.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
             fresh.replace(file)
     except OSError as error:
         logger.warning("%s cannot be written (%s); the next start measures again", file, error)
+        return False
+    return True

@@ -12,6 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -225,7 +226,8 @@ def _quantise(source: Path, target: Path) -> None:
     # The exporter notes shapes of transposed weights that the quantiser's own inference then contradicts.
     del graph.graph.value_info[:]
     with _quiet():
-        quantize_dynamic(graph, target, weight_type=QuantType.QInt8, use_external_data_format=True)
+        # One scale for each channel: with one for each tensor twice as many posts got another label.
+        quantize_dynamic(graph, target, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=True)
     for path in source.parent.iterdir():
         if not path.name.startswith(target.name):
             path.unlink()
@@ -237,6 +239,7 @@ def _quiet() -> Iterator[None]:
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.disable(previous)
