@@ -5,33 +5,41 @@ was made that the message explains.
 """
 
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from feedmill import __version__
+from feedmill import __version__, flags, offline_commands
 from feedmill.demo import run as run_demo
+from feedmill.flags import (
+    AsJson,
+    DataFolder,
+    Device,
+    Dtype,
+    Engine,
+    Kind,
+    Labels,
+    Model,
+    MultiLabel,
+    RedisUrl,
+    Revision,
+    Template,
+    settings_of,
+)
+from feedmill.reading import Reading
 from feedmill.stack import Stack, ended_by_signals
 from feedmill.watch import status as look_around
-from producers.files import BadRecord, read
 from producers.push import Pusher
-from shared import logs
 from shared.broker import connect, make_app, told_plainly
-from shared.errors import InputError, SettingsError, UserError, printable
+from shared.errors import SettingsError, UserError, printable
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.results import Result, ResultsStore
-from shared.settings import Settings, load, unknown_variables
-
-logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -39,27 +47,7 @@ app = typer.Typer(
 )  # fmt: skip
 results_app = typer.Typer(help="Read the results.", invoke_without_command=True, no_args_is_help=False)
 app.add_typer(results_app, name="results")
-
-#: Bad records shown one by one; the rest are counted.
-BAD_RECORDS_SHOWN = 20
-
-RedisUrl = Annotated[str | None, typer.Option(help="Redis, as redis://:password@host:6379/0.", show_default=False)]
-DataFolder = Annotated[Path | None, typer.Option(help="Folder of the embedded stack's data.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-
-
-class _Globals:
-    """Flags that stand before the command."""
-
-    log_format: str | None = None
-
-
-def _settings(**flags: Any) -> Settings:
-    settings = load(log_format=_Globals.log_format, **flags)
-    logs.configure(settings)
-    for sentence in unknown_variables():
-        logger.warning(sentence)
-    return settings
+app.add_typer(offline_commands.app)
 
 
 def _version(wanted: bool) -> None:
@@ -74,7 +62,7 @@ def main(
     _version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Flags that hold for every command."""
-    _Globals.log_format = log_format
+    flags.log_format = log_format
 
 
 @app.command()
@@ -84,13 +72,13 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Start a Redis, a worker and Flower, classify the bundled posts, show the result, stop everything."""
-    run_demo(_settings(), keep, as_json, all_posts)
+    run_demo(settings_of(), keep, as_json, all_posts)
 
 
 @app.command()
 def up(data_folder: DataFolder = None) -> None:
     """Start a Redis, a worker and Flower, and keep them until Ctrl-C, with their data in a folder."""
-    settings = _settings(data_folder=data_folder)
+    settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
         raise SettingsError(
@@ -110,15 +98,27 @@ def up(data_folder: DataFolder = None) -> None:
 
 @app.command()
 def worker(
-    model: Annotated[str | None, typer.Option(help="A model folder, or the embedded model's name.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    model: Model = None,
+    revision: Revision = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens of one micro-batch, padding included.")] = None,
     name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
-    settings = _settings(model=model, device=device, dtype=dtype, token_budget=token_budget, redis_url=redis_url)
+    settings = settings_of(
+        model=model,
+        revision=revision,
+        classifier=classifier,
+        engine=engine,
+        device=device,
+        dtype=dtype,
+        token_budget=token_budget,
+        redis_url=redis_url,
+    )
     try:
         from workers.run import run_worker  # noqa: PLC0415 - torch, which only workers have
     except ModuleNotFoundError as missing:
@@ -135,7 +135,7 @@ def flower(
     """Run Flower, the dashboard of queue, workers and messages."""
     if find_spec("flower") is None:
         raise UserError("Flower is not installed: `pip install 'feedmill[monitor]'` brings it.")
-    settings = _settings(redis_url=redis_url)
+    settings = settings_of(redis_url=redis_url)
     try:
         make_app(settings).start(["flower", f"--address={address}", f"--port={port}"])
     except OSError as error:
@@ -149,24 +149,21 @@ def flower(
 @app.command()
 def enqueue(
     file: Annotated[str, typer.Argument(help="JSONL, a JSON array or CSV, plain or gzip; - is standard input.")],
-    labels: Annotated[
-        str | None,
-        typer.Option(help='Labels to choose from: a,b,c, or JSON: \\["a", "b"] or {"a": "description", …}.'),
-    ] = None,
-    template: Annotated[str | None, typer.Option(help="Sentence that a label is put into, at {}.")] = None,
-    multi_label: Annotated[bool, typer.Option(help="Score every label by itself.")] = False,
+    labels: Labels = None,
+    template: Template = None,
+    multi_label: MultiLabel = False,
     again: Annotated[bool, typer.Option(help="Send also what was sent before.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines."""
-    settings = _settings(redis_url=redis_url, posts_per_message=posts_per_message, labels=labels, template=template)
+    settings = settings_of(redis_url=redis_url, posts_per_message=posts_per_message, labels=labels, template=template)
     # Where the flags are not given, the worker's settings count, not those of this process.
     options = ClassifyOptions(
         labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
     )
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    reading = _Reading(file, notes)
+    reading = Reading(file, notes)
     pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with told_plainly(settings), Progress(*columns, console=notes, transient=True) as progress:
@@ -180,46 +177,13 @@ def enqueue(
                 yield post
 
         pusher.push(posts())
-    if reading.wrong > BAD_RECORDS_SHOWN:
-        notes.print(f"… and {reading.wrong - BAD_RECORDS_SHOWN:,} more records with something wrong")
-    if reading.records or not reading.broken:
+    if reading.told_all:
         typer.echo(
             f"{pusher.sent:,} posts sent (messages: {pusher.messages:,}), {pusher.skipped:,} skipped as sent before, "
             f"{reading.skipped:,} skipped as bad"
         )
-    if reading.broken:
-        raise reading.broken
+    reading.end()
     raise typer.Exit(1 if reading.skipped else 0)
-
-
-class _Reading:
-    """The posts of a file, while what is wrong with the other records is shown and counted.
-
-    A file that breaks off costs none of the posts before: the error waits in `broken`.
-    """
-
-    def __init__(self, file: str, notes: Console) -> None:
-        self._file, self._notes = file, notes
-        self.records = self.wrong = self.skipped = 0
-        self.broken: InputError | None = None
-
-    def posts(self) -> Iterator[Post]:
-        try:
-            for item in read(self._file):
-                self.records += 1
-                if isinstance(item, Post):
-                    yield item
-                else:
-                    self._tell(item)
-        except InputError as error:
-            self.broken = error
-
-    def _tell(self, bad: BadRecord) -> None:
-        self.wrong += 1
-        self.skipped += bad.skipped
-        if self.wrong <= BAD_RECORDS_SHOWN:
-            what = escape(f"{bad.where}: {bad.reason}")
-            self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without it'})[/]")
 
 
 @results_app.callback()
@@ -238,7 +202,7 @@ def results(
         return
     if failed and follow:
         raise UserError("What failed is not followed: leave out --follow or --failed.")
-    settings = _settings(redis_url=redis_url)
+    settings = settings_of(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)
     with told_plainly(settings):
         if failed:
@@ -271,7 +235,7 @@ def results_get(
     redis_url: RedisUrl = None,
 ) -> None:
     """Show every classification of one post: one for each text, model and label set."""
-    settings = _settings(redis_url=redis_url)
+    settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
         found = ResultsStore(connect(settings), settings).get(post_id)
     if not found:
@@ -294,7 +258,7 @@ def _time(seconds: float) -> str:
 @app.command()
 def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Show how much waits, who works, and what is stored."""
-    settings = _settings(redis_url=redis_url)
+    settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
         seen = look_around(settings)
     if as_json:

@@ -1,12 +1,15 @@
 """What commands share: their flags, and how flags become settings and options."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shared import logs
-from shared.settings import Settings, load
+from shared.settings import Settings, load, unknown_variables
+
+logger = logging.getLogger(__name__)
 
 RedisUrl = Annotated[str | None, typer.Option(help="Redis, as redis://:password@host:6379/0.", show_default=False)]
 DataFolder = Annotated[Path | None, typer.Option(help="Folder of the embedded stack's data.", show_default=False)]
@@ -23,20 +26,22 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default=False)]
 Labels = Annotated[
     str | None,
-    typer.Option(help="Labels to choose from: comma-separated, or JSON with descriptions.", show_default=False),
+    typer.Option(
+        help='Labels to choose from: a,b,c, or JSON: \\["a", "b"] or {"a": "description", …}.', show_default=False
+    ),
 ]
 Template = Annotated[str | None, typer.Option(help="Sentence that a label is put into, at {}.", show_default=False)]
 MultiLabel = Annotated[bool, typer.Option(help="Score every label by itself.")]
 
 
-class _Globals:
-    """Flags that stand before the command."""
-
-    log_format: str | None = None
+#: The flag that stands before the command.
+log_format: str | None = None
 
 
 def settings_of(**flags: Any) -> Settings:
     """The settings with these flags, and the log set up by them. Raises SettingsError."""
-    settings = load(log_format=_Globals.log_format, **flags)
+    settings = load(log_format=log_format, **flags)
     logs.configure(settings)
+    for sentence in unknown_variables():
+        logger.warning(sentence)
     return settings
