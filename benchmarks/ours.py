@@ -80,8 +80,12 @@ class Ideal:
         if self._classifier is None:
             raise StackError("the ideal was not started.")
         label_set: LabelSet = self._classifier.label_set(ClassifyOptions())
-        prepared = self._classifier.prepare([post.text for post in posts], label_set)
-        return [row for rows in prepared for row in rows], self._classifier
+        rows = []
+        for number, of_post in enumerate(self._classifier.prepare([post.text for post in posts], label_set)):
+            for row in of_post:
+                row.owner = number
+                rows.append(row)
+        return rows, self._classifier
 
     def _run(self, posts: Sequence[Post], token_budget: int, lanes: int) -> None:
         rows, classifier = self._prepare(posts)
@@ -90,8 +94,10 @@ class Ideal:
         lock = Lock()
 
         def finish(batch: Sequence[Row], outputs: Any) -> None:
-            for row, scores in classifier.finish(batch, outputs):
-                best[id(row)] = max(scores, key=scores.__getitem__)
+            outputs.wait()
+            with lock:  # a post's rows may have been computed by several lanes
+                for row, scores in classifier.finish(batch, outputs):
+                    best[row.owner] = max(scores, key=scores.__getitem__)
 
         def lane() -> None:
             self._job.device.take_share(lanes)
@@ -112,7 +118,7 @@ class Ideal:
         with ThreadPoolExecutor(lanes) as pool:
             for done in [pool.submit(lane) for _ in range(lanes)]:
                 done.result()
-        self._labels = [best[id(row)] for row in rows]
+        self._labels = [best[number] for number in range(len(posts))]
 
 
 def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:

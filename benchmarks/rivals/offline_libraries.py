@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 
 from benchmarks.rivals import BATCH_SIZE, Job, NotInstalled
-from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_sentences, mean_pooled
+from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_vectors, mean_pooled
 from shared.messages import Post
 from workers.weights import locate
 
@@ -53,7 +53,7 @@ class OfflineLibrary(ABC):
     def start(self) -> None:
         torch.set_num_threads(cores())
         self._model = self.load()
-        self._label_vectors = self.embed(label_sentences(self._job.settings)).float()
+        self._label_vectors = label_vectors(self._job.settings, self.embed)
 
     def run(self, posts: Sequence[Post]) -> None:
         vectors = self.embed([post.text for post in posts]).float()

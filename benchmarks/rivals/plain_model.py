@@ -4,7 +4,7 @@ The rivals that bring no model code of their own share it. It knows nothing of F
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,13 @@ def label_names(settings: Settings) -> list[str]:
     return list(settings.labels or DESCRIBED_TOPICS)
 
 
-def label_sentences(settings: Settings) -> list[str]:
-    """What stands for each label when it is embedded: its first description."""
+def label_vectors(settings: Settings, embed: Callable[[list[str]], torch.Tensor]) -> torch.Tensor:
+    """Unit vectors [labels, dimensions] in float32: each the mean of its descriptions' unit vectors."""
     template = settings.template or TEMPLATE
-    return [template.replace("{}", described[0]) for described in (settings.labels or DESCRIBED_TOPICS).values()]
+    described = list((settings.labels or DESCRIBED_TOPICS).values())
+    sentences = [template.replace("{}", text) for texts in described for text in texts]
+    of_labels = torch.split(embed(sentences).float(), [len(texts) for texts in described])
+    return normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
 
 
 def mean_pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,7 +65,7 @@ class PlainModel:
         self._device = chosen.torch
         self._max_tokens = settings.max_tokens
         self._labels = label_names(settings)
-        self._label_vectors = self._embed(label_sentences(settings))
+        self._label_vectors = label_vectors(settings, self._embed)
 
     @torch.inference_mode()
     def _embed(self, texts: Sequence[str]) -> torch.Tensor:

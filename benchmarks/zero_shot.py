@@ -1,0 +1,325 @@
+"""The ladder that people climb with zero-shot classification by entailment, on the same posts, labels and weights.
+
+    python -m benchmarks.zero_shot [--posts FILE] [--limit N] [--shape bart-large|minilm] [--layers L] [--model MODEL]
+                                   [--dtypes float32,bfloat16] [--rounds R] [--chart FILE.svg]
+
+- `pipeline_1`: transformers' zero-shot pipeline, row by row, as it comes;
+- `pipeline_best`: the same at the best of several batch sizes, found on a sample;
+- `direct`: one's own forward pass over padded batches of pairs in the order in which they come, each premise tokenized
+  once, at the best of the same batch sizes;
+- `direct_sorted`: the same, with all pairs sorted by length;
+- `ideal`: Feedmill's own model code without a queue, sorted by length, at the best of six token budgets and two numbers
+  of lanes: the best that can be done offline;
+- `feedmill`: the real system, 32 posts a message.
+
+Speed needs no trained weights: without --model a model of the shape's real configuration gets random ones, and a
+tokenizer trained on the posts (bart-large) or the embedded model's own (minilm). --layers takes that many layers of
+each stack instead of all, for machines on which the whole is too slow. Sixteen labels, so sixteen rows a post. The
+labels of every variant are compared with the ideal's in float32. The last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BertConfig,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from benchmarks.hardware import describe, matrix_ceiling
+from benchmarks.ours import Feedmill, Ideal
+from benchmarks.report import Record, agreement, draw, print_round, rates, summary
+from benchmarks.rivals import Job, Variant
+from benchmarks.throughput import measure, read_posts
+from feedmill.stack import ended_by_signals
+from shared.errors import StackError, UserError
+from shared.messages import Post
+from shared.settings import Settings, load
+from shared.topics import TOPICS
+from workers import device
+from workers.device import Device
+from workers.tokenizer import Tokenizer as RowTokenizer
+from workers.weights import EMBEDDED, locate
+
+#: Batch sizes that the pipeline is tried with, and posts of the sample they are tried on.
+BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8
+SPECIALS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
+CLASSES = {0: "contradiction", 1: "neutral", 2: "entailment"}
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+class ZeroShotPipeline:
+    """transformers' zero-shot pipeline. batch_size: None finds the best of several."""
+
+    def __init__(self, job: Job, batch_size: int | None) -> None:
+        self._job = job
+        self.batch_size = batch_size
+        self._pipeline: Any = None
+        self._labels: list[str] = []
+
+    def start(self) -> None:
+        torch.set_num_threads(device.CORES)
+        folder = locate(self._job.settings.model).folder
+        chosen = self._job.device
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.model_max_length = self._job.settings.max_tokens
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=chosen.dtype)
+        self._pipeline = pipeline("zero-shot-classification", model=model, tokenizer=tokenizer, device=chosen.torch)
+
+    def tune(self, sample: Sequence[Post]) -> None:
+        """Find the best batch size."""
+        seconds = {}
+        for size in BATCH_SIZES:
+            began = perf_counter()
+            self._classify(sample, size)
+            seconds[size] = perf_counter() - began
+        self.batch_size = min(seconds, key=seconds.__getitem__)
+
+    def run(self, posts: Sequence[Post]) -> None:
+        if self.batch_size is None:
+            raise StackError("the pipeline's batch size was not tuned.")
+        self._labels = self._classify(posts, self.batch_size)
+
+    def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
+        texts = [post.text for post in posts]
+        found = self._pipeline(texts, candidate_labels=list(TOPICS), batch_size=batch_size)
+        return [entry["labels"][0] for entry in found]
+
+    def labels(self) -> list[str]:
+        return self._labels
+
+    def stop(self) -> None:
+        self._pipeline = None
+        gc.collect()
+
+
+class DirectForward:
+    """What one writes with transformers alone once the pipeline is too slow: padded batches of pairs."""
+
+    def __init__(self, job: Job, by_length: bool) -> None:
+        self._job = job
+        self._by_length = by_length
+        self.batch_size = BATCH_SIZES[0]
+        self._model: Any = None
+        self._labels: list[str] = []
+
+    def start(self) -> None:
+        torch.set_num_threads(device.CORES)
+        weights = locate(self._job.settings.model)
+        self._tokenizer = RowTokenizer(weights, self._job.settings.max_tokens)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(weights.folder, dtype=self._job.device.dtype)
+        self._model = model.to(self._job.device.torch).eval()
+
+    def tune(self, sample: Sequence[Post]) -> None:
+        """Find the best batch size."""
+        seconds = {}
+        for size in BATCH_SIZES:
+            began = perf_counter()
+            self._classify(sample, size)
+            seconds[size] = perf_counter() - began
+        self.batch_size = min(seconds, key=seconds.__getitem__)
+
+    def run(self, posts: Sequence[Post]) -> None:
+        self._labels = self._classify(posts, self.batch_size)
+
+    @torch.inference_mode()
+    def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
+        pairs = self._tokenizer.whole_pairs(
+            [(post.text, f"This example is {topic}.") for post in posts for topic in TOPICS]
+        )
+        order = sorted(range(len(pairs)), key=lambda at: len(pairs[at].ids)) if self._by_length else range(len(pairs))
+        entailment = torch.empty(len(pairs))
+        for at in range(0, len(pairs), batch_size):
+            members = list(order[at : at + batch_size])
+            rows = [pairs[member] for member in members]
+            longest = max(len(row.ids) for row in rows)
+            inputs = {
+                "input_ids": [row.ids + [self._tokenizer.pad_id] * (longest - len(row.ids)) for row in rows],
+                "attention_mask": [[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows],
+            }
+            if rows[0].types:
+                inputs["token_type_ids"] = [(row.types or []) + [0] * (longest - len(row.ids)) for row in rows]
+            tensors = {name: torch.tensor(values, device=self._job.device.torch) for name, values in inputs.items()}
+            entailment[members] = self._model(**tensors).logits[:, -1].float().cpu()
+        return [TOPICS[best] for best in entailment.view(len(posts), -1).argmax(-1).tolist()]
+
+    def labels(self) -> list[str]:
+        return self._labels
+
+    def stop(self) -> None:
+        self._model = None
+        gc.collect()
+
+
+def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> None:
+    """facebook/bart-large-mnli's configuration, and a byte-level tokenizer of its kind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=30_000,
+        show_progress=False,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator((post.text for post in posts), trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    config = BartConfig(
+        encoder_layers=layers or 12,
+        decoder_layers=layers or 12,
+        id2label=CLASSES,
+        label2id={name: number for number, name in CLASSES.items()},
+        forced_eos_token_id=None,
+    )
+    _save(config, folder)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        **SPECIALS,
+        model_max_length=1024,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+
+
+def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None:  # noqa: ARG001 - one signature
+    """The embedded model's configuration and tokenizer, with a head of three classes."""
+    source = locate(EMBEDDED).folder
+    given = json.loads((source / "config.json").read_text()) | {"id2label": CLASSES, "architectures": None}
+    given |= {"label2id": {name: number for number, name in CLASSES.items()}}
+    _save(BertConfig(**given | ({"num_hidden_layers": layers} if layers else {})), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(source / name, folder)
+
+
+SHAPES = {"bart-large": make_bart_large, "minilm": make_minilm}
+
+
+def _save(config: Any, folder: Path) -> None:
+    torch.manual_seed(7)
+    model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if "classif" in name and parameter.ndim == 2:  # else all labels are one score apart by rounding alone
+            torch.nn.init.normal_(parameter, std=1.0)
+    model.save_pretrained(folder)
+
+
+def main() -> None:
+    arguments = parsed()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
+            run(arguments, Path(folder))
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--limit", type=int, default=160, help="posts, at most; default: %(default)s")
+    parser.add_argument("--shape", choices=SHAPES, default="minilm")
+    parser.add_argument("--layers", type=int, help="layers of each stack; default: all of the shape")
+    parser.add_argument("--model", help="a model by name or folder, instead of a shape with random weights")
+    parser.add_argument("--dtypes", help="comma-separated; default: float32, and what a worker would take here")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chart", type=Path, help="draw the medians of the first precision into this .svg or .png")
+    arguments = parser.parse_args()
+    if arguments.limit < SAMPLE or arguments.rounds < 1:
+        parser.error(f"--limit: at least {SAMPLE}; --rounds: at least 1")
+    if arguments.chart and not find_spec("matplotlib"):
+        parser.error("--chart needs matplotlib: `pip install 'feedmill[charts]'` installs it")
+    return arguments
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure, and print what was found."""
+    settings = load()
+    own = device.choose(settings.device)
+    precisions = (arguments.dtypes or f"float32,{str(own.dtype).removeprefix('torch.')}").split(",")
+    posts = read_posts(arguments.posts, arguments.limit)
+    model = arguments.model
+    if model is None:
+        model = str(folder / "model")
+        SHAPES[arguments.shape](folder / "model", posts, arguments.layers)
+    console.print(describe(own))
+    what = arguments.model or f"{arguments.shape}, {arguments.layers or 'all'} layers, random weights"
+    console.print(f"{what}; {len(posts)} posts, {len(TOPICS)} labels")
+    found: dict[str, Any] = {}
+    exact: Sequence[str] = ()
+    for precision in dict.fromkeys(precisions):
+        chosen = device.choose(settings.device, precision)
+        of_precision = settings.model_copy(update={"model": model, "dtype": precision, "classifier": "nli"})
+        found[precision], labels = ladder(of_precision, chosen, posts, arguments, folder / precision)
+        exact = exact or labels
+        found[precision]["top_label_as_in_" + next(iter(found))] = round(agreement(labels, exact), 4)
+    print(json.dumps(found | {"posts": len(posts), "labels": len(TOPICS), "model": what}))
+
+
+def ladder(
+    settings: Settings, chosen: Device, posts: Sequence[Post], arguments: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], Sequence[str]]:
+    """One precision's figures, and the ideal's labels."""
+    ceiling = matrix_ceiling(chosen)
+    console.print(f"{chosen}; ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
+    folder.mkdir()
+    job = Job(settings, chosen, folder)
+    best, ideal = ZeroShotPipeline(job, None), Ideal(job)
+    direct, by_length = DirectForward(job, by_length=False), DirectForward(job, by_length=True)
+    sample = posts[:: max(1, len(posts) // SAMPLE)][:SAMPLE]
+    for variant in (best, direct, by_length, ideal):
+        variant.start()
+        with console.status("looking for the best batch size, token budgets and lanes …"):
+            variant.tune(sample)
+        variant.stop()
+    console.print(
+        f"pipeline: batches of {best.batch_size}; direct: {direct.batch_size}; sorted: {by_length.batch_size}; "
+        f"ideal: {ideal.token_budget} tokens, {ideal.lanes} lanes"
+    )
+    variants: dict[str, Variant] = {
+        "pipeline_1": ZeroShotPipeline(job, 1),
+        "pipeline_best": best,
+        "direct": direct,
+        "direct_sorted": by_length,
+        "ideal": ideal,
+        "feedmill": Feedmill(job, 32),
+    }
+    record: Record = {name: [] for name in variants}
+    for number in range(1, arguments.rounds + 1):
+        for name in list(variants) if number % 2 else reversed(variants):
+            what = f"{settings.dtype}, round {number} of {arguments.rounds}: {name}"
+            record[name].append(measure(name, variants[name], posts, what))
+        print_round(console, record, number, arguments.rounds)
+    if arguments.chart and not arguments.chart.exists():
+        draw(arguments.chart, {name: rates(record, name) for name in variants}, f"{len(posts)} posts, {chosen.name}")
+    last = record["ideal"][-1]
+    faster = [
+        mine / theirs for mine, theirs in zip(rates(record, "feedmill"), rates(record, "pipeline_best"), strict=False)
+    ]
+    figures = summary(record, list(variants)) | {
+        "over_pipeline_best": [round(ratio, 2) for ratio in faster],
+        "pipeline_batch_size": best.batch_size,
+        "ideal_token_budget": ideal.token_budget,
+        "ideal_lanes": ideal.lanes,
+        "ceiling_gflops": round(ceiling),
+    }
+    return figures, last.labels if last else ()
+
+
+if __name__ == "__main__":
+    main()
