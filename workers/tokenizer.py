@@ -72,9 +72,9 @@ class Tokenizer:
             raise ModelError(f"The tokenizer in {weights.folder} cannot be loaded by transformers: {error}") from error
         own_limit = loaded.model_max_length
         self.max_tokens = min(most, own_limit) if own_limit < UNSET_LENGTH else most
-        self.pad_id: int | None = loaded.pad_token_id
-        if self.pad_id is None:
-            self.pad_id = loaded.eos_token_id
+        known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
+        #: Fills short rows.
+        self.pad_id: int = next(known, 0)
         self._cuts_left = loaded.truncation_side == "left"
         # A tokenizer.json may pad every row to one length and cut at another.
         self._rust.no_padding()

@@ -201,7 +201,11 @@ def make_sentence_model(
     """A model in a sentence-transformers layout. dense: dimensions of a dense layer behind the pooling; 0 is none."""
     make_model(architecture, folder)
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
-    modules = [{"path": f"{at}_{kind}" if at else "", "type": f"a.package.{kind}"} for at, kind in enumerate(kinds)]
+    package = "sentence_transformers.models"
+    modules = [
+        {"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "", "type": f"{package}.{kind}"}
+        for at, kind in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
     if prompt:

@@ -95,17 +95,25 @@ class Network(torch.nn.Module):
         self.classifies = self.reads == LOGITS
         architecture = AutoModelForSequenceClassification if self.classifies else AutoModel
         try:
-            self.model: Any = architecture.from_pretrained(
+            model, loading = architecture.from_pretrained(
                 weights.folder,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=remote_code,
+                output_loading_info=True,
             )
         except Exception as error:  # a broken folder fails in as many ways as it has files
             raise ModelError(f"The model in {weights.folder} cannot be loaded by transformers: {error}") from error
-        self.config: Any = self.model.config
+        # What the files lack is filled at random, and would be taken for an answer.
+        if lacking := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
+            raise ModelError(
+                f"The model in {weights.folder} has no weights for {', '.join(sorted(lacking)[:3])}: it was not trained "
+                f"for this{', to classify' if self.classifies else ''}."
+            )
+        self.model: Any = model
+        self.config: Any = model.config
         self.kind: str = self.config.model_type
         if not self.classifies and getattr(self.model, "pooler", None) is not None:
             self.model.pooler = None  # one more layer, whose output nobody reads

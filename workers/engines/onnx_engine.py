@@ -59,11 +59,9 @@ class OnnxEngine:
     #: Where `forward` leaves its tensors: on the host.
     home = torch.device("cpu")
 
-    def __init__(
-        self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int | None, settings: Settings
-    ) -> None:
+    def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
-        self._pad_id = pad_id or 0
+        self._pad_id = pad_id
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
         # Lanes run side by side, each on a core of its own.
@@ -143,9 +141,7 @@ class _Graph(torch.nn.Module):
         return read
 
 
-def exported(
-    weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int | None, settings: Settings
-) -> Path:
+def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, settings: Settings) -> Path:
     """The graph's file, exported first where it is not in the cache. Raises ModelError."""
     precision = str(dtype).removeprefix("torch.")
     config = (weights.folder / "config.json").read_text()
@@ -183,7 +179,7 @@ def exported(
 
 
 def _export(
-    weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int | None, folder: Path, remote_code: bool
+    weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, folder: Path, remote_code: bool
 ) -> None:
     """Write the graph into the folder."""
     quantised = dtype == torch.int8

@@ -71,7 +71,7 @@ class TorchEngine:
         weights: Weights,
         device: Device,
         reads: Sequence[str],
-        pad_id: int | None,
+        pad_id: int,
         most: int,
         *,
         compiled: bool = False,
@@ -90,7 +90,7 @@ class TorchEngine:
         if self.network.config.pad_token_id is None:
             self.network.config.pad_token_id = pad_id  # decoders look for it to find a row's last token
         self._first_position = first_position(config)
-        self._pad_id = pad_id or 0
+        self._pad_id = pad_id
         self._most = most
         self._length_bucket = LENGTH_BUCKET if compiled else 1
         self._run = torch.compile(self.network, dynamic=True) if compiled else self.network

@@ -1,0 +1,129 @@
+"""Every kind of model in a real worker, and in `feedmill classify`: what other applications and people see of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from transformers import pipeline
+
+from tests.fakes.hub import Hub
+from tests.fakes.models import NLI, make_model
+from tests.support import RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
+
+POSTS = [
+    {"id": "a", "title": "The match ended in a draw"},
+    {"id": "b"},
+    {"id": "c", "title": "Bread", "body": "I baked it. " * 300},
+]
+LABELS = ["sports", "food", "travel"]
+
+
+def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
+    client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    sent = client.send_task("feedmill.classify", kwargs={"posts": POSTS, **options}, queue="feedmill")
+    found: list[dict[str, Any]] = sent.get(timeout=60)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_entailment_in_a_worker(redis: RedisServer, tmp_path: Path, engine: str) -> None:
+    """Three rows a post, of two posts and two messages; a bad post among them. Scores are the pipeline's."""
+    folder = make_model("bart", tmp_path / "model", NLI)
+    with working(
+        redis, tmp_path, FEEDMILL_MODEL=str(folder), FEEDMILL_DTYPE="float32", FEEDMILL_ENGINE=engine
+    ) as worker:
+        one, bad, other = ask(redis, labels=LABELS)
+        (first, *_) = ask(redis, labels=LABELS, multi_label=True)
+        assert worker.says("classifies by nli")
+        assert worker.says("device cpu in float32")
+    assert bad == {"id": "b", "error": "neither title nor body holds any text"}
+    zero_shot = pipeline("zero-shot-classification", model=str(folder))
+    for found, text in ((one, POSTS[0]["title"]), (other, f"{POSTS[2]['title']}\n\n{POSTS[2]['body'].strip()}")):
+        expected = zero_shot(text, candidate_labels=LABELS)
+        assert found["scores"] == pytest.approx(
+            dict(zip(expected["labels"], expected["scores"], strict=True)), abs=1e-3
+        )
+    expected = zero_shot(POSTS[0]["title"], candidate_labels=LABELS, multi_label=True)
+    assert first["scores"] == pytest.approx(dict(zip(expected["labels"], expected["scores"], strict=True)), abs=1e-3)
+
+
+def test_a_fine_tuned_model_in_a_worker(redis: RedisServer, tmp_path: Path) -> None:
+    folder = make_model("distilbert", tmp_path / "model", {0: "NEGATIVE", 1: "POSITIVE"})
+    with working(redis, tmp_path, FEEDMILL_MODEL=str(folder)):
+        found, _, _ = ask(redis, top_k=1)
+        assert set(found["scores"]) <= {"NEGATIVE", "POSITIVE"}
+        assert len(found["scores"]) == 1
+        with pytest.raises(Exception, match=r"labels: the worker's model has labels of its own: NEGATIVE, POSITIVE"):
+            ask(redis, labels=LABELS)
+
+
+def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
+    """Downloaded with progress in the log; offline afterwards, with the hub gone."""
+    folder = make_model("bert", tmp_path / "model", NLI)
+    where = {"HF_HOME": str(tmp_path / "home"), "FEEDMILL_MODEL": "someone/small-nli"}
+    with Hub({"someone/small-nli": folder}) as hub:
+        with working(redis, tmp_path, HF_ENDPOINT=hub.url, **where) as worker:
+            found, _, _ = ask(redis, labels=LABELS)
+            wait_until(lambda: worker.says("someone/small-nli"), "the log names the model")
+        assert found["model"] == "someone/small-nli"
+        assert found["revision"] == hub.commit("someone/small-nli")
+        gone = hub.url
+    said = feedmill("classify", "a text", "--json", cwd=tmp_path, HF_ENDPOINT=gone, FEEDMILL_OFFLINE="true", **where)
+    assert said.returncode == 0, said.stderr
+    assert set(json.loads(said.stdout)) == {"id", "label", "scores"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FEEDMILL_MODEL": "./none"}, "none"),
+        ({"FEEDMILL_MODEL": "someone/none", "HF_HUB_OFFLINE": "1", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
+        ({"FEEDMILL_CLASSIFIER": "nli"}, "has no weights for classifier.bias, classifier.weight"),
+        ({"FEEDMILL_DTYPE": "int8"}, "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_sentence(tmp_path: Path, environment: dict[str, str], words: str) -> None:
+    said = feedmill("classify", "a text", cwd=tmp_path, HF_HOME=str(tmp_path), **environment)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_classify_a_text(tmp_path: Path) -> None:
+    said = feedmill("classify", "The keeper saved two penalties", cwd=tmp_path, FEEDMILL_DTYPE="float32")
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split()[2:4] == ["sports", said.stdout.split()[3]]
+    assert "by sentence-transformers/all-MiniLM-L6-v2 (53aa51172d14) on cpu" in said.stdout
+
+
+def test_classify_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text(as_jsonl(make_posts(40)) + "nope\n")
+    said = feedmill("classify", str(path), "--labels", "tea,football", "--json", cwd=tmp_path)
+    assert said.returncode == 1, "a line was skipped"
+    found = [json.loads(line) for line in said.stdout.splitlines()]
+    assert [entry["id"] for entry in found] == [post.id for post in make_posts(40)]
+    assert all(set(entry["scores"]) == {"tea", "football"} for entry in found)
+    assert f"{path}:41: not JSON" in said.stderr
+    shown = feedmill("classify", "-", "--limit", "2", cwd=tmp_path, stdin=path.read_text())
+    assert shown.returncode == 0
+    assert len(shown.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("none.jsonl",), "There is no file none.jsonl"),
+        ((" ",), "neither title nor body holds any text"),
+        (("a text", "--labels", "{"), "--labels"),
+        (("a text", "--template", "no place"), "--template"),
+        (("a text", "--classifier", "odd"), "--classifier"),
+    ],
+)
+def test_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    said = feedmill("classify", *arguments, cwd=tmp_path)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
