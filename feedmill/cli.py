@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from feedmill import __version__, flags, offline_commands
+from feedmill import __version__, flags, offline_commands, tuning_commands
 from feedmill.demo import run as run_demo
 from feedmill.flags import (
     AsJson,
@@ -48,6 +48,7 @@ app = typer.Typer(
 results_app = typer.Typer(help="Read the results.", invoke_without_command=True, no_args_is_help=False)
 app.add_typer(results_app, name="results")
 app.add_typer(offline_commands.app)
+app.add_typer(tuning_commands.app)
 
 
 def _version(wanted: bool) -> None:

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from feedmill.reading import Reading
 from shared.errors import InputError, PostRefused, RequestRefused, UserError
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from workers.classifiers import Classifier
 
 app = typer.Typer()
 
@@ -64,20 +68,36 @@ def classify(
         _show_text(outcome)
 
 
-def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
-    """Each post with its outcome, by the model that the settings name. Raises UserError."""
+def load_model(settings: Settings) -> "Classifier":
+    """The model that the settings name, as a classifier that is ready. Raises UserError."""
     try:
         # Imported late: torch, which only workers have.
-        from workers import device, offline  # noqa: PLC0415
-        from workers.calibration import calibrate  # noqa: PLC0415
+        from workers import device  # noqa: PLC0415
         from workers.classifiers.choose import load_classifier  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UserError(f"This needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
-    chosen = device.choose(settings.device, settings.dtype, settings.engine)
-    loaded = load_classifier(settings, chosen)
-    try:
+    loaded = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+    with _refusals_told(settings):
         loaded.warm_up()
+    return loaded
+
+
+def classified(
+    posts: Iterable[Post], settings: Settings, options: ClassifyOptions, loaded: "Classifier | None" = None
+) -> Iterator[tuple[Post, Outcome]]:
+    """Each post with its outcome, by the model that the settings name. Raises UserError."""
+    loaded = loaded or load_model(settings)
+    from workers import offline  # noqa: PLC0415
+    from workers.calibration import calibrate  # noqa: PLC0415
+
+    with _refusals_told(settings):
         yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
+
+
+@contextmanager
+def _refusals_told(settings: Settings) -> Iterator[None]:
+    try:
+        yield
     except RequestRefused as refused:
         raise UserError(f"{settings.model} cannot serve this: {refused}.") from None
 

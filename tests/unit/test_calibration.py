@@ -11,7 +11,7 @@ from shared.errors import DeviceFull
 from shared.settings import Settings
 from tests.unit.test_pipeline import Done, StandIn
 from workers import calibration, device
-from workers.calibration import TokenBudget, best, calibrate, sweep
+from workers.calibration import TokenBudget, best, calibrate, remember, sweep
 from workers.classifiers import Row, Scores
 
 CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
@@ -98,6 +98,22 @@ def test_a_lowered_budget_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
     budget.lower(900)  # never up again
     assert budget.tokens == 700
     assert calibrate(stand_in, settings).tokens == 700
+
+
+def test_what_was_measured_elsewhere_takes_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(cache_folder=tmp_path)
+    stand_in = on(monkeypatch, 4096)
+    calibrate(stand_in, settings).lower(700)
+    assert remember(stand_in, settings, {512: 90.0, 1024: 99.5, 2048: 100.0})
+    measured = len(stand_in.sizes)
+    assert calibrate(stand_in, settings).tokens == 1024
+    assert len(stand_in.sizes) == measured
+    (entry,) = json.loads((tmp_path / "calibration.json").read_text()).values()
+    assert entry["tokens_per_second"] == {"512": 90, "1024": 100, "2048": 100}
+    assert "lowered" not in entry
+    # Where it cannot be kept, that is said.
+    (tmp_path / "file").touch()
+    assert not remember(stand_in, Settings(cache_folder=tmp_path / "file" / "cache"), {512: 90.0})
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', "\x00"])

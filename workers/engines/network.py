@@ -109,8 +109,8 @@ class Network(torch.nn.Module):
         # What the files lack is filled at random, and would be taken for an answer.
         if lacking := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
-                f"The model in {weights.folder} has no weights for {', '.join(sorted(lacking)[:3])}: it was not trained "
-                f"for this{', to classify' if self.classifies else ''}."
+                f"The model in {weights.folder} has no weights for {', '.join(sorted(lacking)[:3])}: it was not "
+                f"trained for this{', to classify' if self.classifies else ''}."
             )
         self.model: Any = model
         self.config: Any = model.config

@@ -1,0 +1,81 @@
+"""Charts as PNG, by matplotlib, which the extra `charts` brings; imported late, since few have it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from feedmill.evaluation import Evaluation
+    from workers.tuning import Curve
+
+#: What is looked for, and what only goes with it.
+MAIN, OTHER = "#c2571a", "#b9bdc4"
+#: Inches that one label takes in a confusion matrix.
+CELL = 0.42
+
+
+def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
+    """Let `draw` fill a figure, and save it; False where matplotlib is missing, which the notes then tell."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ModuleNotFoundError:
+        notes.print("No chart: it needs matplotlib, which `pip install 'feedmill\\[charts]'` brings.")
+        return False
+    # Without pyplot there is no window: a figure that is saved as PNG is drawn by the Agg backend.
+    figure = Figure(layout="constrained")
+    draw(figure)
+    figure.savefig(path, format="png", dpi=150)
+    return True
+
+
+def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) -> None:
+    """Posts/s over each curve's sizes, with peak memory as a lighter line. curves: with their axis' name."""
+    figure.set_size_inches(5 * len(curves), 3.6)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
+    points = [point for _, curve in curves for point in curve.points]
+    fastest = max(point.posts_per_s for point in points)
+    most = max(point.peak_mb or 0 for point in points)
+    for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+        places = range(len(curve.points))  # evenly spaced: the sizes grow by steps, or double
+        peaks = [point.peak_mb for point in curve.points]
+        axes.set_xticks(places, [str(point.value) for point in curve.points])
+        axes.set_xlabel(name)
+        axes.set_ylabel("posts/s", color=MAIN)
+        axes.set_ylim(0, 1.15 * fastest)
+        if None not in peaks:
+            memory = axes.twinx()
+            memory.plot(places, peaks, color=OTHER, marker=".")
+            memory.set_ylabel("peak memory, MB", color="#777777")
+            memory.set_ylim(0, 1.4 * most)  # below the other line, where both are level
+            memory.spines["top"].set_visible(False)
+            axes.set_zorder(memory.get_zorder() + 1)
+            axes.patch.set_visible(False)
+        axes.plot(places, [point.posts_per_s for point in curve.points], color=MAIN, marker="o")
+        knee = curve.knee
+        axes.annotate(
+            f"{knee.posts_per_s:.0f} posts/s", (curve.points.index(knee), knee.posts_per_s), (0, 7),
+            textcoords="offset points", ha="center", color=MAIN, fontsize=8,
+        )  # fmt: skip
+        axes.spines["top"].set_visible(False)
+
+
+def draw_confusion(figure: Any, found: "Evaluation", title: str) -> None:
+    """The confusion matrix: counts as numbers, each row's shares as shades."""
+    side = CELL * len(found.labels) + 2.2
+    figure.set_size_inches(side, side)
+    axes = figure.subplots()
+    shares = found.confusion / found.confusion.sum(1, keepdims=True).clip(1)
+    axes.imshow(shares, cmap="Oranges", vmin=0, vmax=1)
+    for truth, row in enumerate(found.confusion.tolist()):
+        for predicted, count in enumerate(row):
+            if count:
+                colour = "white" if shares[truth, predicted] > 0.6 else "black"
+                axes.text(predicted, truth, count, ha="center", va="center", fontsize=8, color=colour)
+    places = range(len(found.labels))
+    axes.set_xticks(places, found.labels, rotation=60, ha="right", rotation_mode="anchor", parse_math=False)
+    axes.set_yticks(places, found.labels, parse_math=False)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("truth")
+    axes.set_title(title, loc="left", fontsize=9, parse_math=False)

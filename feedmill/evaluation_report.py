@@ -1,0 +1,67 @@
+"""An evaluation, as a person reads it: two tables and a sentence; and each post's prediction as CSV."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from feedmill.evaluation import Evaluation
+from shared.errors import printable
+from shared.messages import Classification
+
+#: Labels up to which the confusion matrix is printed: 16 fit 100 columns.
+MOST_LABELS = 20
+#: Columns of the matrix' legend, at most.
+LEGEND = 20
+
+
+def show(console: Console, found: Evaluation) -> None:
+    """Print the figures of each label, the confusion matrix, and those of them all."""
+    console.print(_figures(found))
+    if len(found.labels) <= MOST_LABELS:
+        console.print(_matrix(found))
+    else:
+        typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table; --png draws it.")
+    typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, of {found.posts:,} posts.")
+
+
+def _figures(found: Evaluation) -> Table:
+    table = Table("label", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("precision", "recall", "F1", "support"):
+        table.add_column(name, justify="right")
+    for label, (precision, recall, f1, support) in found.by_label().items():
+        table.add_row(escape(printable(label)), f"{precision:.3f}", f"{recall:.3f}", f"{f1:.3f}", f"{support:,}")
+    return table
+
+
+def _matrix(found: Evaluation) -> Table:
+    title = "Rows: truth; columns: predicted, by the number of the row"
+    table = Table(
+        title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 1, 0, 0)
+    )
+    # Where a terminal is narrow the legend is what wraps: a count that is cut is a wrong one.
+    table.add_column("", max_width=LEGEND)
+    for number in range(1, len(found.labels) + 1):
+        table.add_column(str(number), justify="right", no_wrap=True, min_width=2)
+    for truth, row in enumerate(found.confusion.tolist()):
+        counts = [_count(count, truth == predicted) for predicted, count in enumerate(row)]
+        table.add_row(f"{truth + 1:>2} {escape(printable(found.labels[truth]))}", *counts)
+    return table
+
+
+def _count(count: int, right: bool) -> str:
+    return f"[green]{count}[/]" if right and count else str(count) if count else "[dim]·[/]"
+
+
+def write_csv(path: Path, predictions: Iterable[tuple[str, Classification]]) -> None:
+    """Each post's id, its topic as the label that it means, the label that was predicted, and that label's score."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(("id", "topic", "label", "score"))
+        lines.writerows(
+            (found.id, truth, found.label, f"{found.scores[found.label]:.6f}") for truth, found in predictions
+        )

@@ -1,0 +1,188 @@
+"""The commands that measure on a file's posts: how fast a model is, and how often it is right."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from feedmill import charts
+from feedmill.flags import Device, Dtype, Engine, Kind, Labels, Model, Template, settings_of
+from feedmill.offline_commands import classified, load_model
+from feedmill.reading import Reading
+from shared.errors import DeviceLost, InputError, ModelError, UserError, printable
+from shared.messages import Classification, ClassifyOptions, Post, PostError
+
+app = typer.Typer()
+
+#: Topics that are named where none of them is a label.
+TOPICS_NAMED = 10
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="Posts: JSONL, a JSON array or CSV; - is standard input.")]
+LastLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+
+
+@app.command()
+def tune(
+    file: File,
+    labels: Labels = None,
+    template: Template = None,
+    model: Model = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[int, typer.Option(help="Posts of the file, at most.", min=1)] = 200,
+    rounds: Annotated[int, typer.Option(help="How often each size is measured; medians count.", min=1)] = 3,
+    csv_file: Annotated[Path, typer.Option("--csv", help="Where the figures go.")] = Path("feedmill-tune.csv"),
+    png: Annotated[Path, typer.Option(help="Where the chart goes.")] = Path("feedmill-tune.png"),
+    as_json: LastLine = False,
+) -> None:
+    """Measure batch sizes and token budgets on a file's posts; workers then start with the best budget."""
+    settings = settings_of(
+        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
+    )
+    _check_writable(csv_file, png)
+    console, notes = _consoles()
+    reading = Reading(file, notes)
+    posts = _first(reading, file, limit)
+    loaded = load_model(settings)
+    # Imported late: torch, which only workers have.
+    from feedmill.tuning_report import NAMES, TuningReport  # noqa: PLC0415
+    from workers.calibration import remember  # noqa: PLC0415
+    from workers.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
+
+    tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        bar = progress.add_task("", total=tuning.steps)
+        try:
+            for done, size in enumerate(tuning.run()):
+                progress.update(bar, completed=done, description=f"{NAMES[size.kind]} {size.value}")
+        except DeviceLost as lost:
+            raise ModelError(f"The device failed, so nothing is known of larger batches: {lost}") from None
+    report = TuningReport(tuning, loaded, len(posts))
+    report.show(console)
+    curve = report.curves[TOKEN_BUDGET]
+    stored = curve.settled and remember(loaded, settings, curve.rates)
+    if stored:
+        typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.value}.")
+    elif curve.points and not curve.settled:
+        typer.echo("The token budget is not stored for workers: too few posts to tell. Give more, with --limit.")
+    if settings.token_budget:
+        typer.echo(f"But FEEDMILL_TOKEN_BUDGET is set: they take that, {settings.token_budget}.")
+    report.write_csv(csv_file)
+    curves = [(NAMES[kind], curve) for kind, curve in report.measured.items()]
+    drawn = charts.save(png, partial(charts.draw_curves, curves=curves, title=report.title), notes)
+    typer.echo(f"Figures: {csv_file}" + (f"; chart: {png}" if drawn else ""))
+    if as_json:
+        typer.echo(json.dumps({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
+    _end(reading)
+
+
+@app.command()
+def evaluate(
+    file: File,
+    labels: Labels = None,
+    template: Template = None,
+    model: Model = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the confusion matrix.", show_default=False)] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write each post's prediction.", show_default=False)
+    ] = None,
+    as_json: LastLine = False,
+) -> None:
+    """Compare a model's labels with the true ones, which the posts carry as their topic."""
+    settings = settings_of(
+        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
+    )
+    _check_writable(csv_file, png)
+    console, notes = _consoles()
+    reading = Reading(file, notes)
+    posts = _first(reading, file, limit)
+    if not any(post.topic for post in posts):
+        raise InputError("None of the posts has a topic: add the true labels as the field `topic`.")
+    loaded = load_model(settings)
+    # Imported late: numpy, which comes with torch.
+    from feedmill import evaluation_report  # noqa: PLC0415
+    from feedmill.evaluation import Evaluation, truth_of  # noqa: PLC0415
+
+    options = ClassifyOptions()
+    names = loaded.label_set(options).labels
+    known = [(post, truth) for post in posts if (truth := truth_of(post.topic, names)) is not None]
+    if not known:
+        raise InputError(_no_truth(posts, names))
+    outcomes = classified((post for post, _ in known), settings, options, loaded)
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
+        found = [outcome for _, outcome in progress.track(outcomes, total=len(known))]
+    predictions = [
+        (truth, outcome)
+        for outcome, (_, truth) in zip(found, known, strict=True)
+        if isinstance(outcome, Classification)
+    ]
+    failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
+    if not predictions:
+        raise UserError(f"None of {len(known):,} posts can be classified; the first: {failures[0]}")
+    evaluation = Evaluation.of(names, ((truth, outcome.label) for truth, outcome in predictions))
+    evaluation_report.show(console, evaluation)
+    if len(known) < len(posts):
+        typer.echo(f"Left out: {len(posts) - len(known):,} posts whose topic is missing, or none of the labels.")
+    if failures:
+        typer.echo(f"Left out: {len(failures):,} posts that cannot be classified; the first: {failures[0]}")
+    if csv_file:
+        evaluation_report.write_csv(csv_file, predictions)
+    if png:
+        title = f"{loaded.weights.name}: accuracy {evaluation.accuracy:.3f}, {evaluation.posts:,} posts"
+        charts.save(png, partial(charts.draw_confusion, found=evaluation, title=title), notes)
+    if as_json:
+        typer.echo(json.dumps(evaluation.summary(len(posts) - len(predictions)), ensure_ascii=False))
+    _end(reading, bool(failures))
+
+
+def _consoles() -> tuple[Console, Console]:
+    """For tables, and for what goes on meanwhile."""
+    return Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
+    """The first posts. Raises InputError where there is none."""
+    posts = list(islice(reading.posts(), limit))
+    if not posts:
+        reading.end()
+        raise InputError(f"{file} holds no post.")
+    return posts
+
+
+def _end(reading: Reading, failed: bool = False) -> None:
+    """Exit as every command does that reads a file."""
+    reading.end()
+    raise typer.Exit(1 if failed or reading.skipped else 0)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Before minutes are spent on what would go there. Raises UserError."""
+    for path in paths:
+        if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise UserError(f"{path} cannot be written: name a file in a folder that exists and is yours to write to.")
+
+
+def _no_truth(posts: Sequence[Post], labels: Sequence[str]) -> str:
+    topics = Counter(post.topic for post in posts if post.topic)
+    named = ", ".join(printable(topic) for topic, _ in topics.most_common(TOPICS_NAMED))
+    more = f" and {len(topics) - TOPICS_NAMED} more" if len(topics) > TOPICS_NAMED else ""
+    return (
+        f"None of the posts' topics is a label. The topics are: {named}{more}. The labels are: {', '.join(labels)}. "
+        "Name the topics as --labels, or give a file whose topics are these labels."
+    )

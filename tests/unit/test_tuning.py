@@ -1,0 +1,164 @@
+"""workers/tuning.py: what is put into which batches, what is kept of the rounds, and what is left out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.settings import Settings
+from tests.unit.test_calibration import Device
+from tests.unit.test_pipeline import Done
+from workers import tuning
+from workers.classifiers import LabelSet, Row
+from workers.tokenizer import Tokens
+from workers.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Curve, Measured, Size, Tuning
+
+
+class TwoRows(Device):
+    """Two rows a post, as entailment has them of two labels; keeps the lengths in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__(best=1024)
+        self.batches_of: list[list[int]] = []
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        lengths = [len(text.split()) for text in texts]
+        return [[Row(Tokens([0] * (length + more)), label_set) for more in (0, 1)] for length in lengths]
+
+    def forward(self, rows: Any) -> Done:
+        self.batches_of.append([row.length for row in rows])
+        return super().forward(rows)
+
+
+def texts(*words: int) -> list[str]:
+    return ["post " * count for count in words]
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, device: Device, posts: Sequence[str], rounds: int = 1, **settings: Any
+) -> tuple[Tuning, list[Size]]:
+    """What was measured, and the sizes in their order."""
+    monkeypatch.setattr(tuning, "time", device)
+    found = Tuning(device, posts, Settings(**settings), rounds)
+    return found, list(found.run())
+
+
+def values(curve: Curve) -> list[int]:
+    return [point.value for point in curve.points]
+
+
+def test_a_batch_size_takes_posts_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TwoRows()
+    found, _ = measured(monkeypatch, device, texts(9, 1, 5, 2, 7, 3, 8))
+    # All rows of five posts, sorted by length; then of the two that are left.
+    assert [1, 2, 2, 3, 5, 6, 7, 8, 9, 10] in device.batches_of
+    assert [3, 4, 8, 9] in device.batches_of
+    assert values(found.curve(BATCH_SIZE)) == [5]
+    assert found.curve(BATCH_SIZE).unfilled == 10
+    (point,) = found.curve(BATCH_SIZE).points
+    assert point.padding_efficiency == found.tokens / (10 * 10 + 4 * 9)
+
+
+def test_a_token_budget_cuts_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "CANDIDATES", {"cpu": (12,)})
+    device = TwoRows()
+    found, sizes = measured(monkeypatch, device, texts(20, 1, 5, 2, 2, 1), batch_rows=4)
+    assert sizes[0] == Size(TOKEN_BUDGET, 12)
+    # Four rows at most; a row that is longer than the budget goes alone.
+    assert device.batches_of[:5] == [[1, 1, 2, 2], [2, 2, 3, 3], [5, 6], [20], [21]]
+    (point,) = found.curve(TOKEN_BUDGET).points
+    assert point.padding_efficiency == found.tokens / (8 + 12 + 12 + 20 + 21)
+    assert found.curve(TOKEN_BUDGET).unfilled is None
+
+
+def test_the_knee_is_where_the_device_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = measured(monkeypatch, Device(best=2048), texts(*[50] * 1000), rounds=3, batch_rows=4096)
+    curve = found.curve(TOKEN_BUDGET)
+    assert values(curve) == [512, 1024, 2048, 4096, 8192]
+    assert curve.knee.value == 2048
+    assert curve.knee.tokens_per_s == pytest.approx(50 * curve.knee.posts_per_s)
+    assert curve.settled
+    sizes = found.curve(BATCH_SIZE)
+    assert values(sizes) == list(SIZES)
+    assert sizes.knee.value == 40  # 40 posts of 50 tokens
+
+
+def test_every_other_round_goes_backwards_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    posts = texts(*[50] * 200)
+    undisturbed, once = measured(monkeypatch, Device(best=1024), posts)
+    device = Device(best=1024)
+    monkeypatch.setattr(tuning, "time", device)
+    found = Tuning(device, posts, Settings(), 3)
+    sizes = []
+    for number, size in enumerate(found.run()):
+        sizes.append(size)
+        device.best = 10 if number < len(once) else 1024  # the first round is disturbed
+    assert sizes == once + once[::-1] + once
+    assert found.steps == len(sizes)
+    for kind in (BATCH_SIZE, TOKEN_BUDGET):
+        seconds = [point.seconds for point in undisturbed.curve(kind).points]
+        assert [point.seconds for point in found.curve(kind).points] == pytest.approx(seconds)
+
+
+def test_what_the_device_has_no_memory_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(best=1024, memory=1100)
+    found, _ = measured(monkeypatch, device, texts(*[50] * 1000), rounds=2)
+    assert values(found.curve(BATCH_SIZE)) == [5, 10, 15, 20]
+    assert found.curve(BATCH_SIZE).full == 25
+    assert values(found.curve(TOKEN_BUDGET)) == [512, 1024]
+    assert found.curve(TOKEN_BUDGET).full == 2048
+    assert found.curve(TOKEN_BUDGET).settled
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = measured(monkeypatch, Device(best=1024, memory=10), texts(*[50] * 1000))
+    assert not found.curve(TOKEN_BUDGET).points
+    assert not found.curve(TOKEN_BUDGET).settled
+
+
+@pytest.mark.parametrize(
+    ("unfilled", "fastest", "settled"), [(None, 2048, True), (4096, 2048, False), (4096, 1024, True)]
+)
+def test_too_few_posts_leave_the_knee_open(unfilled: int | None, fastest: int, settled: bool) -> None:
+    """The fastest may be the largest only because the posts fill no larger one."""
+    points = [
+        Measured(TOKEN_BUDGET, value, 1.0, 1.0, 100.0 if value == fastest else 50.0, 1.0, None)
+        for value in (512, 1024, 2048)
+    ]
+    assert Curve(points, None, unfilled).settled is settled
+
+
+def test_few_posts_fill_no_large_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = measured(monkeypatch, Device(best=4096), texts(*[50] * 60))  # 3,000 tokens
+    curve = found.curve(TOKEN_BUDGET)
+    assert (values(curve), curve.unfilled, curve.settled) == ([512], 1024, False)
+
+
+def test_an_engine_that_packs_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Packing(Device):
+        class _engine:  # noqa: N801 - stands for an attribute
+            packed = True
+
+    found, _ = measured(monkeypatch, Packing(best=1024), texts(9, 1, 5, 2, 7))
+    assert [point.padding_efficiency for point in found.curve(BATCH_SIZE).points] == [1.0]
+
+
+def test_peak_memory_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tuning, "CLEAR_REFS", tmp_path / "no-proc" / "clear_refs")
+    found, _ = measured(monkeypatch, Device(best=1024), texts(*[5] * 5))
+    assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [None]
+
+
+def test_peak_memory_is_the_least_of_the_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t   3000 kB\nVmRSS:\t 1 kB\n")
+    monkeypatch.setattr(tuning, "CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(tuning, "STATUS", tmp_path / "status")
+    device = Device(best=1024)
+    monkeypatch.setattr(tuning, "time", device)
+    found = Tuning(device, texts(*[5] * 5), Settings(), 2)
+    for number, _ in enumerate(found.run()):
+        if number == found.steps // 2:  # every size has been measured once, but this
+            (tmp_path / "status").write_text("VmHWM:\t   4000 kB\n")
+    assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [3.072]
+    assert (tmp_path / "clear_refs").read_text() == "5"
