@@ -24,7 +24,7 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
-	$(BIN)/python -m pytest $(if $(STRICT),--strict-skips)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(STRICT),--strict-skips)
 
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)

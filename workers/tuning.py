@@ -106,8 +106,7 @@ class Tuning:
         }
         self._full: dict[str, int] = {}
         self.tokens = sum(row.length for rows in by_post for row in rows)
-        #: Whether nothing is computed for padding. The engine is its classifier's own affair; only this is of interest.
-        self.packed = bool(getattr(getattr(classifier, "_engine", None), "packed", False))
+        self.packed = classifier.packed
         #: Tokens of each batch with its padding, by size.
         self._padded = {
             size: [len(batch) * batch[-1].length for batch in self._cut(by_post, size)]

@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tests.fakes.models import NLI, make_model, make_sentence_model
 from workers.classifiers import Row
 from workers.classifiers.choose import load_classifier
 from workers.device import Device, choose
+from workers.engines.onnx_engine import PROVIDERS
 from workers.engines.outputs import device_errors
 
 pytestmark = pytest.mark.gpu
@@ -85,3 +87,21 @@ def test_out_of_memory_is_told_apart_and_survived(folder: Path) -> None:
         torch.empty(2**50, device="cuda")
     batch = rows_of(gpu, 4, 5)
     assert gpu.forward(batch).wait().isfinite().all()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS["cuda"][:-1])
+def test_onnx_scores_are_those_of_torch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    if provider not in onnxruntime.get_available_providers():
+        pytest.skip(f"this build of ONNX Runtime has no {provider}")
+    monkeypatch.setitem(PROVIDERS, "cuda", (provider, "CPUExecutionProvider"))
+    exact = classifier(folder, choose("cpu", "float32"))
+    settings = Settings(model=str(folder), labels={"a": "sports", "b": "food", "c": "music"}, engine="onnx")
+    graph: Any = load_classifier(
+        settings.model_copy(update={"cache_folder": tmp_path}), choose("cuda", "float32", "onnx")
+    )
+    assert graph._engine.provider == provider
+    lengths = (3, 3, 40, 7, 250)
+    expected = exact.forward(rows_of(exact, *lengths)).wait()
+    assert torch.allclose(graph.forward(rows_of(graph, *lengths)).wait(), expected, atol=1e-3)

@@ -41,6 +41,7 @@ class StandIn:
     """One row a post, of one token a word; posts with "poison" in them fail their forward pass."""
 
     kind = "stand-in"
+    packed = False
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
     #: No CPU: one lane.
     device = Device(torch.device("meta"), torch.float32, "for a test")
@@ -212,6 +213,38 @@ def test_one_poison_post_fails_alone(owner: Owner) -> None:
     assert [outcome["id"] for outcome in found if "error" in outcome] == ["20"]
     assert found[20]["error"] == "ValueError: cannot read this"
     assert len(owner.store.written) == 40
+
+
+class ThreeRows(StandIn):
+    """Three rows a post, as for three labels; finished with the last of them."""
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        self.missing: dict[int, int] = {}
+        return [[Row(tokens, label_set) for tokens in [Tokens([0] * len(text.split()))] * 3] for text in texts]
+
+    def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:  # noqa: ARG002
+        finished = []
+        for row in rows:
+            left = self.missing[id(row.owner)] = self.missing.get(id(row.owner), 3) - 1
+            if not left:
+                finished.append((row, {"good": 0.75, "bad": 0.25}))
+        return finished
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 256])
+def test_a_post_of_many_rows_is_settled_once(batch_rows: int) -> None:
+    """However its rows fall into batches, and though each of a poison post's rows fails."""
+    owner = Owner(ThreeRows(), batch_rows=batch_rows)
+    try:
+        found = owner.results("a good one", "poison", "another good one of some length")
+        assert [outcome.get("label", "failed") for outcome in found] == ["good", "failed", "good"]
+        wait_until(lambda: owner.pipeline.statistics.totals.failed == 1, "the failure is counted", 10)
+        assert len(owner.finished) == 1
+        assert [result.post.id for result in owner.store.written] == ["0", "2"]
+        assert [letter.id for letter in owner.store.dead] == ["1"]
+        assert owner.results("and on it goes")[0]["label"] == "good"
+    finally:
+        owner.pipeline.stop()
 
 
 def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> None:

@@ -137,8 +137,7 @@ def test_few_posts_fill_no_large_budgets(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_engine_that_packs_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     class Packing(Device):
-        class _engine:  # noqa: N801 - stands for an attribute
-            packed = True
+        packed = True
 
     found, _ = measured(monkeypatch, Packing(best=1024), texts(9, 1, 5, 2, 7))
     assert [point.padding_efficiency for point in found.curve(BATCH_SIZE).points] == [1.0]

@@ -106,6 +106,8 @@ class Classifier(Protocol):
     kind: str
     weights: Weights
     device: Device
+    #: Whether its engine computes nothing for padding.
+    packed: bool
 
     def warm_up(self) -> None:
         """Run one forward pass, so that the first message does not pay for what the first pass sets up."""

@@ -66,6 +66,7 @@ class Entailment:
         self.weights = weights
         self.device = device
         self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        self.packed = self._engine.packed
         label2id = read_config(weights, settings.trust_remote_code).label2id
         self._entailment = entailment_of(label2id)
         if self._entailment is None:

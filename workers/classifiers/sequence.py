@@ -37,6 +37,7 @@ class SequenceClassifier:
         self.weights = weights
         self.device = device
         self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        self.packed = self._engine.packed
         config = read_config(weights, settings.trust_remote_code)
         names = tuple(str(config.id2label[place]) for place in range(config.num_labels))
         if len(set(names)) < len(names):

@@ -50,6 +50,7 @@ class Similarity:
         self._layout = read_layout(weights)
         most = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
         self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, most)
+        self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
             self.kind,

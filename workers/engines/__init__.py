@@ -13,6 +13,8 @@ class Engine(Protocol):
     """A model on its device, with what is read off it for each row."""
 
     device: Device
+    #: Whether nothing is computed for padding.
+    packed: bool
     #: Where `forward` leaves its tensors.
     home: torch.device
 

@@ -58,6 +58,7 @@ class OnnxEngine:
 
     #: Where `forward` leaves its tensors: on the host.
     home = torch.device("cpu")
+    packed = False
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
