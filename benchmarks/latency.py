@@ -172,7 +172,6 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
     ceiling = matrix_ceiling(chosen)
     console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
     classifier = load_classifier(settings, chosen)
-    classifier.warm_up()
     known = read_posts(arguments.posts, 12_000)
     # Each with an id of its own, so that each has a result of its own.
     posts = (post.model_copy(update={"id": f"{turn}-{post.id}"}) for turn in range(1_000_000) for post in known)

@@ -46,7 +46,6 @@ class Ideal:
 
     def start(self) -> None:
         self._classifier = load_classifier(self._job.settings, self._job.device)
-        self._classifier.warm_up()
 
     def stop(self) -> None:
         self._classifier = None

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from feedmill.flags import AsJson, Device, Dtype, Engine, Kind, Labels, Model, MultiLabel, Template, settings_of
 from feedmill.reading import Reading
-from shared.errors import InputError, PostRefused, RequestRefused, UserError
+from shared.errors import DeviceFull, DeviceLost, InputError, PostRefused, RequestRefused, UserError, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
 
@@ -76,10 +76,7 @@ def load_model(settings: Settings) -> "Classifier":
         from workers.classifiers.choose import load_classifier  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UserError(f"This needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
-    loaded = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
-    with _refusals_told(settings):
-        loaded.warm_up()
-    return loaded
+    return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
 
 
 def classified(
@@ -100,6 +97,8 @@ def _refusals_told(settings: Settings) -> Iterator[None]:
         yield
     except RequestRefused as refused:
         raise UserError(f"{settings.model} cannot serve this: {refused}.") from None
+    except (DeviceFull, DeviceLost) as error:
+        raise UserError(f"The device failed: {error}") from None
 
 
 def _is_file(what: str) -> bool:
@@ -138,9 +137,10 @@ def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:SHOWN])
-            typer.echo(f"{post.id:<12.12} {best:<48} {' '.join((post.title or post.body).split()):.60}")
+            title = " ".join((post.title or post.body).split())
+            typer.echo(printable(f"{post.id:<12.12} {best:<48} {title:.60}"))
         else:
-            typer.echo(f"{post.id:<12.12} failed: {outcome.error}")
+            typer.echo(printable(f"{post.id:<12.12} failed: {outcome.error}"))
     return failed
 
 
@@ -148,6 +148,6 @@ def _show_text(found: Classification) -> None:
     table = Table("label", "score", "", box=None, header_style="dim")
     longest = max(found.scores.values()) or 1.0
     for label, score in list(found.scores.items())[:SHOWN_OF_ONE]:
-        table.add_row(escape(label), f"{score:.3f}", "█" * round(BAR * max(0.0, score) / longest))
+        table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR * max(0.0, score) / longest))
     Console(highlight=False).print(table)
     typer.echo(f"by {found.model} ({found.weights[:12]}) on {found.device}")

@@ -38,9 +38,10 @@ MAX_EXTRA_BYTES = 4096
 #: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
 #: options; and with all dead letters of one message together.
 MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
-#: Labels that one message may choose from, at most; descriptions of one label.
+#: Labels that one message may choose from, at most; descriptions of one label, and of all together.
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
+MAX_ALL_DESCRIPTIONS = 512
 #: What Reddit puts in place of a body that is gone.
 GONE = frozenset({"[removed]", "[deleted]"})
 
@@ -152,6 +153,8 @@ def _one_or_more(value: object) -> object:
 def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     if not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"name at least one label, and at most {MAX_LABELS}")
+    if (described := sum(map(len, labels.values()))) > MAX_ALL_DESCRIPTIONS:
+        raise ValueError(f"{described} descriptions; at most {MAX_ALL_DESCRIPTIONS} for all labels together")
     return labels
 
 

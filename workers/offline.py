@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from shared.errors import ModelError
-from shared.messages import ClassifyOptions, DeadLetter, Outcome, Post
+from shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
 from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
@@ -74,6 +74,7 @@ def classify(
             while sent and id(sent[0][0]) in done:
                 first, its_posts = sent.popleft()
                 done.discard(id(first))
-                yield from ((post, outcome) for post, outcome in zip(its_posts, first.outcomes, strict=True) if outcome)
+                for post, outcome in zip(its_posts, first.outcomes, strict=True):
+                    yield post, outcome or PostError(id=post.id, error=str(first.refused))
     finally:
         pipeline.stop()

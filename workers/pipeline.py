@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from redis.exceptions import RedisError as RedisFault
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RequestRefused
-from shared.messages import Classification, DeadLetter, Outcome, Post, PostError, fingerprint
+from shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError, fingerprint
 from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 #: Finished micro-batches that may wait for the writer before the device thread does: bounds memory when Redis
 #: is away, and is more than enough to bridge a slow write.
 WRITE_AHEAD = 4
+#: Rows of one message, at most: they are prepared and held together.
+MAX_ROWS_PER_MESSAGE = 32_000
+#: Rows that enter the window while the device's lanes wait for it.
+ROWS_AT_ONCE = 256
 #: Longest pause, in seconds, between two tries to reach Redis.
 LONGEST_PAUSE = 5.0
 #: Characters of an exception's text that a post's error keeps.
@@ -103,9 +107,10 @@ class Pipeline:
         #: By lane: when its latest forward pass began, and what it left; for the watching thread.
         self._computing: list[tuple[float, Outputs | None] | None] = [None] * self._lanes
         self._finished: queue.Queue[Finished] = queue.Queue(WRITE_AHEAD)
-        #: Posts taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each
-        #: is written by a thread of its own.
-        self._posts_in = self._posts_prepared = 0
+        #: Rows taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each is
+        #: written by a thread of its own. Both reckon with the labels that are set.
+        self._rows_each = classifier.label_set(ClassifyOptions()).rows
+        self._rows_in = self._rows_prepared = 0
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
@@ -124,15 +129,15 @@ class Pipeline:
 
     def submit(self, message: Message) -> None:
         """Take a message in. It ends with `on_finished`, unless it is forgotten or the pipeline stops."""
-        self._posts_in += len(message.raw_posts)
+        self._rows_in += len(message.raw_posts) * self._rows_each
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._arrived.put(message)
 
     def waiting(self) -> int:
-        """Rows that wait for the device; a post that is not tokenized yet counts as one."""
-        return len(self._window) + self._posts_in - self._posts_prepared
+        """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
+        return len(self._window) + self._rows_in - self._rows_prepared
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited for the device."""
@@ -200,18 +205,24 @@ class Pipeline:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
             if rows:
-                with self._ready:
-                    for row in rows:
-                        self._window.add(row)
-                    self._ready.notify_all()
+                for at in range(0, len(rows), ROWS_AT_ONCE):
+                    with self._ready:
+                        for row in rows[at : at + ROWS_AT_ONCE]:
+                            self._window.add(row)
+                        self._ready.notify_all()
             else:
                 self._hand_to_writer(message)
-            self._posts_prepared += len(message.raw_posts)
+            self._rows_prepared += len(message.raw_posts) * self._rows_each
 
     def _prepare(self, message: Message) -> list[Row]:
         """Rows for the posts that are good; the others are settled with their error."""
         posts = message.read()
         label_set = self._classifier.label_set(message.options)
+        if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
+            raise RequestRefused(
+                f"posts: {len(posts)} of {label_set.rows} rows each are {rows_in_all:,} rows; at most "
+                f"{MAX_ROWS_PER_MESSAGE:,} in one message"
+            )
         at_work = []
         for index, post in enumerate(posts):
             if isinstance(post, Post):

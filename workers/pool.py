@@ -37,7 +37,7 @@ from celery.platforms import EX_FAILURE
 from celery.worker import state
 
 from shared.broker import CLASSIFY_TASK, SENT_AT, connect
-from shared.errors import UserError
+from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
@@ -96,9 +96,8 @@ class DevicePool(BasePool):
             logger.info("device %s", self._device)
             began = time.monotonic()
             classifier = load_classifier(self.settings, self._device)
-            classifier.warm_up()
             self._budget = calibrate(classifier, self.settings)
-        except UserError as error:
+        except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         logger.info(

@@ -32,7 +32,6 @@ class OneByOne:
         settings = load()
         self._classifier = load_classifier(settings, device.choose(settings.device, settings.dtype))
         self._label_set = self._classifier.label_set(ClassifyOptions())
-        self._classifier.warm_up()
 
     def load_on_one_core(self, **_: Any) -> None:
         torch.set_num_threads(1)

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from shared.errors import ModelError
+from shared.errors import DeviceFull, ModelError, SettingsError
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from workers.classifiers import choose
 from workers.classifiers.choose import check_size, kind_of, load_classifier
+from workers.classifiers.nli import Entailment
 from workers.device import Device
 from workers.weights import EMBEDDED, Weights, locate
 
@@ -46,6 +48,19 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
         (folder / "config.json").write_text(content)
         with pytest.raises(ModelError, match=r"config.json cannot be read"):
             kind_of(Weights("m", folder, None, "00"))
+
+
+def test_what_a_first_forward_pass_brings_to_light_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("bert", tmp_path, NLI)
+    for fault in (DeviceFull("no memory"), TypeError("an argument\nis missing")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Entailment, "forward", Mock(side_effect=fault))
+            with pytest.raises(ModelError, match=f"does not run on cpu: {type(fault).__name__}: "):
+                load_classifier(Settings(model=str(folder)), FP32)
+    with pytest.raises(SettingsError, match="cannot serve what is set: labels: .* leaves no room for a post"):
+        load_classifier(Settings(model=str(folder), max_tokens=8, labels="a label of very many words indeed"), FP32)
 
 
 def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
 from workers.classifiers import Classifier
 from workers.classifiers.choose import load_classifier
-from workers.device import choose
+from workers.device import Device, choose
 from workers.engines import onnx_engine
 from workers.engines.network import LOGITS
-from workers.engines.onnx_engine import PROVIDERS, exported
+from workers.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
 from workers.weights import EMBEDDED, locate
 
 LABELS = ["sports", "technology", "food"]
@@ -122,6 +122,13 @@ def test_a_graph_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(onnx_engine, "exported", lambda *_: broken)
     with pytest.raises(ModelError, match="ONNX Runtime cannot load .* Delete its folder"):
         loaded(folder, tmp_path / "cache", engine="onnx")
+
+
+def test_a_gpu_without_a_provider_for_it_is_not_taken_for_the_cpu(tmp_path: Path) -> None:
+    weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
+    gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
+    with pytest.raises(ModelError, match="no working provider for cuda:0 here, only the CPU's: install"):
+        OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
 
 
 def test_tensorrt_is_asked_for_by_documented_options(cache: Path) -> None:

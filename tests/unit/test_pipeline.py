@@ -4,13 +4,14 @@ import json
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
-from shared.messages import ClassifyOptions, DeadLetter
+from shared.messages import ClassifyOptions, DeadLetter, Post, PostError
 from shared.results import Result
 from shared.settings import Settings
 from tests.support import wait_until
@@ -18,7 +19,8 @@ from workers.calibration import TokenBudget
 from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.message import Message
-from workers.pipeline import Pipeline
+from workers.offline import classify
+from workers.pipeline import MAX_ROWS_PER_MESSAGE, Pipeline
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -245,6 +247,25 @@ def test_a_post_of_many_rows_is_settled_once(batch_rows: int) -> None:
         assert owner.results("and on it goes")[0]["label"] == "good"
     finally:
         owner.pipeline.stop()
+
+
+def test_a_message_of_too_many_rows_is_refused() -> None:
+    owner = Owner(ThreeRows())
+    many = LabelSet(LABELS.labels, False, "recipe", rows=MAX_ROWS_PER_MESSAGE)
+    owner.classifier.label_set = Mock(return_value=many)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RequestRefused, match=r"posts: 2 of 32000 rows each are 64,000 rows; at most 32,000"):
+            owner.results("one", "two")
+    finally:
+        owner.pipeline.stop()
+
+
+def test_offline_what_is_refused_as_a_whole_is_an_error_of_each_post() -> None:
+    posts = [Post(id="a", title="explode"), Post(id="b", title="fine")]
+    outcomes = list(classify(posts, StandIn(), Settings(), TokenBudget(64)))
+    assert [post.id for post, _ in outcomes] == ["a", "b"]
+    assert all("the tokenizer is broken" in outcome.error for _, outcome in outcomes if isinstance(outcome, PostError))
+    assert all(isinstance(outcome, PostError) for _, outcome in outcomes)
 
 
 def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> None:

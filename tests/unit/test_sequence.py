@@ -49,7 +49,7 @@ def test_scores_of_each_architecture(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, LABELS)
     found = ours(loaded(folder), TEXTS)
     assert_equal(found, theirs(folder, TEXTS))
-    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
+    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.01  # else nothing was compared
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
@@ -89,5 +89,5 @@ def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
 
 
 def test_two_labels_of_one_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gives two of its labels one name"):
+    with pytest.raises(ModelError, match="does not give each of its labels a name of its own"):
         loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))

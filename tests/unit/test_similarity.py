@@ -1,5 +1,6 @@
 """workers/classifiers/similarity.py on the real weights, beside the model card's own recipe."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,7 @@ BROKEN: list[tuple[dict[str, str], str]] = [
     ({}, "it has no modules.json"),
     ({"modules.json": "{"}, "modules.json cannot be read"),
     ({"modules.json": "[]"}, "has 0 poolings"),
+    ({"modules.json": '{"a": 1}'}, "should be a list of modules"),
     ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "has a module LSTM"),
     ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, "p/config.json cannot be read"),
     (
@@ -188,6 +190,25 @@ def test_models_that_are_no_sentence_models(tmp_path: Path, files: dict[str, str
         (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=words):
         Similarity(Weights("m", tmp_path, None, "00"), FP32, Settings())
+
+
+def test_a_dense_layer_that_would_be_computed_otherwise(tmp_path: Path) -> None:
+    folder = make_sentence_model(tmp_path, dense=32)
+    path = folder / "2_Dense" / "config.json"
+    for option in ({"use_residual": True}, {"module_input_name": "token_embeddings"}):
+        path.write_text(json.dumps({"in_features": 32, "out_features": 32} | option))
+        with pytest.raises(ModelError, match="asks for a residual, or for other inputs"):
+            Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+
+
+def test_results_of_other_layers_are_other_results(tmp_path: Path) -> None:
+    """The transformer's weights are the same in all; what comes behind them is not."""
+    recipes = set()
+    for number, (pooling, dense) in enumerate([("mean", 0), ("max", 0), ("mean", 16), ("mean", 16)]):
+        folder = make_sentence_model(tmp_path / str(number), pooling={"pooling_mode": pooling}, dense=dense)
+        made = Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+        recipes.add(made.label_set(ClassifyOptions()).recipe)
+    assert len(recipes) == 4
 
 
 def test_a_folder_that_transformers_cannot_load(tmp_path: Path) -> None:

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, BartForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BartForSequenceClassification,
+    FNetConfig,
+    T5Config,
+    T5EncoderModel,
+    XLNetConfig,
+)
 
-from shared.errors import DeviceFull, DeviceLost
+from shared.errors import DeviceFull, DeviceLost, ModelError
 from tests.fakes.models import ARCHITECTURES, NLI, make_model
 from workers.device import Device
 from workers.engines.network import LOGITS, PACKABLE, POOLINGS, SHIFTED, Network, most_tokens, pool, read_config
@@ -95,7 +103,7 @@ def test_packed_classifiers(tmp_path: Path, architecture: str) -> None:
 def test_bart_in_float16_is_clamped_as_in_transformers(tmp_path: Path) -> None:
     """Without asking whether all is finite, which makes the host wait for the device; the same numbers come out."""
     folder = make_model("bart", tmp_path, NLI)
-    ours = Network(weights(folder), torch.float16, LOGITS).model.base_model.encoder.layers[0]
+    ours = Network(weights(folder), torch.float16, LOGITS, 1).model.base_model.encoder.layers[0]
     library: Any = BartForSequenceClassification.from_pretrained(folder, dtype=torch.float16)
     theirs = library.eval().base_model.encoder.layers[0]
     states = torch.randn(2, 5, 32, dtype=torch.float16)
@@ -106,6 +114,31 @@ def test_bart_in_float16_is_clamped_as_in_transformers(tmp_path: Path) -> None:
         expected = theirs(states, None)
         assert torch.equal(ours(states, None), expected)
     assert expected.abs().max() == torch.finfo(torch.float16).max - 1000
+
+
+def test_decoders_find_their_last_token_whatever_the_tokenizer_pads_with(tmp_path: Path) -> None:
+    folder = make_model("gpt2", tmp_path, NLI, pad_token_id=0)
+    engine = engine_of(folder, LOGITS)
+    rows = rows_of(2, 7, 30)
+    together = engine.forward(rows)
+    for number, row in enumerate(rows):
+        assert torch.allclose(together[number], engine.forward([row])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [XLNetConfig(), FNetConfig()])
+def test_models_whose_scores_depend_on_padding_are_refused(tmp_path: Path, config: Any) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"of the kind {config.model_type}: its scores would depend on padding"):
+        engine_of(tmp_path)
+
+
+def test_of_a_sequence_to_sequence_model_the_encoder_embeds(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    config = T5Config(vocab_size=60, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
+    T5EncoderModel(config).save_pretrained(tmp_path)
+    engine = engine_of(tmp_path)
+    rows = rows_of(3, 9)
+    assert torch.allclose(engine.forward(rows)[0], engine.forward(rows[:1])[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("way", sorted(POOLINGS))

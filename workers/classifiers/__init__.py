@@ -34,6 +34,8 @@ class LabelSet:
     multi_label: bool
     #: Digest of all that, with the post, decides the scores: see `shared.messages.fingerprint`.
     recipe: str
+    #: Rows that each post is.
+    rows: int = 1
     #: The labels as the classifier's model reads them; its own affair.
     prepared: Any = field(default=None, repr=False)
     #: What the classifier keeps of them on the device; filled on the device thread, by the first batch.
@@ -58,6 +60,7 @@ class LabelSets:
     """The label sets of messages that bring labels of their own, prepared once each.
 
     kind, model: what decides the scores besides labels and texts: the classifier, and a digest of its model and limits.
+    row_each: whether a post is a row for each label.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class LabelSets:
         labels: Descriptions,
         template: str,
         prepare: Callable[[Sequence[Sequence[str]]], Any],
+        row_each: bool = False,
     ) -> None:
         self._kind, self._model = kind, model
         self._labels, self._template = labels, template
         self._prepare = prepare
+        self._row_each = row_each
         self._known: OrderedDict[str, LabelSet] = OrderedDict()
 
     def of(self, options: ClassifyOptions) -> LabelSet:
@@ -81,7 +86,8 @@ class LabelSets:
         if key not in self._known:
             sentences = [[template.replace("{}", text) for text in described] for described in labels.values()]
             recipe = digest(self._kind, self._model, key)
-            self._known[key] = LabelSet(tuple(labels), options.multi_label, recipe, self._prepare(sentences))
+            rows = len(labels) if self._row_each else 1
+            self._known[key] = LabelSet(tuple(labels), options.multi_label, recipe, rows, self._prepare(sentences))
             if len(self._known) > LABEL_SETS:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

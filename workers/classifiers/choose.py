@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ModelError
+from shared.errors import ModelError, RequestRefused, SettingsError
 from shared.settings import Settings
 from workers.classifiers import Classifier
 from workers.classifiers.nli import Entailment, entailment_of
@@ -24,11 +24,21 @@ CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassi
 
 
 def load_classifier(settings: Settings, device: Device) -> Classifier:
-    """The classifier of the model that is set, loaded. Raises ModelError or SettingsError."""
+    """The classifier of the model that is set, loaded and tried. Raises ModelError or SettingsError."""
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = kind_of(weights) if settings.classifier == "auto" else settings.classifier
     check_size(weights, device)
-    return CLASSIFIERS[kind](weights, device, settings)
+    classifier = CLASSIFIERS[kind](weights, device, settings)
+    try:
+        classifier.warm_up()
+    except RequestRefused as refused:
+        raise SettingsError(f"{weights.name} cannot serve what is set: {refused}.") from None
+    except Exception as error:  # whatever a first forward pass brings to light
+        first = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{weights.name} does not run on {device.name}: {type(error).__name__}: {first:.300}"
+        ) from error
+    return classifier
 
 
 def kind_of(weights: Weights) -> str:

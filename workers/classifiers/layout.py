@@ -5,6 +5,7 @@ here rather than by sentence-transformers, since a worker runs the transformer i
 """
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from shared.errors import ModelError
+from shared.messages import digest
 from workers.engines.network import POOLINGS
 from workers.weights import Weights
 
+#: Where the limits of a text stand: the first that is there, as sentence-transformers looks for them.
+TEXT_CONFIGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 #: Modules that are understood, by the last part of their class's name.
 UNDERSTOOD = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
 #: What the pooling's configuration called its ways before there was `pooling_mode`.
@@ -38,6 +45,8 @@ class Layout(NamedTuple):
     lower_case: bool
     #: What is put before each text.
     prompt: str
+    #: Of all that is above, dense weights included: what decides an embedding besides the transformer.
+    digest: str
 
 
 def read_layout(weights: Weights) -> Layout:
@@ -48,28 +57,27 @@ def read_layout(weights: Weights) -> Layout:
         raise ModelError(
             f"{folder} is no sentence-transformers model: it has no modules.json. Classifying by similarity needs one."
         )
-    modules = [
-        (str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in _json(modules_file)
-    ]
+    listed = _json(modules_file)
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+        raise ModelError(f"{modules_file} should be a list of modules.")
+    modules = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
     if odd := [kind for kind, _ in modules if kind not in UNDERSTOOD]:
         raise ModelError(f"{modules_file} has a module {odd[0]}, which is not supported.")
     poolings = [path for kind, path in modules if kind == "Pooling"]
     if len(poolings) != 1:
         raise ModelError(f"{modules_file} has {len(poolings)} poolings; one is expected.")
     pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
-    of_texts = _json_if_there(folder / "sentence_bert_config.json")
+    of_texts = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
     of_prompts = _json_if_there(folder / "config_sentence_transformers.json")
     prompt = (of_prompts.get("prompts") or {}).get(of_prompts.get("default_prompt_name") or "") or ""
     if prompt and not with_prompt:
         raise ModelError(f"{folder} leaves its prompt out of the pooling, which is not supported.")
     limit = of_texts.get("max_seq_length")
-    return Layout(
-        pooling,
-        tuple(_dense(folder / path) for kind, path in modules if kind == "Dense"),
-        limit if isinstance(limit, int) and limit > 0 else None,
-        bool(of_texts.get("do_lower_case")),
-        prompt,
-    )
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    lower_case = bool(of_texts.get("do_lower_case"))
+    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
+    parts = [*pooling, str(limit), str(lower_case), prompt, *(digest_of for _, digest_of in dense)]
+    return Layout(pooling, tuple(layer for layer, _ in dense), limit, lower_case, prompt, digest(*parts))
 
 
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
@@ -83,8 +91,14 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     return ways, bool(config.get("include_prompt", True))
 
 
-def _dense(folder: Path) -> torch.nn.Module:
+def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
+    """The layer, and a digest of it."""
     config = _json(folder / "config.json")
+    if config.get("use_residual") or {config.get(f"module_{end}_name") for end in ("input", "output")} - {
+        None,
+        "sentence_embedding",
+    }:
+        raise ModelError(f"{folder / 'config.json'} asks for a residual, or for other inputs: that is not supported.")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     activation = {
         "Identity": torch.nn.Identity,
@@ -102,7 +116,8 @@ def _dense(folder: Path) -> torch.nn.Module:
         raise ModelError(
             f"The dense layer in {folder} cannot be read (model.safetensors is needed): {error}"
         ) from error
-    return torch.nn.Sequential(linear, activation()).eval()
+    written = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return torch.nn.Sequential(linear, activation()).eval(), f"{written} {name}"
 
 
 def _json_if_there(path: Path) -> dict[str, Any]:

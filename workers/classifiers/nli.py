@@ -75,10 +75,11 @@ class Entailment:
         self._contradiction = len(label2id) - 1 if self._entailment == 0 else 0
         self._label_sets = LabelSets(
             self.kind,
-            f"{weights.sha256} {self._tokenizer.max_tokens}",
+            f"{weights.sha256} {self._tokenizer.max_tokens} {self._entailment} {self._contradiction}",
             settings.labels or {topic: (topic,) for topic in TOPICS},
             settings.template or TEMPLATE,
             self._hypotheses,
+            row_each=True,
         )
 
     def warm_up(self) -> None:

@@ -39,11 +39,11 @@ class SequenceClassifier:
         self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
         self.packed = self._engine.packed
         config = read_config(weights, settings.trust_remote_code)
-        names = tuple(str(config.id2label[place]) for place in range(config.num_labels))
-        if len(set(names)) < len(names):
-            raise ModelError(f"The config.json of {weights.name} gives two of its labels one name.")
+        names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
+        if "" in names or len(set(names)) < len(names):
+            raise ModelError(f"The config.json of {weights.name} does not give each of its labels a name of its own.")
         self._meaning = meaning(config.problem_type, len(names))
-        recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning)
+        recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
 
     def warm_up(self) -> None:

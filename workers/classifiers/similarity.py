@@ -54,7 +54,7 @@ class Similarity:
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
             self.kind,
-            f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout[2:]}",
+            f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
             settings.labels or DESCRIBED_TOPICS,
             settings.template or TEMPLATE,
             self._sentences,
@@ -100,12 +100,15 @@ class Similarity:
         """[rows, labels] of one label set."""
         if label_set.on_device is None:
             sentences: Sentences = label_set.prepared
+            if sentences is None:  # another lane has embedded them meanwhile
+                return self._scores(embeddings, label_set)
             pieces = [
                 self.embed(sentences.tokens[at : at + SENTENCES_AT_ONCE])
                 for at in range(0, len(sentences.tokens), SENTENCES_AT_ONCE)
             ]
             of_labels = torch.split(torch.cat(pieces), sentences.counts)
             label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
+            label_set.prepared = None  # the tokens were needed once, and may be many
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1
         return cosines if independent else (SCALE * cosines).softmax(-1)

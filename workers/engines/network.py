@@ -28,6 +28,12 @@ SHIFTED = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 #: Those that take a mask of [rows, 1, 1, tokens] as it is. Made from [rows, tokens] by the model, a mask is first
 #: read back from the device.
 TAKES_READY_MASK = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+#: Sequence-to-sequence models of whose two stacks an embedding needs the first alone.
+ENCODERS = {
+    name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
+}
+#: Models whose scores change with the padding at a row's end, and so with the rows beside it.
+NOT_PADDED = frozenset({"fnet", "xlnet"})
 
 
 class Run(NamedTuple):
@@ -77,7 +83,8 @@ def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 class Network(torch.nn.Module):
     """A model with what is read off it: LOGITS, or ways of pooling. On the CPU until it is moved.
 
-    attention: name of the attention implementation; None takes the library's choice.
+    pad_id: fills short rows where the model's own configuration names no token for it. attention: name of the attention
+    implementation; None takes the library's choice.
     Raises ModelError when the folder does not hold such a model.
     """
 
@@ -86,6 +93,7 @@ class Network(torch.nn.Module):
         weights: Weights,
         dtype: torch.dtype,
         reads: Sequence[str],
+        pad_id: int,
         attention: str | None = None,
         remote_code: bool = False,
     ) -> None:
@@ -93,7 +101,13 @@ class Network(torch.nn.Module):
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.reads = tuple(reads)
         self.classifies = self.reads == LOGITS
-        architecture = AutoModelForSequenceClassification if self.classifies else AutoModel
+        config = read_config(weights, remote_code)
+        self.kind: str = config.model_type
+        if self.kind in NOT_PADDED:
+            raise ModelError(f"{weights.name} is a model of the kind {self.kind}: its scores would depend on padding.")
+        architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
+        if self.kind in ENCODERS and not self.classifies:
+            architecture = getattr(transformers, ENCODERS[self.kind])
         try:
             model, loading = architecture.from_pretrained(
                 weights.folder,
@@ -114,8 +128,10 @@ class Network(torch.nn.Module):
             )
         self.model: Any = model
         self.config: Any = model.config
-        self.kind: str = self.config.model_type
-        if not self.classifies and getattr(self.model, "pooler", None) is not None:
+        # Decoders look for this token to find a row's last one.
+        self.pad_id = filler(self.config, pad_id)
+        self.config.pad_token_id = self.config.get_text_config().pad_token_id = self.pad_id
+        if not self.classifies and self.kind != "squeezebert" and getattr(self.model, "pooler", None) is not None:
             self.model.pooler = None  # one more layer, whose output nobody reads
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
@@ -124,7 +140,11 @@ class Network(torch.nn.Module):
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
         # Models that hand their mask to torch's attention.
-        self.takes_ready_mask = self.kind in TAKES_READY_MASK and self.config._attn_implementation == "sdpa"
+        self.takes_ready_mask = (
+            self.kind in TAKES_READY_MASK
+            and self.config._attn_implementation == "sdpa"
+            and type(model).__module__.startswith("transformers.")
+        )
         self.eval()
 
     def forward(
@@ -191,9 +211,15 @@ def read_config(weights: Weights, remote_code: bool = False) -> Any:
         raise ModelError(f"{weights.folder}/config.json is not read by transformers: {error}") from error
 
 
+def filler(config: Any, pad_id: int) -> int:
+    """The token that fills short rows: the model's own, else the tokenizer's."""
+    own = getattr(config.get_text_config(), "pad_token_id", None)
+    return pad_id if own is None else int(own)
+
+
 def first_position(config: Any) -> int:
     """The position of a row's first token."""
-    return int(config.pad_token_id) + 1 if config.model_type in SHIFTED else 0
+    return int(config.pad_token_id or 0) + 1 if config.model_type in SHIFTED else 0
 
 
 def most_tokens(config: Any) -> int | None:

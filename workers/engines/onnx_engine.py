@@ -26,7 +26,7 @@ from shared.errors import ModelError, SettingsError
 from shared.messages import digest
 from shared.settings import Settings
 from workers.device import CORES, Device
-from workers.engines.network import Network, read_config
+from workers.engines.network import Network, filler, read_config
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: Version of the operators that a graph is written in.
 OPSET = 18
+#: Raised whenever what is exported, or how, changes: graphs of another version are not used.
+GRAPH_VERSION = 1
 #: Providers in the order in which they are wanted, by the kind of device.
 PROVIDERS = {
     "cuda": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -62,7 +64,7 @@ class OnnxEngine:
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
-        self._pad_id = pad_id
+        self._pad_id = filler(read_config(weights, settings.trust_remote_code), pad_id)
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
         # Lanes run side by side, each on a core of its own.
@@ -79,6 +81,12 @@ class OnnxEngine:
                 f"ONNX Runtime cannot load {graph}: {error}. Delete its folder to export it anew."
             ) from error
         self.provider: str = self._session.get_providers()[0]
+        if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
+            raise ModelError(
+                f"ONNX Runtime has no working provider for {device.name} here, only the CPU's: install onnxruntime-gpu "
+                "in place of onnxruntime, for the CUDA version that is here; or set FEEDMILL_DEVICE=cpu, or the engine "
+                "torch."
+            )
         self._takes_types = any(given.name == "token_type_ids" for given in self._session.get_inputs())
         logger.info("ONNX Runtime %s with %s", onnxruntime.__version__, self.provider)
 
@@ -146,15 +154,9 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     """The graph's file, exported first where it is not in the cache. Raises ModelError."""
     precision = str(dtype).removeprefix("torch.")
     config = (weights.folder / "config.json").read_text()
-    identity = (
-        weights.sha256,
-        config,
-        precision,
-        ",".join(reads),
-        str(OPSET),
-        version("torch"),
-        version("transformers"),
-    )
+    versions = (version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime"))
+    kind = f"{precision} {','.join(reads)} {pad_id} {OPSET} {GRAPH_VERSION}"
+    identity = (weights.sha256, config, kind, *versions)
     folder = settings.cache_folder / "onnx" / digest(*identity)
     if (folder / GRAPH).is_file():
         return folder / GRAPH
@@ -170,6 +172,7 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
                 fresh = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
                 try:
                     _export(weights, dtype, reads, pad_id, fresh, settings.trust_remote_code)
+                    shutil.rmtree(folder, ignore_errors=True)  # what is left of one without a graph
                     fresh.replace(folder)
                 finally:
                     shutil.rmtree(fresh, ignore_errors=True)
@@ -184,9 +187,7 @@ def _export(
 ) -> None:
     """Write the graph into the folder."""
     quantised = dtype == torch.int8
-    network = Network(weights, torch.float32 if quantised else dtype, reads, remote_code=remote_code)
-    if network.config.pad_token_id is None:
-        network.config.pad_token_id = pad_id
+    network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id, remote_code=remote_code)
     config = read_config(weights, remote_code)
     typed = getattr(config, "type_vocab_size", 0) > 1
     example = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])

@@ -83,14 +83,14 @@ class TorchEngine:
         self._cuda = device.torch.type == "cuda"
         self._copies = torch.cuda.Stream(device.torch) if self._cuda else None  # type: ignore[no-untyped-call]
         config = read_config(weights, remote_code)
-        self.packed = packed and device.torch.type == "cpu" and config.model_type in PACKABLE and not compiled
-        self.network = Network(weights, device.dtype, reads, PACKED if self.packed else None, remote_code)
+        # Code that comes with a model may call itself bert, and do something else.
+        own = not (remote_code and getattr(config, "auto_map", None))
+        self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE and not compiled
+        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)
-        if self.network.config.pad_token_id is None:
-            self.network.config.pad_token_id = pad_id  # decoders look for it to find a row's last token
         self._first_position = first_position(config)
-        self._pad_id = pad_id
+        self._pad_id = self.network.pad_id
         self._most = most
         self._length_bucket = LENGTH_BUCKET if compiled else 1
         self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
