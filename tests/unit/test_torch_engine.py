@@ -78,6 +78,15 @@ def test_the_architectures_that_are_packed(folder: Path) -> None:
     assert torch.allclose(padded.forward(rows), packed.forward(rows), atol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["roberta", "xlm-roberta"])
+def test_a_padding_token_that_is_a_word_of_a_text(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path / architecture)
+    rows = [Tokens([0, 9, 1, 9, 8, 2]), Tokens([0, 7, 6, 1, 1, 2])]  # 1 is "<pad>"
+    engine = engine_of(folder)
+    assert engine.packed
+    assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", sorted(PACKABLE))
 def test_packed_classifiers(tmp_path: Path, architecture: str) -> None:
     """Their heads and token types, against transformers' own class."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -117,8 +118,7 @@ class TorchEngine:
             runs.append(Run(start, len(list(members)), length))
             start += runs[-1].rows * length
         ids = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int64, start)
-        row_positions = [np.tile(np.arange(length), count) for _, count, length in runs]
-        positions = np.concatenate(row_positions) + self._first_position
+        positions = np.concatenate([self._positions(ids, run) for run in runs])
         types = None
         if any(row.types for row in rows):
             each = (row.types or [0] * len(row.ids) for row in rows)
@@ -126,6 +126,16 @@ class TorchEngine:
         return self.network.packed(
             torch.from_numpy(ids).unsqueeze(0), torch.from_numpy(positions).unsqueeze(0), types, runs
         )
+
+    def _positions(self, ids: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
+        """Of each token of a run. Models whose positions start behind the padding token's id number real tokens alone:
+        a padding token that is a word of a text has its own id for a position.
+        """
+        if not self._first_position:
+            return np.tile(np.arange(run.length), run.rows)
+        padding = self._first_position - 1
+        real = ids[run.start : run.start + run.rows * run.length].reshape(run.rows, run.length) != padding
+        return (real.cumsum(1) * real + padding).ravel()
 
     def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
