@@ -135,7 +135,8 @@ class TorchEngine:
             return np.tile(np.arange(run.length), run.rows)
         padding = self._first_position - 1
         real = ids[run.start : run.start + run.rows * run.length].reshape(run.rows, run.length) != padding
-        return (real.cumsum(1) * real + padding).ravel()
+        positions: NDArray[np.int64] = (real.cumsum(1) * real + padding).ravel()
+        return positions
 
     def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
