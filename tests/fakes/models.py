@@ -81,30 +81,35 @@ def _decoder() -> Tokenizer:
     return tokenizer
 
 
-def _typed(model: Any, trainer: Any, before: Any) -> Tokenizer:
+def _typed(model: Any, before: Any) -> Tokenizer:
     """[CLS] A [SEP] B [SEP] with token types, as BERT and DeBERTa have it."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = before
-    tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+        special_tokens=[(token, SPECIALS.index(token)) for token in ("[CLS]", "[SEP]")],
     )
+    tokenizer.add_special_tokens(SPECIALS)
     return tokenizer
 
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# Made by hand: the trainers of these two kinds number their pieces differently in each run, and with them the scores.
+WORDS = sorted({word.strip(".,?") for line in CORPUS for word in line.split()})
+LETTERS = sorted({letter for word in WORDS for letter in word} | set(".,?'"))
 
 
 def _bert() -> Tokenizer:
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIALS)
-    return _typed(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer())
+    pieces = dict.fromkeys([*SPECIALS, *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)])
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return _typed(models.WordPiece(vocabulary, unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer())
 
 
 def _unigram() -> Tokenizer:
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIALS, unk_token="[UNK]")
-    return _typed(models.Unigram(), trainer, pre_tokenizers.Metaspace())
+    pieces = dict.fromkeys([*SPECIALS, *(f"▁{word}" for word in WORDS), "▁", *LETTERS])
+    scored = [(piece, 0.0 if piece in SPECIALS else -5.0 - len(piece) % 3) for piece in pieces]
+    return _typed(models.Unigram(scored, SPECIALS.index("[UNK]"), False), pre_tokenizers.Metaspace())
 
 
 BYTES_NAMES = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}

@@ -84,7 +84,7 @@ def test_one_label_of_several(folder: Path) -> None:
     found = ours(loaded(folder), texts, labels=LABELS)
     expected = theirs(folder, texts, candidate_labels=LABELS)
     assert_equal(found, expected, 1e-5)
-    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.01  # else nothing was compared
+    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
     assert all(math.isclose(sum(scores.values()), 1, abs_tol=1e-5) for scores in found)
 
 
@@ -113,7 +113,7 @@ def test_default_template_is_the_pipelines(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "width"),
-    [("bart", {"init_std": 0.05}), ("bert", {"initializer_range": 0.12}), ("deberta-v2", {"initializer_range": 0.14})],
+    [("bart", {"init_std": 0.05}), ("bert", {"initializer_range": 0.12}), ("deberta-v2", {"initializer_range": 0.18})],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(tmp_path: Path, architecture: str, width: dict[str, Any], dtype: torch.dtype) -> None:
@@ -124,7 +124,7 @@ def test_half_precision(tmp_path: Path, architecture: str, width: dict[str, Any]
         found = ours(loaded(folder, dtype), TEXTS, labels=LABELS, multi_label=multi_label)
         assert_equal(found, theirs(folder, TEXTS, dtype, candidate_labels=LABELS, multi_label=multi_label), 5e-3)
         spread = max(spread, *(max(scores.values()) - min(scores.values()) for scores in found))
-    assert spread > 0.015  # else nothing was compared
+    assert spread > 0.05  # else nothing was compared
 
 
 def test_cut_at_the_settings_limit(folder: Path) -> None:

@@ -49,7 +49,7 @@ def test_scores_of_each_architecture(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, LABELS)
     found = ours(loaded(folder), TEXTS)
     assert_equal(found, theirs(folder, TEXTS))
-    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.01  # else nothing was compared
+    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])

@@ -169,6 +169,8 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
                     "exporting %s to ONNX in %s, once for this model; this takes a while …", weights.name, precision
                 )
                 began = time.monotonic()
+                for left in folder.parent.glob(f"{folder.name}?*/"):  # of an export that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 fresh = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
                 try:
                     _export(weights, dtype, reads, pad_id, fresh, settings.trust_remote_code)
