@@ -24,6 +24,11 @@ def sent_key(post_id: str) -> str:
     return f"feedmill:sent:{post_id}"
 
 
+def tombstone_key(post_id: str) -> str:
+    """Of a post that was purged: when, in seconds since 1970, and nothing else. Nothing is sent or stored of it."""
+    return f"feedmill:gone:{post_id}"
+
+
 class Key(NamedTuple):
     """One row of the table. `bound` says why the key cannot grow, or stay, for ever."""
 
@@ -40,6 +45,7 @@ TABLE: tuple[Key, ...] = (
     Key(COUNTERS, "hash", "shared/results.py", "three fields"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
+    Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
     Key("celery-task-meta-*", "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),
     Key("unacked", "hash", "kombu, what workers hold", "window_rows of each worker"),

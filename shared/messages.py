@@ -67,6 +67,10 @@ def _text(value: object) -> object:
 Repaired = BeforeValidator(_text)
 
 
+#: Seconds since 1970, UTC, until the year 9999.
+UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799)]
+
+
 class Post(BaseModel):
     """One post. Only `id` and a title or a body are required. Authors are never kept: unknown fields drop."""
 
@@ -78,9 +82,17 @@ class Post(BaseModel):
     body: Annotated[str, StringConstraints(max_length=MAX_BODY), Repaired] = ""
     subreddit: Annotated[str, StringConstraints(max_length=100), Repaired] | None = None
     score: Annotated[int, Field(ge=-(2**53), le=2**53)] | None = None
+    #: What the post links to.
     url: Annotated[str, StringConstraints(max_length=4096), Repaired] | None = None
-    #: Seconds since 1970, UTC.
-    created_utc: Annotated[float, Field(ge=0, le=253_402_300_799)] | None = None
+    #: Where the post itself is.
+    permalink: Annotated[str, StringConstraints(max_length=4096), Repaired] | None = None
+    created_utc: UnixTime | None = None
+    #: When its text was last changed.
+    edited_utc: UnixTime | None = None
+    #: Pinned to the top of its subreddit.
+    stickied: bool = False
+    nsfw: bool = False
+    spoiler: bool = False
     extra: dict[str, JsonValue] | None = None
 
     @field_validator("extra")

@@ -63,8 +63,32 @@ class Settings(BaseSettings):
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
     #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.
     queue_limit: Count = 20_000
+    #: Messages in the queue below which a producer that paused goes on. Unset: half of queue_limit.
+    queue_resume: Count | None = None
     #: Seconds for which a post that was sent is remembered and not sent again.
     sent_ttl: Count = 30 * DAY
+
+    # What the Reddit daemon does.
+
+    #: Credentials of an app registered with Reddit. Unset: PRAW's own, praw_client_id in the environment or praw.ini.
+    reddit_client_id: SecretStr | None = None
+    reddit_client_secret: SecretStr | None = None
+    #: Who asks, as Reddit wants it: <platform>:<app ID>:<version> (by /u/<user>).
+    reddit_user_agent: str | None = None
+    #: Section of praw.ini with the credentials. Unset: DEFAULT.
+    reddit_site: str | None = None
+    #: Another server that speaks Reddit's API; it is sent the credentials. Unset: Reddit's own.
+    reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "an address such as http://127.0.0.1:8080")] | None = None
+    #: Topics and their subreddits, in TOML; `feedmill ingest topics` prints the default.
+    reddit_topics: Path | None = None
+    #: Seconds between two looks at a topic's new posts.
+    reddit_poll_interval: Seconds = 60.0
+    #: Requests a minute, at most; Reddit's own budget, which its answers state, counts where it is smaller.
+    reddit_requests_per_minute: Count = 90
+    #: Seconds that Reddit may take to begin an answer, and between two parts of it.
+    reddit_timeout: Seconds = 15.0
+    #: Seconds for which a post that is gone from Reddit, or was purged, is remembered by its id alone, and refused.
+    tombstone_ttl: Count = 365 * DAY
 
     # What workers do.
 
@@ -161,10 +185,10 @@ class Settings(BaseSettings):
             )
         return value
 
-    @field_validator("data_folder", "cache_folder")
+    @field_validator("data_folder", "cache_folder", "reddit_topics")
     @classmethod
-    def _expand(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+    def _expand(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
 
     @property
     def broker_url(self) -> str:
