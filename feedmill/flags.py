@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from shared import logs
+from shared.messages import ClassifyOptions
 from shared.settings import Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
@@ -45,3 +46,10 @@ def settings_of(**flags: Any) -> Settings:
     for sentence in unknown_variables():
         logger.warning(sentence)
     return settings
+
+
+def options_of(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:
+    """What these flags ask of a message. Where they are not given the worker's settings count, not this process's."""
+    return ClassifyOptions(
+        labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
+    )

@@ -10,12 +10,33 @@ from typing import NamedTuple
 RESULTS_STREAM = "feedmill:results"
 #: Stream of dead letters, newest last; one entry for each post that could not be classified.
 DEAD_LETTERS = "feedmill:dead"
-#: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label).
+#: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label), `gone`
+#: (purged before they could be stored).
 COUNTERS = "feedmill:counters"
+#: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
+CELERY_RESULTS = "celery-task-meta-*"
+
+#: Hash of the Reddit daemon: subreddit -> the time until which everything of it is dealt with.
+REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
+#: Hash: subreddit -> when the oldest post was created that the daemon promised to send.
+REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
+#: Hash: subreddit and beginning -> a gap, posts that were out of reach, as JSON.
+REDDIT_GAPS = "feedmill:reddit:gaps"
+#: Hash: subreddit -> why it is not read, and who stands in for it, as JSON.
+REDDIT_REPLACED = "feedmill:reddit:replaced"
+#: Sorted set of posts to look at again, by when.
+REDDIT_LOOKS = "feedmill:reddit:looks"
+#: String, JSON: how the daemon fares.
+REDDIT_STATUS = "feedmill:reddit:status"
+
+
+def reddit_known_key(subreddit: str) -> str:
+    """Sorted set of a subreddit's posts that are dealt with: fullname, by when it was created."""
+    return f"feedmill:reddit:known:{subreddit}"
 
 
 def result_key(post_id: str) -> str:
-    """Hash of a post's results: fingerprint -> Classification as JSON."""
+    """Hash of a post's results: fingerprint -> Classification as JSON; and `score` -> its latest score as JSON."""
     return f"feedmill:result:{post_id}"
 
 
@@ -27,6 +48,11 @@ def sent_key(post_id: str) -> str:
 def tombstone_key(post_id: str) -> str:
     """Of a post that was purged: when, in seconds since 1970, and nothing else. Nothing is sent or stored of it."""
     return f"feedmill:gone:{post_id}"
+
+
+def position_key(file: str) -> str:
+    """Where the reading of a file stopped: a number of records. file: digest of which, and of how it is read."""
+    return f"feedmill:position:{file}"
 
 
 class Key(NamedTuple):
@@ -42,11 +68,19 @@ class Key(NamedTuple):
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
-    Key(COUNTERS, "hash", "shared/results.py", "three fields"),
+    Key(COUNTERS, "hash", "shared/results.py", "four fields"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
+    Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
+    Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
+    Key(REDDIT_GAPS, "hash", "producers/reddit/state.py", "MAX_GAPS fields"),
+    Key(REDDIT_REPLACED, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
+    Key(REDDIT_LOOKS, "zset", "producers/reddit/state.py", "ttl LOOKS_TTL; one member a post, until its last look"),
+    Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
+    Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "KNOWN members; ttl KNOWN_TTL"),
+    Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the file's end"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
-    Key("celery-task-meta-*", "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
+    Key(CELERY_RESULTS, "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),
     Key("unacked", "hash", "kombu, what workers hold", "window_rows of each worker"),
     Key("unacked_index", "zset", "kombu, when they took it", "window_rows of each worker"),

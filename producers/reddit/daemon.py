@@ -1,0 +1,400 @@
+"""The daemon's loop: each topic's new posts, again and again, for months.
+
+A poll walks down the joint listing of a topic's subreddits (`walk.py`). What it finds is held until it is in the queue,
+the oldest first, and only then written down as known: so what is known has no holes, and a process that is killed at
+any moment goes on where its predecessor stopped. While the queue is full, polls come more rarely and what they find is
+held; when too much is, they stop, and Reddit keeps the posts.
+"""
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kombu.exceptions import OperationalError
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from producers.push import FULL_QUEUE_PAUSE, Pusher
+from producers.reddit.backoff import Backoff
+from producers.reddit.budget import Budget
+from producers.reddit.client import CredentialsError, Reddit, refused_credentials
+from producers.reddit.clock import Clock
+from producers.reddit.looks import Looks
+from producers.reddit.state import Gap, State
+from producers.reddit.subreddits import Roster
+from producers.reddit.things import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
+from producers.reddit.topics import Topics
+from producers.reddit.walk import Track, Walk, walk
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before the watermark to which every walk goes on: posts can appear that late.
+OVERLAP = 300.0
+#: Seconds between two walks through all that a listing holds: posts that a moderator has let in hours later lie deep.
+DEEP = 6 * 3600.0
+#: Seconds between two checks of all subreddits, and until the next one when one failed.
+CHECK = 86_400.0
+CHECK_AGAIN = 600.0
+#: A page that is not the first of a walk is asked for so many times.
+PAGE_TRIES = 3
+#: Posts that are held for a full queue, at most, before polls stop.
+MAX_HELD = 5_000
+#: Posts that are sent and then written down as known together.
+PART = 256
+#: While the queue is full, polls come this much more rarely.
+SLOWER = 4
+#: Seconds between two words on how it goes, for `feedmill status`.
+TELL = 10.0
+
+
+@dataclass
+class Trouble:
+    """A subreddit that fails, and when it is tried again (monotonic seconds)."""
+
+    backoff: Backoff = field(default_factory=Backoff)
+    due: float = 0.0
+
+
+@dataclass
+class Feed:
+    """A topic, and what is known of the subreddits that are read for it."""
+
+    topic: str
+    #: When its listings are next walked to their end (monotonic seconds).
+    deep: float
+    tracks: dict[str, Track] = field(default_factory=dict)
+    trouble: dict[str, Trouble] = field(default_factory=dict)
+
+
+@dataclass
+class Batch:
+    """Posts that were read and are to be sent, the oldest first; `begin` before the first, `end` after the last.
+
+    fresh: those that were not known before. walked: they are of a walk, and known once they are sent.
+    """
+
+    items: Sequence[Item]
+    fresh: frozenset[str]
+    walked: bool
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    #: How many are sent; None before the beginning.
+    done: int | None = None
+
+    @property
+    def left(self) -> int:
+        return len(self.items) - (self.done or 0)
+
+
+@dataclass
+class Job:
+    """Something that is done again and again. run: does it, and returns the seconds until the next time."""
+
+    run: Callable[[], float]
+    due: float = 0.0
+    #: It asks Reddit: waits for tokens, and while Reddit is away.
+    asks: bool = True
+
+
+class Daemon:
+    """Reads topics for as long as `run` runs. For one thread.
+
+    depth: posts of a topic that are read to begin with; all that come later are.
+    """
+
+    def __init__(
+        self,
+        reddit: Reddit,
+        budget: Budget,
+        redis: Redis,
+        pusher: Pusher,
+        topics: Topics,
+        settings: Settings,
+        clock: Clock,
+        depth: int,
+    ) -> None:
+        self._reddit = reddit
+        self._budget = budget
+        self._pusher = pusher
+        self._settings = settings
+        self._clock = clock
+        self._depth = depth
+        self._state = State(redis)
+        self._roster = Roster(reddit, topics, self._state, clock)
+        self._looks = Looks(reddit, redis, self._state, settings, clock, self._hold_seen)
+        self._feeds = [Feed(topic, deep=clock.monotonic() + DEEP) for topic in topics.topics]
+        self._held: deque[Batch] = deque()
+        self._resting = Backoff()
+        self._redis_resting = Backoff(longest=30.0)
+        #: Walks and gaps since the start, and faults by their kind.
+        self.polls = self.gaps = 0
+        self.faults: Counter[str] = Counter()
+        #: What keeps it from working, for people; "" while nothing does.
+        self.hindrance = ""
+        start = clock.monotonic()
+        # The first time in this order.
+        self._jobs = [Job(self._tell, start, asks=False), Job(self._check, start)]
+        self._jobs += [Job(partial(self._poll, feed), start) for feed in self._feeds]
+        self._jobs.append(Job(self._looks.run, start))
+
+    def run(self) -> None:
+        """Raises Stopped when the process is asked to end, and CredentialsError when Reddit refuses them at first."""
+        while True:
+            self._clock.wait(self.step())
+
+    def step(self) -> float:
+        """Do one thing that is due; returns the seconds until there is another."""
+        self._publish()
+        now = self._clock.monotonic()
+        job = min(self._jobs, key=lambda job: job.due)
+        pause = job.due - now
+        if pause <= 0 and job.asks:
+            # Waiting for a token in the middle of a job would keep what is held from being sent.
+            pause = self._budget.pending()
+        if pause > 0:
+            return min(pause, FULL_QUEUE_PAUSE) if self._held else pause
+        job.due = now + self._guarded(job)
+        return 0.0
+
+    def _guarded(self, job: Job) -> float:
+        """Run a job; what keeps every job from working makes all of them wait. Returns seconds until its next time."""
+        asked = self._budget.spent
+        try:
+            pause = job.run()
+        except (RedisFault, OperationalError) as error:
+            return self._without_redis(error)
+        except Outage as fault:
+            return self._without_reddit(fault)
+        except Fault as fault:
+            self.faults[type(fault).__name__] += 1
+            logger.warning("%s", fault)
+            return self._resting.next()
+        if self._budget.spent > asked:
+            self._resting.failures = 0
+            if self.hindrance:
+                logger.info("it goes on")
+            self.hindrance = ""
+        return pause
+
+    def _without_redis(self, error: Exception) -> float:
+        if not self._redis_resting.failures:
+            logger.error("Redis at %s does not answer (%s); waiting for it", self._settings.redis_address, error)
+        self.hindrance = "Redis does not answer"
+        return self._redis_resting.next()
+
+    def _without_reddit(self, fault: Outage) -> float:
+        """Nothing is asked of Reddit for a while."""
+        self.faults[type(fault).__name__] += 1
+        if isinstance(fault, CredentialsRefused) and not self.polls:
+            raise CredentialsError(refused_credentials(self._settings)) from fault
+        pause = self._resting.next()
+        if isinstance(fault, TooMany) and fault.retry_after is not None:
+            pause = fault.retry_after
+        self.hindrance = refused_credentials(self._settings) if isinstance(fault, CredentialsRefused) else str(fault)
+        logger.warning("%s; Reddit is asked again in %.0f s", self.hindrance.rstrip("."), pause)
+        self._budget.pause(pause)
+        return 0.0  # the budget lets nothing pass until then
+
+    # What is read.
+
+    def _check(self) -> float:
+        """Which subreddits are read, and what is known of those that are new."""
+        try:
+            self._roster.check()
+        except Fault as fault:
+            self.faults[type(fault).__name__] += 1
+            logger.warning("the subreddits could not be checked (%s); that is tried again", fault)
+            self._follow()
+            return CHECK_AGAIN
+        self._follow()
+        return CHECK
+
+    def _follow(self) -> None:
+        """Read what the roster says."""
+        for feed in self._feeds:
+            names = self._roster.active[feed.topic]
+            feed.tracks = {name: feed.tracks.get(name) or self._state.track(name) for name in names}
+            feed.trouble = {name: trouble for name, trouble in feed.trouble.items() if name in names}
+
+    def _poll(self, feed: Feed) -> float:
+        """Walk a topic's subreddits together; each alone where that fails, so that the others go on."""
+        if self.held >= MAX_HELD:
+            return self._interval()
+        now = self._clock.monotonic()
+        deep = now >= feed.deep
+        well = [track for name, track in feed.tracks.items() if name not in feed.trouble]
+        alone = [feed.tracks[name] for name, trouble in feed.trouble.items() if trouble.due <= now]
+        if len(well) > 1:
+            try:
+                self._walk(well, deep)
+            except Fault as fault:
+                self.faults[type(fault).__name__] += 1
+                alone += well
+        else:
+            alone += well
+        for track in alone:
+            self._walk_alone(feed, track, deep)
+        if deep and not feed.trouble:
+            feed.deep = now + DEEP
+        self.polls += 1
+        pauses = [trouble.due - self._clock.monotonic() for trouble in feed.trouble.values()]
+        return max(0.0, min([self._interval(), *pauses]))
+
+    def _walk_alone(self, feed: Feed, track: Track, deep: bool) -> None:
+        try:
+            self._walk([track], deep)
+        except Unreadable as fault:
+            self.faults[type(fault).__name__] += 1
+            self._state.rewind(track.name)
+            self._roster.drop(feed.topic, track.name, fault.why)
+            self._follow()
+        except Fault as fault:
+            self.faults[type(fault).__name__] += 1
+            trouble = feed.trouble.setdefault(track.name, Trouble())
+            pause = trouble.backoff.next()
+            trouble.due = self._clock.monotonic() + pause
+            log = logger.warning if trouble.backoff.failures == 1 else logger.debug
+            log("r/%s: %s; tried again in %.0f s, the others go on", track.name, fault, pause)
+        else:
+            if feed.trouble.pop(track.name, None):
+                logger.info("r/%s: it goes on", track.name)
+
+    def _interval(self) -> float:
+        # A little different each time: the topics then do not all come at once.
+        interval = self._settings.reddit_poll_interval * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+        return interval * (SLOWER if self._pusher.gate.closed else 1)
+
+    def _walk(self, tracks: Sequence[Track], deep: bool) -> None:
+        """Walk these subreddits' joint listing, and hold what is new. Raises Fault."""
+        fetch = partial(self._page, [track.name for track in tracks])
+        found = walk(fetch, tracks, overlap=float("inf") if deep else OVERLAP, depth=self._depth)
+        if found.missed and len(tracks) > 1:
+            # Together they are too much for one listing; each alone has as many places as all had.
+            self._hold_walk(found, [track for track in tracks if track not in found.missed])
+            for track in found.missed:
+                self._walk([track], deep)
+        else:
+            self._hold_walk(found, tracks)
+
+    def _page(self, names: Sequence[str], after: str | None) -> Page:
+        """One page. Deep in a walk a fault is not yet the end of it: the pages before would be read once more."""
+        for _ in range(0 if after is None else PAGE_TRIES - 1):
+            try:
+                return self._reddit.page(names, after=after)
+            except Unreadable:
+                raise
+            except Fault as fault:
+                self.faults[type(fault).__name__] += 1
+                self._clock.wait(random.uniform(0.5, 1.5))  # noqa: S311 - no secret
+        return self._reddit.page(names, after=after)
+
+    def _hold_walk(self, found: Walk, tracks: Sequence[Track]) -> None:
+        """Hold what a walk found that is new of these subreddits, or edited, with what it says of gaps."""
+        if found.empty:
+            return
+        of = {track.name.lower(): track for track in tracks}
+        items = [
+            item
+            for item in found.items
+            if (track := of.get(item.subreddit.lower())) and item.created_utc >= (track.beginning or 0.0)
+        ]
+        changed = [item for item in items if of[item.subreddit.lower()].known.get(item.fullname) != item.text]
+        fresh = frozenset(item.fullname for item in changed if item.fullname not in of[item.subreddit.lower()].known)
+        now = self._clock.time()
+        missed = [track for track in tracks if track in found.missed]
+        gaps = [Gap(track.name, track.watermark or 0.0, found.oldest, now) for track in missed]
+        # A first walk promises all that comes after its oldest post, even when it is interrupted.
+        beginnings = {track.name: found.oldest for track in tracks if track.beginning is None}
+        ahead = {track.name: found.newest for track in tracks if found.newest > (track.watermark or 0.0)}
+        for track in tracks:
+            track.learn(item for item in items if item.subreddit.lower() == track.name.lower())
+            track.watermark = max(track.watermark or 0.0, found.newest)
+            track.beginning = beginnings.get(track.name, track.beginning)
+        if changed or gaps or ahead:
+            self._held.append(
+                Batch(
+                    changed,
+                    fresh,
+                    walked=True,
+                    begin=partial(self._begin, beginnings, gaps),
+                    end=partial(self._state.advance, ahead),
+                )
+            )
+
+    def _begin(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
+        if not beginnings and not gaps:
+            return
+        self._state.begin(beginnings, gaps)
+        self.gaps += len(gaps)
+        for gap in gaps:
+            logger.error(
+                "r/%s: posts of %.0f minutes are out of reach, since Reddit lists no more than a thousand; "
+                "`feedmill ingest gaps` lists such gaps",
+                gap.subreddit,
+                (gap.until - gap.since) / 60,
+            )
+
+    def _hold_seen(self, items: Sequence[Item], end: Callable[[], None]) -> None:
+        """Hold posts that were looked at again: the pusher knows whose text has changed."""
+        self._held.append(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
+
+    # What is sent.
+
+    @property
+    def held(self) -> int:
+        """Posts that were read and are not in the queue yet."""
+        return sum(batch.left for batch in self._held)
+
+    def _publish(self) -> None:
+        """Send what is held, as far as the queue has room."""
+        try:
+            while self._held and (room := self._pusher.gate.room()):
+                self._send(self._held[0], room * self._settings.posts_per_message)
+        except (RedisFault, OperationalError) as error:
+            self._clock.wait(self._without_redis(error))
+        else:
+            self._redis_resting.failures = 0
+
+    def _send(self, batch: Batch, room: int) -> None:
+        if batch.done is None:
+            batch.begin()
+            batch.done = 0
+        part = batch.items[batch.done : batch.done + min(room, PART)]
+        self._pusher.push(item.post for item in part if item.post and not item.gone)
+        fresh = [item.fullname for item in part if item.fullname in batch.fresh and item.post and not item.gone]
+        self._state.commit(part if batch.walked else (), fresh, self._clock.time())
+        batch.done += len(part)
+        if batch.done == len(batch.items):
+            batch.end()
+            self._held.popleft()
+
+    # What is told.
+
+    def status(self) -> dict[str, Any]:
+        """How it goes, in figures."""
+        return {
+            "topics": len(self._feeds),
+            "subreddits": sum(len(feed.tracks) for feed in self._feeds),
+            "failing": sorted(name for feed in self._feeds for name in feed.trouble),
+            "polls": self.polls,
+            "sent": self._pusher.sent,
+            "skipped": self._pusher.skipped,
+            "held": self.held,
+            "paused": self._pusher.gate.closed,
+            "looked": self._looks.looked,
+            "purged": self._looks.purged,
+            "gaps": self.gaps,
+            "faults": dict(self.faults),
+            "requests": self._budget.spent,
+            "budget": self._budget.remaining,
+            "hindrance": self.hindrance,
+        }
+
+    def _tell(self) -> float:
+        self._state.tell(self.status() | {"at": self._clock.time()})
+        return TELL

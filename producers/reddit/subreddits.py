@@ -1,0 +1,142 @@
+"""Which subreddits are read: a topic's first ones that can be, and that are alive.
+
+What cannot be read is replaced by the next of its topic's list, which is told and written down; the check of the next
+day tries the original again.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from producers.reddit.client import Reddit
+from producers.reddit.clock import Clock
+from producers.reddit.state import Replaced, State
+from producers.reddit.things import PAGE, About, Fault, Unreadable
+from producers.reddit.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without a new post after which a subreddit counts as asleep.
+ASLEEP_AFTER = 30 * 86_400.0
+#: Items of a subreddit that are asked for to see when the newest was posted: more than may be pinned.
+A_FEW = 5
+
+
+class Roster:
+    """The subreddits of each topic that are read now."""
+
+    def __init__(self, reddit: Reddit, topics: Topics, state: State, clock: Clock) -> None:
+        self._reddit = reddit
+        self._topics = topics
+        self._state = state
+        self._clock = clock
+        #: Topic -> names, best first. Before the first check, the first of each list.
+        self.active = {topic: list(names[: topics.active]) for topic, names in topics.topics.items()}
+        self._replaced = state.replaced()
+
+    def check(self) -> None:
+        """Ask Reddit for all names at once, then for their newest posts; choose, tell and write down.
+
+        Raises Fault: nothing has changed then.
+        """
+        about = self._reddit.about(self._topics.subreddits)
+        chosen: dict[str, list[str]] = {}
+        replaced: dict[str, Replaced] = {}
+        for topic, names in self._topics.topics.items():
+            chosen[topic], reasons = self._choose(names, about)
+            replaced |= self._entries(topic, names, chosen[topic], reasons)
+        self._settle(chosen, replaced)
+
+    def drop(self, topic: str, name: str, why: str) -> None:
+        """A subreddit that was read cannot be any more: the next of its topic stands in until the next check."""
+        names = self._topics.topics[topic]
+        out = {lower for lower, entry in self._replaced.items() if entry.topic == topic} | {name.lower()}
+        free = [other for other in names if other.lower() not in out and other not in self.active[topic]]
+        chosen = [other for other in self.active[topic] if other != name] + free[:1]
+        reasons = {entry.subreddit: entry.reason for entry in self._replaced.values() if entry.topic == topic}
+        others = {lower: entry for lower, entry in self._replaced.items() if entry.topic != topic}
+        self._settle(self.active | {topic: chosen}, others | self._entries(topic, names, chosen, reasons | {name: why}))
+
+    def _choose(self, names: Sequence[str], about: Mapping[str, About]) -> tuple[list[str], dict[str, str]]:
+        """(names to read, why others are not) of one topic. Sleepers are read where nothing better is left."""
+        awake: list[str] = []
+        asleep: list[str] = []
+        reasons: dict[str, str] = {}
+        waiting = list(names)
+        while waiting and len(awake) < self._topics.active:
+            wanted = waiting[: self._topics.active - len(awake)]
+            del waiting[: len(wanted)]
+            known = [name for name in wanted if name.lower() in about]
+            reasons |= {name: why for name in known if (why := about[name.lower()].why)}
+            joint = [name for name in known if name not in reasons]
+            # What Reddit does not know is asked for once more: it says why, or that it was a slip.
+            newest = self._newest(joint) | self._alone([name for name in wanted if name not in known])
+            for name, seen in newest.items():
+                if isinstance(seen, str):
+                    reasons[name] = seen
+                elif self._clock.time() - seen > ASLEEP_AFTER:
+                    reasons[name] = "asleep"
+                    asleep.append(name)
+                else:
+                    awake.append(name)
+        chosen = awake + asleep[: self._topics.active - len(awake)]
+        return sorted(chosen, key=names.index), reasons
+
+    def _newest(self, names: Sequence[str]) -> dict[str, float | str]:
+        """When the newest post of each was created, or why it cannot be read. One request where all are busy."""
+        if not names:
+            return {}
+        try:
+            page = self._reddit.page(names, limit=PAGE)
+        except Fault:
+            return self._alone(names)
+        newest: dict[str, float] = {}
+        for item in page.items:
+            lower = item.subreddit.lower()
+            newest[lower] = max(newest.get(lower, 0), item.created_utc)
+        absent = [name for name in names if name.lower() not in newest]
+        return {name: newest[name.lower()] for name in names if name.lower() in newest} | self._alone(absent)
+
+    def _alone(self, names: Sequence[str]) -> dict[str, float | str]:
+        found: dict[str, float | str] = {}
+        for name in names:
+            try:
+                items = self._reddit.page([name], limit=A_FEW).items
+                found[name] = max((item.created_utc for item in items), default=0.0)
+            except Unreadable as fault:
+                found[name] = fault.why
+            except Fault:
+                found[name] = self._clock.time()  # in doubt it is read: what fails shows there
+        return found
+
+    def _entries(
+        self, topic: str, names: Sequence[str], chosen: Sequence[str], reasons: Mapping[str, str]
+    ) -> dict[str, Replaced]:
+        """What to write down of a topic: who is not read, and who stands in."""
+        substitutes = [name for name in chosen if name not in names[: self._topics.active]]
+        entries = {}
+        for name in names:
+            if name in chosen or name not in reasons:
+                continue
+            before = self._replaced.get(name.lower())
+            since = before.since if before and before.reason == reasons[name] else self._clock.time()
+            by = substitutes.pop(0) if substitutes and name in names[: self._topics.active] else None
+            entries[name.lower()] = Replaced(name, topic, reasons[name], since, by)
+        return entries
+
+    def _settle(self, active: dict[str, list[str]], replaced: dict[str, Replaced]) -> None:
+        self._state.replace(replaced)
+        for lower, entry in replaced.items():
+            if (before := self._replaced.get(lower)) is None or before.reason != entry.reason:
+                logger.warning("%s: r/%s is %s; %s", entry.topic, entry.subreddit, entry.reason, _instead(entry.by))
+        for lower, entry in self._replaced.items():
+            if lower not in replaced:
+                logger.info("%s: r/%s can be read again", entry.topic, entry.subreddit)
+        for topic, names in active.items():
+            if not names and self.active.get(topic):
+                logger.error("%s: none of its subreddits can be read; the other topics go on", topic)
+        self.active = active
+        self._replaced = replaced
+
+
+def _instead(name: str | None) -> str:
+    return f"r/{name} stands in" if name else "nobody stands in"

@@ -1,0 +1,29 @@
+"""A clock that passes as fast as it is waited for."""
+
+from producers.reddit.clock import Clock, Stopped
+
+
+class SimulatedClock(Clock):
+    """Begins at `start`, in seconds since 1970; `ends` seconds later the process is asked to end."""
+
+    def __init__(self, start: float = 1_800_000_000.0, ends: float = float("inf")) -> None:
+        super().__init__()
+        self._start = start
+        self._ends = ends
+        self._passed = 0.0
+        #: Every wait so far, in seconds.
+        self.waits: list[float] = []
+
+    def time(self) -> float:
+        return self._start + self._passed
+
+    def monotonic(self) -> float:
+        return self._passed
+
+    def wait(self, seconds: float) -> None:
+        if self._passed + seconds >= self._ends:
+            self._passed = self._ends
+            raise Stopped
+        if seconds > 0:
+            self.waits.append(seconds)
+            self._passed += seconds

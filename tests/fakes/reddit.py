@@ -1,0 +1,441 @@
+"""A Reddit on loopback: the part of Reddit's HTTP API that a reader of posts needs, for real PRAW.
+
+    with Reddit(clock=clock) as reddit:
+        reddit.add_subreddit("python")
+        fullname = reddit.publish("python", title="A title", body="A text.")
+        client = praw.Reddit(client_id="id", client_secret="secret", user_agent="test:feedmill:1.0 (by /u/test)",
+                             reddit_url=reddit.url, oauth_url=reddit.url,
+                             check_for_updates=False, check_for_async=False)
+
+It serves tokens, /r/<a+b>/<new|hot|top|rising>, /r/<name>/about and /api/info, limits the rate as Reddit does, goes
+wrong on demand (`reddit.faults`), and alone keeps what it published and served (`reddit.ledger`).
+
+By hand, `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, half of them while it runs.
+"""
+
+import math
+import secrets
+import socket
+import time
+from base64 import b64encode
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, RLock, Thread
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast, get_args
+from urllib.parse import unquote
+
+from tests.fakes.reddit_content import Content, Order, Post, Refused, post_thing, subreddit_thing
+from tests.fakes.reddit_faults import INVALID_TOKEN, TOKEN_PATH, Answer, Asked, Faults, refuse
+
+#: Items of one answer: at most, and unless asked otherwise.
+MOST, USUAL = 100, 25
+#: Seconds for which a token is good, as in the recorded answer of 2026.
+TOKEN_LIFETIME = 86400
+#: Requests that the ledger keeps.
+REQUESTS = 20_000
+#: Recorded answers of these statuses bear no x-ratelimit headers.
+UNCOUNTED = (401, 403, 404)
+
+
+class Request(NamedTuple):
+    """A request, and how it was answered. fault: "" where nothing went wrong."""
+
+    path: str
+    query: str
+    #: Seconds since 1970.
+    at: float
+    status: int
+    fault: str
+    user_agent: str
+
+
+class Published(NamedTuple):
+    subreddit: str
+    created_utc: float
+
+
+class Ledger:
+    """What was published, asked and served. Written while the server runs: copy what you go through, by list()."""
+
+    def __init__(self) -> None:
+        #: By fullname, in the order of publication.
+        self.published: dict[str, Published] = {}
+        #: The newest ones.
+        self.requests: deque[Request] = deque(maxlen=REQUESTS)
+        #: All requests, by status; tokens among them.
+        self.statuses: Counter[int] = Counter()
+        #: Fullname -> in how many answers it was that nothing happened to.
+        self.served: Counter[str] = Counter()
+        #: Faults that happened, by name.
+        self.faults: Counter[str] = Counter()
+        #: Requests that came when the budget of their window was spent.
+        self.over_budget = 0
+        #: Tokens given out.
+        self.tokens = 0
+
+    @property
+    def total(self) -> int:
+        """Requests in all."""
+        return self.statuses.total()
+
+    def note(self, asked: Asked, answer: Answer, fault: str) -> None:
+        path, _, query = asked.target.partition("?")
+        agent = asked.headers.get("user-agent", "")
+        self.requests.append(Request(path, query, asked.at, answer.status, fault, agent))
+        self.statuses[answer.status] += 1
+        if fault:
+            self.faults[fault] += 1
+        else:
+            self.served.update(answer.fullnames)
+
+    def undelivered(self, answer: Answer) -> None:
+        """Whoever asked did not wait for the answer."""
+        self.served.subtract(answer.fullnames)
+
+
+class Budget:
+    """`requests` in each window of so many seconds; windows begin at multiples of it, as the recorded resets show."""
+
+    def __init__(self, seconds: float, requests: int) -> None:
+        self._seconds = seconds
+        self._requests = requests
+        self._window = 0.0
+        self._used = 0
+
+    def take(self, now: float) -> bool:
+        """False where nothing is left."""
+        window = now // self._seconds
+        if window != self._window:
+            self._window, self._used = window, 0
+        if self._used >= self._requests:
+            return False
+        self._used += 1
+        return True
+
+    def reset(self, now: float) -> str:
+        """Seconds until the next window."""
+        return str(max(1, math.ceil((self._window + 1) * self._seconds - now)))
+
+    def headers(self, now: float) -> dict[str, str]:
+        """As recorded: '3', '997.0', '15'."""
+        return {
+            "x-ratelimit-used": str(self._used),
+            "x-ratelimit-remaining": f"{float(self._requests - self._used)}",
+            "x-ratelimit-reset": self.reset(now),
+        }
+
+
+class Reddit:
+    """clock: seconds since 1970. client: the id and the secret of the one app that is known.
+
+    window, budget: requests that are answered in so many seconds; window None or 0: no limit. seed: of random faults.
+    listing_cap: items of a listing, at most. token_lifetime: seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        port: int = 0,
+        client: tuple[str, str] = ("id", "secret"),
+        window: float | None = 600.0,
+        budget: int = 1000,
+        seed: int = 0,
+        listing_cap: int = 1000,
+        token_lifetime: int = TOKEN_LIFETIME,
+    ) -> None:
+        self.clock = clock
+        self.ledger = Ledger()
+        self._lock = RLock()
+        self.faults = Faults(seed, self._lock)
+        self._content = Content(listing_cap)
+        self._budget = Budget(window, budget) if window else None
+        self._basic = "Basic " + b64encode(":".join(client).encode()).decode()
+        self._token_lifetime = token_lifetime
+        #: Token -> until when it is good.
+        self._tokens: dict[str, float] = {}
+        #: Set when the server ends: what is slow ends then, too.
+        self.ending = Event()
+        #: Mistakes of this server's own: they must not pass for Reddit's.
+        self.mistakes: list[Exception] = []
+        self._server = _Server(("127.0.0.1", port), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ending.set()
+        self._server.shutdown()
+        self._server.end_connections()
+        self._server.server_close()
+        if self.mistakes and error is None:
+            raise self.mistakes[0]
+
+    # What happens on this Reddit.
+
+    def add_subreddit(self, name: str, kind: str = "public") -> None:
+        """kind: one of KINDS. Names that are not added are missing."""
+        with self._lock:
+            self._content.add_subreddit(name, kind, self.clock())
+
+    def set_kind(self, name: str, kind: str) -> None:
+        with self._lock:
+            self._content.set_kind(name, kind)
+
+    def publish(
+        self,
+        subreddit: str,
+        *,
+        title: str,
+        body: str = "",
+        url: str | None = None,
+        score: int = 1,
+        stickied: bool = False,
+        over_18: bool = False,
+        spoiler: bool = False,
+        created_utc: float | None = None,
+        visible_from: float | None = None,
+    ) -> str:
+        """Returns the post's fullname. Unless it is told, it was created this second: Reddit tells whole ones.
+
+        visible_from: when it appears, at the place of its creation: as one that was held back. Else it is at once, but
+        not before it was created.
+        """
+        with self._lock:
+            created = float(int(self.clock())) if created_utc is None else created_utc
+            post = self._content.publish(
+                subreddit, title=title, body=body, url=url, score=score, stickied=stickied, over_18=over_18,
+                spoiler=spoiler, created_utc=created, visible_from=max(created, visible_from or 0.0),
+            )  # fmt: skip
+            self.ledger.published[post.fullname] = Published(post.subreddit.name, created)
+            return post.fullname
+
+    def edit(self, fullname: str, body: str) -> None:
+        with self._lock:
+            post = self._content.post(fullname)
+            post.body, post.edited = body, float(int(self.clock()))
+
+    def score(self, fullname: str, score: int) -> None:
+        with self._lock:
+            self._content.post(fullname).score = score
+
+    def delete(self, fullname: str) -> None:
+        """By its author."""
+        with self._lock:
+            self._content.take_down(fullname, "deleted")
+
+    def remove(self, fullname: str) -> None:
+        """By a moderator."""
+        with self._lock:
+            self._content.take_down(fullname, "moderator")
+
+    def vanish(self, fullname: str) -> None:
+        """Not even /api/info knows it any more."""
+        with self._lock:
+            self._content.vanish(fullname)
+
+    # How requests are answered.
+
+    def answer(self, asked: Asked) -> Answer:
+        """The answer, and what goes wrong with it; it is in the ledger, as delivered."""
+        with self._lock:
+            answer, fault = self._answer(asked)
+            self.ledger.note(asked, answer, fault)
+            return answer
+
+    def undelivered(self, answer: Answer) -> None:
+        with self._lock:
+            self.ledger.undelivered(answer)
+
+    def _answer(self, asked: Asked) -> tuple[Answer, str]:
+        if asked.path == TOKEN_PATH:
+            fault, answer = self.faults.happen(asked, self._token(asked))
+            self.ledger.tokens += not fault and "access_token" in answer.said
+            return answer, fault
+        token = asked.headers.get("authorization", "").partition(" ")[2]
+        if asked.at >= self._tokens.get(token, -math.inf):
+            return refuse(401, **INVALID_TOKEN), ""
+        if self._budget and not self._budget.take(asked.at):
+            self.ledger.over_budget += 1
+            headers = {"retry-after": self._budget.reset(asked.at)} | self._budget.headers(asked.at)
+            return refuse(429, **headers), ""
+        answer = self._api(asked)
+        if self._budget and answer.status not in UNCOUNTED:
+            answer.headers |= self._budget.headers(asked.at)
+        fault, answer = self.faults.happen(asked, answer)
+        if answer.revokes:
+            del self._tokens[token]
+        return answer, fault
+
+    def _token(self, asked: Asked) -> Answer:
+        if asked.method != "POST" or asked.headers.get("authorization") != self._basic:
+            return refuse(401)
+        if asked.form.get("grant_type") != "client_credentials":
+            return Answer(said={"error": "unsupported_grant_type"})  # prawcore: "Why are these OKAY responses?"
+        token = secrets.token_urlsafe(32)
+        self._tokens[token] = asked.at + self._token_lifetime
+        given = {"access_token": token, "token_type": "bearer", "expires_in": self._token_lifetime}
+        return Answer(said=given | {"scope": asked.form.get("scope", "*")})
+
+    def _api(self, asked: Asked) -> Answer:
+        match [unquote(part) for part in asked.path.strip("/").split("/")]:
+            case ["r", names, "about"]:
+                return self._about(asked, names)
+            case ["r", names, order] if order in get_args(Order):
+                return self._listing(asked, names.split("+"), cast(Order, order))
+            case ["api", "info"]:
+                return self._info(asked)
+        return refuse(404)
+
+    def _listing(self, asked: Asked, names: Sequence[str], order: Order) -> Answer:
+        query = asked.query
+        if "before" in query:
+            raise NotImplementedError("this Reddit pages by `after` alone")
+        limit = min(max(int(query["limit"]), 1), MOST) if query.get("limit", "").isdigit() else USUAL
+        try:
+            page = self._content.page(names, order, asked.at, limit, query.get("after"), query.get("t", "day"))
+        except Refused as refused:
+            return _refusal(asked, refused)
+        pinnable = self._content.pinnable(names, asked.at) if order == "new" else None
+        answer = _posts_answer(asked, page.posts, page.after)
+        answer.pinnable = _escaped(asked, post_thing(pinnable)) if pinnable else None
+        return answer
+
+    def _info(self, asked: Asked) -> Answer:
+        query = asked.query
+        if "sr_name" in query:
+            found = self._content.about(query["sr_name"].split(",")[:MOST])
+            return _listing_answer(asked, [subreddit_thing(subreddit) for subreddit in found], None)
+        fullnames = query.get("id", "").split(",")[:MOST]
+        return _posts_answer(asked, list(self._content.info(fullnames, asked.at)), None)
+
+    def _about(self, asked: Asked, name: str) -> Answer:
+        try:
+            (subreddit,) = self._content.readable([name])
+        except Refused as refused:
+            return _refusal(asked, refused)
+        return Answer(said=_escaped(asked, subreddit_thing(subreddit)))
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        reddit = self
+
+        class Handler(_Handler):
+            serves = reddit
+
+        return Handler
+
+
+def _refusal(asked: Asked, refused: Refused) -> Answer:
+    """FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search"."""
+    if refused.kind is None:
+        return Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q={refused.name}"})
+    answer = refuse(refused.kind.status)
+    answer.said = {"reason": refused.kind.reason} | answer.said
+    return answer
+
+
+def _posts_answer(asked: Asked, posts: Sequence[Post], after: str | None) -> Answer:
+    answer = _listing_answer(asked, [post_thing(post) for post in posts], after)
+    answer.fullnames = [post.fullname for post in posts]
+    return answer
+
+
+def _listing_answer(asked: Asked, things: list[dict[str, Any]], after: str | None) -> Answer:
+    children = [_escaped(asked, thing) for thing in things]
+    data = {"modhash": None, "after": after, "before": None, "dist": len(children), "children": children}
+    return Answer(said={"kind": "Listing", "data": data})
+
+
+def _escaped(asked: Asked, thing: dict[str, Any]) -> dict[str, Any]:
+    """Texts as Reddit sends them: escaped, unless they are asked for raw."""
+    if asked.query.get("raw_json") == "1":
+        return thing
+    said = {
+        name: value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") if isinstance(value, str) else value
+        for name, value in thing["data"].items()
+    }
+    return thing | {"data": said}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.connections: set[socket.socket] = set()
+        super().__init__(address, handler)
+
+    def end_connections(self) -> None:
+        """Those that are kept alive: who comes back later finds a server that has gone."""
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    serves: Reddit
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server_version, sys_version = "snooserv", ""
+
+    def setup(self) -> None:
+        super().setup()
+        cast(_Server, self.server).connections.add(self.connection)
+
+    def finish(self) -> None:
+        cast(_Server, self.server).connections.discard(self.connection)
+        super().finish()
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        asked = Asked(self.command, self.path, headers, body, self.serves.url, self.serves.clock())
+        try:
+            answer = self.serves.answer(asked)
+        except Exception as error:
+            self.serves.mistakes.append(error)
+            self.close_connection = True
+            return
+        try:
+            self._send(answer)
+        except OSError:
+            self.serves.undelivered(answer)
+            self.close_connection = True
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(self.serves.clock() if timestamp is None else int(timestamp))
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Not to the test's output; the ledger has it."""
+
+    def _send(self, answer: Answer) -> None:
+        self.serves.ending.wait(answer.delay)
+        self.close_connection |= bool(answer.cut)
+        if answer.cut == "before":
+            return
+        body = answer.encoded()
+        self.send_response(answer.status)
+        for name, value in ({"Content-Type": answer.type} | answer.headers).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        half = len(body) // 2 if answer.cut or answer.pause else len(body)
+        self.wfile.write(body[:half])
+        if answer.cut != "within":
+            self.serves.ending.wait(answer.pause)
+            self.wfile.write(body[half:])
+
+
+if __name__ == "__main__":
+    from tests.fakes.reddit_by_hand import main
+
+    main()

@@ -1,0 +1,164 @@
+"""The loopback Reddit as a command: it publishes a file's posts, half of them while it runs.
+
+    python -m tests.fakes.reddit --posts FILE [--port P] [--rate POSTS_PER_MINUTE] [--fault-rate 0.1]
+                                 [--write-topics FILE]
+
+It prints what to set for `feedmill ingest reddit` to read it, and then a line a minute of what it served.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+from producers.files import BadRecord, read
+from shared.errors import UserError
+from shared.messages import Post
+from tests.fakes.reddit import Reddit
+
+#: Seconds over which the posts that are there at the start were created.
+PAST = 86400
+#: Seconds between two lines about what was served.
+REPORT = 60.0
+#: Subreddits that `feedmill ingest reddit` reads of a topic, at most.
+ACTIVE = 25
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fakes.reddit", description="A Reddit on loopback.")
+    parser.add_argument("--posts", required=True, metavar="FILE", help="JSONL, a JSON array or CSV; plain or gzip")
+    parser.add_argument("--port", type=int, default=0, help="unless given, any that is free")
+    parser.add_argument("--rate", type=float, default=60.0, help="posts a minute that appear while it runs")
+    parser.add_argument("--fault-rate", type=float, default=0.0, help="share of the answers that something happens to")
+    parser.add_argument("--write-topics", metavar="FILE", type=Path, help="write a topics file for these posts")
+    arguments = parser.parse_args()
+    ending = Event()
+    for ends in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ends, lambda *_: ending.set())
+    try:
+        posts = _posts(arguments.posts)
+        if arguments.write_topics:
+            arguments.write_topics.write_text(_topics(posts), encoding="utf-8")
+        reddit = Reddit(port=arguments.port)
+    except (UserError, OSError, OverflowError) as error:
+        sys.exit(_sentence(error, arguments.port))
+    with reddit:
+        if arguments.fault_rate:
+            reddit.faults.random(arguments.fault_rate)
+        coming = _publish_past(reddit, posts)
+        _say(_how_to_read(reddit, len(posts), arguments.write_topics))
+        _run(reddit, coming, arguments.rate, ending)
+
+
+def _sentence(error: Exception, port: int) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be written: {error.strerror}."
+    return f"Nothing can listen on port {port}: {getattr(error, 'strerror', None) or error}. Choose another by --port."
+
+
+def _say(text: str) -> None:
+    with suppress(BrokenPipeError):
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def _posts(path: str) -> list[Post]:
+    """The posts of a file that stand in a subreddit, the oldest first as far as they tell. Raises UserError."""
+    found = [post for post in read(path) if not isinstance(post, BadRecord)]
+    posts = [post for post in found if post.subreddit]
+    if not posts:
+        raise UserError(f"{path} holds no post that names its subreddit; there is nothing to publish.")
+    if left_out := len(found) - len(posts):
+        _say(f"{left_out:,} posts name no subreddit, and are left out.")
+    return sorted(posts, key=lambda post: post.created_utc or 0.0)
+
+
+def _topics(posts: Iterable[Post]) -> str:
+    """A topics file: each subreddit under the topic that most of its posts have, the one with most posts first."""
+    spelt: dict[str, str] = {}
+    topics: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for post in posts:
+        if post.subreddit and post.topic:
+            name = spelt.setdefault(post.subreddit.lower(), post.subreddit)
+            topics[name][post.topic] += 1
+    subreddits: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, counted in topics.items():
+        subreddits[counted.most_common(1)[0][0]][name] = counted.total()
+    lines = [
+        f"{json.dumps(topic, ensure_ascii=False)} = {json.dumps([name for name, _ in names.most_common(100)])}"
+        for topic, names in sorted(subreddits.items())
+    ]
+    active = min(ACTIVE, max((len(names) for names in subreddits.values()), default=1))
+    return "\n".join([f"active = {active}", "", "[topics]", *lines, ""])
+
+
+def _publish_past(reddit: Reddit, posts: Sequence[Post]) -> Iterator[Post]:
+    """Publish the older half, as if it had come in over a day; the rest is to come."""
+    for name in {post.subreddit.lower(): post.subreddit for post in posts if post.subreddit}.values():
+        reddit.add_subreddit(name)
+    past = posts[: (len(posts) + 1) // 2]
+    now = time.time()
+    for number, post in enumerate(past, 1):
+        _publish(reddit, post, float(int(now - PAST + PAST * number / len(past))))
+    return iter(posts[len(past) :])
+
+
+def _publish(reddit: Reddit, post: Post, created_utc: float | None = None) -> None:
+    link = None if "reddit.com/" in (post.url or "") else post.url
+    reddit.publish(
+        post.subreddit or "", title=post.title, body=post.body, url=link, score=1 if post.score is None else post.score,
+        stickied=post.stickied, over_18=post.nsfw, spoiler=post.spoiler, created_utc=created_utc,
+    )  # fmt: skip
+
+
+def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
+    settings = {
+        "CLIENT_ID": "id",
+        "CLIENT_SECRET": "secret",
+        "USER_AGENT": "'linux:feedmill-by-hand:1.0 (by /u/somebody)'",
+        "URL": reddit.url,
+    }
+    if topics:
+        settings["TOPICS"] = str(topics.resolve())
+    published = reddit.ledger.published
+    names = len({post.subreddit for post in published.values()})
+    lines = [f"A Reddit with {len(published):,} of {count:,} posts, in {names:,} subreddits so far. To read it:", ""]
+    lines += [f"export FEEDMILL_REDDIT_{name}={value}" for name, value in settings.items()]
+    return "\n".join([*lines, "feedmill ingest reddit", ""])
+
+
+def _run(reddit: Reddit, coming: Iterator[Post], rate: float, ending: Event) -> None:
+    """Publish the others at their rate, and say once a minute what was served, until the end is asked for."""
+    pause = 60.0 / rate if rate > 0 else REPORT
+    publish_at = time.monotonic() + pause if rate > 0 else float("inf")
+    report_at = time.monotonic() + REPORT
+    while not ending.wait(max(0.0, min(publish_at, report_at) - time.monotonic())):
+        now = time.monotonic()
+        if now >= publish_at:
+            post = next(coming, None)
+            publish_at = publish_at + pause if post else float("inf")
+            if post:
+                _publish(reddit, post)
+            else:
+                _say("All posts are published.")
+        if now >= report_at:
+            report_at += REPORT
+            _say(_report(reddit))
+    _say(_report(reddit))
+
+
+def _report(reddit: Reddit) -> str:
+    ledger = reddit.ledger
+    served = sum(count > 0 for count in list(ledger.served.values()))
+    return (
+        f"{time.strftime('%H:%M:%S')}  {served:,} of {len(ledger.published):,} posts served; {ledger.total:,} requests, "
+        f"{ledger.faults.total():,} with a fault, {ledger.over_budget:,} beyond the budget"
+    )

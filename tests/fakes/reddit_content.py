@@ -1,0 +1,324 @@
+"""What a Reddit holds: subreddits, their posts, and the listings and pages that follow from them.
+
+Knows nothing of HTTP, and takes no lock: `tests/fakes/reddit.py` serves it.
+"""
+
+import heapq
+import math
+import re
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+#: Numbers of the first post and the first subreddit: about where Reddit's own were in April 2026, and in 2008.
+FIRST_POST, FIRST_SUBREDDIT = int("1skbyfv", 36), int("2qizd", 36)
+#: Pinned posts of a subreddit, at most.
+STICKIES = 2
+#: How far back /top goes, in seconds.
+PERIODS = {"hour": 3600.0, "day": 86400.0, "week": 7 * 86400.0, "month": 30 * 86400.0, "year": 365 * 86400.0}
+#: Seconds: posts that are older do not rise.
+RISING = 86400.0
+
+Order = Literal["new", "hot", "top", "rising"]
+
+
+class Kind(NamedTuple):
+    """What a kind of subreddit answers. type: its `subreddit_type`; status and reason: why it cannot be read."""
+
+    type: str = "public"
+    status: int = 200
+    reason: str = ""
+
+    @property
+    def readable(self) -> bool:
+        return self.status == 200
+
+
+#: FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is in exc.response.json()["reason"])".
+KINDS = {
+    "public": Kind(),
+    "restricted": Kind("restricted"),
+    "archived": Kind("archived"),
+    "gold_restricted": Kind("gold_restricted"),
+    "private": Kind("private", 403, "private"),
+    "gold_only": Kind("gold_only", 403, "gold_only"),
+    "gated": Kind("public", 403, "gated"),
+    "quarantined": Kind("public", 403, "quarantined"),
+    "banned": Kind("public", 404, "banned"),
+}
+
+
+class Refused(Exception):  # noqa: N818 - named after what happened
+    """A subreddit cannot be read. kind: None where there is none of that name."""
+
+    def __init__(self, name: str, kind: Kind | None) -> None:
+        super().__init__(name)
+        self.name = name
+        self.kind = kind
+
+
+@dataclass(slots=True, eq=False)
+class Subreddit:
+    name: str
+    number: int
+    kind: str
+    created_utc: float
+    #: Those that listings show, or will: in the order in which they were created.
+    posts: list["Post"] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    number: int
+    subreddit: Subreddit
+    title: str
+    body: str
+    #: What it links to; None of a text.
+    url: str | None
+    score: int
+    stickied: bool
+    over_18: bool
+    spoiler: bool
+    #: Seconds since 1970, as all times here.
+    created_utc: float
+    #: Listings and /api/info show it from then on.
+    visible_from: float
+    edited: float | None = None
+    #: Who took it down: "" while it stands.
+    gone: Literal["", "deleted", "moderator"] = ""
+
+    @property
+    def id(self) -> str:
+        return base36(self.number)
+
+    @property
+    def fullname(self) -> str:
+        return f"t3_{self.id}"
+
+    @property
+    def age_key(self) -> tuple[float, int]:
+        """The order of /new: within a second, which is all that Reddit tells, by number."""
+        return self.created_utc, self.number
+
+    @property
+    def heat(self) -> float:
+        """What /hot sorts by, as Reddit's published source has it: ten times the votes weigh as much as 12.5 hours."""
+        votes = math.copysign(math.log10(max(abs(self.score), 1)), self.score)
+        return votes + (self.created_utc - 1134028003) / 45000
+
+
+class Page(NamedTuple):
+    """Part of a listing. after: the fullname after which the next page begins, None at the end."""
+
+    posts: list[Post]
+    after: str | None
+
+
+class Content:
+    """listing_cap: items of a listing, at most, as deep as one may page."""
+
+    def __init__(self, listing_cap: int) -> None:
+        self._cap = listing_cap
+        #: By name, in lower case.
+        self._subreddits: dict[str, Subreddit] = {}
+        #: By fullname; those that vanished are not here.
+        self._posts: dict[str, Post] = {}
+        self._published = 0
+
+    def add_subreddit(self, name: str, kind: str, now: float) -> None:
+        if name.lower() in self._subreddits:
+            raise ValueError(f"r/{name} is there already")
+        number = FIRST_SUBREDDIT + len(self._subreddits)
+        self._subreddits[name.lower()] = Subreddit(name, number, _known(kind), now)
+
+    def set_kind(self, name: str, kind: str) -> None:
+        self._subreddits[name.lower()].kind = _known(kind)
+
+    def publish(self, subreddit: str, **fields: Any) -> Post:
+        """fields: those of Post, without its number."""
+        post = Post(FIRST_POST + self._published, self._subreddits[subreddit.lower()], **fields)
+        self._published += 1
+        self._posts[post.fullname] = post
+        insort(post.subreddit.posts, post, key=_age_key)
+        return post
+
+    def post(self, fullname: str) -> Post:
+        return self._posts[fullname]
+
+    def take_down(self, fullname: str, by: Literal["deleted", "moderator"]) -> None:
+        """Out of the listings; /api/info still shows that it was."""
+        post = self._posts[fullname]
+        posts = post.subreddit.posts
+        if not post.gone:
+            del posts[bisect_left(posts, post.age_key, key=_age_key)]
+        post.gone = by
+
+    def vanish(self, fullname: str) -> None:
+        """Out of everything."""
+        self.take_down(fullname, "deleted")
+        del self._posts[fullname]
+
+    def readable(self, names: Sequence[str]) -> list[Subreddit]:
+        """Those of the subreddits that can be read. Raises Refused, for the first, where none can."""
+        found = {name.lower(): self._subreddits.get(name.lower()) for name in names}
+        readable = [subreddit for subreddit in found.values() if subreddit and KINDS[subreddit.kind].readable]
+        if not readable:
+            first = found[names[0].lower()]
+            raise Refused(names[0], KINDS[first.kind] if first else None)
+        return readable
+
+    def page(
+        self, names: Sequence[str], order: Order, now: float, limit: int, after: str | None = None, period: str = "day"
+    ) -> Page:
+        """What comes after the anchor `after`. An anchor that is not in the listing has nothing after it.
+
+        period: of PERIODS, or all; for top. Raises Refused.
+        """
+        posts, pinned = self._listing(self.readable(names), order, now, period)
+        start = 0
+        if after is None:
+            limit += pinned  # the recorded /hot of 2016 has 102 items for a limit of 100, two of them pinned
+        else:
+            start = next((place for place, post in enumerate(posts, 1) if post.fullname == after), len(posts))
+        end = start + limit
+        return Page(posts[start:end], posts[end - 1].fullname if end < len(posts) else None)
+
+    def _listing(
+        self, subreddits: Sequence[Subreddit], order: Order, now: float, period: str
+    ) -> tuple[list[Post], int]:
+        """The posts of a listing in their order, and how many of them are pinned to its top."""
+        newest = heapq.merge(*(reversed(subreddit.posts) for subreddit in subreddits), key=_age_key, reverse=True)
+        posts = (post for post in newest if post.visible_from <= now)
+        if order == "new":
+            return list(islice(posts, self._cap)), 0
+        if order == "top":
+            since = now - PERIODS.get(period, math.inf)
+            recent = (post for post in posts if post.created_utc >= since)
+            return heapq.nlargest(self._cap, recent, key=lambda post: (post.score, post.age_key)), 0
+        if order == "rising":
+            recent = (post for post in posts if post.created_utc > now - RISING)
+            return heapq.nlargest(self._cap, recent, key=lambda post: post.score / (60 + now - post.created_utc)), 0
+        # Reddit pins in the listing of one subreddit alone: the recorded r/popular has 100 items, none pinned.
+        shown = list(posts)
+        pinned = [post for post in shown if post.stickied][:STICKIES] if len(subreddits) == 1 else []
+        others = (post for post in shown if post not in pinned)
+        return pinned + heapq.nlargest(self._cap, others, key=lambda post: post.heat), len(pinned)
+
+    def pinnable(self, names: Sequence[str], now: float) -> Post | None:
+        """An old post of the first of the subreddits: the oldest pinned one, or the oldest."""
+        shown = [post for post in self.readable(names)[0].posts if post.visible_from <= now]
+        return next((post for post in shown if post.stickied), shown[0] if shown else None)
+
+    def info(self, fullnames: Iterable[str], now: float) -> Iterator[Post]:
+        """Those that are there, and may be seen, in the order in which they were asked for."""
+        for fullname in fullnames:
+            post = self._posts.get(fullname)
+            if post and post.visible_from <= now and KINDS[post.subreddit.kind].readable:
+                yield post
+
+    def about(self, names: Iterable[str]) -> Iterator[Subreddit]:
+        """Those that are there and not banned, in an order of their own, as in the recorded answer."""
+        asked = {name.lower() for name in names}
+        for name, subreddit in self._subreddits.items():
+            if name in asked and subreddit.kind != "banned":
+                yield subreddit
+
+
+def _age_key(post: Post) -> tuple[float, int]:
+    return post.age_key
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"no kind of subreddit: {kind!r}; one of {', '.join(KINDS)}")
+    return kind
+
+
+def base36(number: int) -> str:
+    """A number as Reddit's ids spell it."""
+    digits = ""
+    while number:
+        number, digit = divmod(number, 36)
+        digits = DIGITS[digit] + digits
+    return digits or "0"
+
+
+def post_thing(post: Post) -> dict[str, Any]:
+    """A post as Reddit says it: of the fields of the recorded answer of 2026, those that a reader may want."""
+    said = _fields(post)
+    if post.gone:
+        said["selftext"] = "[removed]" if post.gone == "moderator" else "[deleted]"
+        said["removed_by_category"] = post.gone
+    if post.gone == "deleted":
+        said["author"] = "[deleted]"
+        del said["author_fullname"]
+    return {"kind": "t3", "data": said}
+
+
+def _fields(post: Post) -> dict[str, Any]:
+    name, number = post.subreddit.name, post.number % 4096
+    slug = re.sub(r"\W+", "_", post.title.lower()).strip("_")[:50].rstrip("_")
+    permalink = f"/r/{name}/comments/{post.id}/{slug or '_'}/"
+    url = post.url or f"https://www.reddit.com{permalink}"
+    return {
+        "id": post.id,
+        "name": post.fullname,
+        "title": post.title,
+        "selftext": post.body,
+        "subreddit": name,
+        "subreddit_name_prefixed": f"r/{name}",
+        "subreddit_id": f"t5_{base36(post.subreddit.number)}",
+        "subreddit_type": KINDS[post.subreddit.kind].type,
+        "author": f"reader_{number}",
+        "author_fullname": f"t2_{base36(number)}",
+        "score": post.score,
+        "ups": post.score,
+        "downs": 0,
+        "upvote_ratio": 0.8,
+        "num_comments": 0,
+        "url": url,
+        "permalink": permalink,
+        "domain": re.sub(r"^\w+://([^/?#]*).*", r"\1", post.url) if post.url else f"self.{name}",
+        "is_self": post.url is None,
+        "created_utc": post.created_utc,
+        "created": post.created_utc,
+        "edited": False if post.edited is None else post.edited,
+        "stickied": post.stickied,
+        "over_18": post.over_18,
+        "spoiler": post.spoiler,
+        "quarantine": post.subreddit.kind == "quarantined",
+        "locked": False,
+        "archived": False,
+        "hidden": False,
+        "pinned": False,
+        "distinguished": None,
+        "removed_by_category": None,
+        "link_flair_text": None,
+        "is_video": False,
+        "media": None,
+    }
+
+
+def subreddit_thing(subreddit: Subreddit) -> dict[str, Any]:
+    """A subreddit as Reddit says it, after the recorded look-up by sr_name."""
+    number = base36(subreddit.number)
+    said = {
+        "id": number,
+        "name": f"t5_{number}",
+        "display_name": subreddit.name,
+        "display_name_prefixed": f"r/{subreddit.name}",
+        "title": subreddit.name,
+        "public_description": "",
+        "subreddit_type": KINDS[subreddit.kind].type,
+        "quarantine": subreddit.kind == "quarantined",
+        "over18": False,
+        "subscribers": len(subreddit.posts) if KINDS[subreddit.kind].readable else None,
+        "created_utc": subreddit.created_utc,
+        "created": subreddit.created_utc,
+        "url": f"/r/{subreddit.name}/",
+        "lang": "en",
+    }
+    return {"kind": "t5", "data": said}

@@ -1,0 +1,309 @@
+"""What can go wrong between a reader and Reddit, by name; and which request it happens to.
+
+    reddit.faults.next("too_many", seconds=5)                      # the next answer of the API
+    reddit.faults.next("cut_body", times=3, where=r"/new")         # three to requests whose path and query match
+    reddit.faults.always("html", where=r"/api/v1/access_token")    # the token endpoint: only where it is named so
+    reddit.faults.random(0.1, among=["server_error_503", "slow"])
+    reddit.faults.clear()
+
+`FAULTS` is the table of them, each with where it is known from. Faults happen to requests that would have been
+answered: one without a token, or beyond the budget, gets what it deserves.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http import HTTPStatus
+from random import Random
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qs
+
+TOKEN_PATH = "/api/v1/access_token"
+JSON, HTML = "application/json; charset=UTF-8", "text/html; charset=UTF-8"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request."""
+
+    method: str
+    #: As it was sent: path, and query behind a question mark.
+    target: str
+    headers: dict[str, str]
+    body: str
+    #: The server's.
+    url: str
+    #: Seconds since 1970.
+    at: float
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
+    def query(self) -> dict[str, str]:
+        return _form(self.target.partition("?")[2])
+
+    @property
+    def form(self) -> dict[str, str]:
+        return _form(self.body)
+
+
+def _form(text: str) -> dict[str, str]:
+    return {name: values[-1] for name, values in parse_qs(text).items()}
+
+
+@dataclass
+class Answer:
+    """What is answered, and how. said: as JSON, unless there is a body."""
+
+    status: int = 200
+    said: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    type: str = JSON
+    #: Posts that are in it.
+    fullnames: Sequence[str] = ()
+    #: A post that could be pinned to the top of this listing.
+    pinnable: dict[str, Any] | None = None
+    #: Seconds before it begins, and in the middle of its body.
+    delay: float = 0.0
+    pause: float = 0.0
+    #: Where the connection is cut.
+    cut: Literal["", "before", "within"] = ""
+    #: Whether the request's token is good for nothing more.
+    revokes: bool = False
+
+    def encoded(self) -> bytes:
+        return json.dumps(self.said).encode() if self.body is None else self.body
+
+    @property
+    def is_listing(self) -> bool:
+        return self.status == 200 and isinstance(self.said, dict) and self.said.get("kind") == "Listing"
+
+
+class Fault(NamedTuple):
+    """apply: what it makes of a good answer; its number are seconds. applies: whether it could happen to it."""
+
+    name: str
+    does: str
+    #: FACTS.md: its section on PRAW; recorded: the recorded answer; prawcore: its source.
+    source: str
+    apply: Callable[[Asked, Answer, float], Answer]
+    applies: Callable[[Asked, Answer], bool] = lambda _asked, _answer: True
+
+
+#: Seconds that a fault takes, or names, unless it is told.
+SECONDS = 1.0
+
+
+def refuse(status: int, **headers: str) -> Answer:
+    """Reddit's own word, as in the recorded 401, 403 and 404."""
+    phrase = {401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 429: "Too Many Requests"}[status]
+    return Answer(status, {"message": phrase, "error": status}, headers)
+
+
+def _html(status: int) -> Answer:
+    """Somebody on the way, as in the recorded 400."""
+    title = f"{status} {HTTPStatus(status).phrase if status < 520 else 'Unknown'}"
+    return Answer(status, body=f"<html><body><h1>{title}</h1>\n</body></html>\n".encode(), type=HTML)
+
+
+#: The header of the recorded 401.
+INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_token"'}
+
+
+def _with_headers(answer: Answer, **headers: str | None) -> Answer:
+    """Odd values of x-ratelimit-<name>; the others are what they were, or as recorded; None: without it."""
+    recorded = {"used": "3", "remaining": "997.0", "reset": "15"}
+    for name, value in (recorded | headers).items():
+        if name in headers:
+            answer.headers.pop(f"x-ratelimit-{name}", None)
+        if value is not None:
+            answer.headers.setdefault(f"x-ratelimit-{name}", value)
+    return answer
+
+
+def _empty(answer: Answer) -> Answer:
+    answer.said = {"kind": "Listing", "data": answer.said["data"] | {"after": None, "dist": 0, "children": []}}
+    return answer
+
+
+def _sticky_head(answer: Answer) -> Answer:
+    assert answer.pinnable is not None
+    pinned = answer.pinnable
+    pinned["data"]["stickied"] = True
+    data = answer.said["data"]
+    others = [thing for thing in data["children"] if thing["data"]["name"] != pinned["data"]["name"]]
+    data |= {"children": [pinned, *others], "dist": 1 + len(others)}
+    return answer
+
+
+def _set(answer: Answer, **fields: Any) -> Answer:
+    for name, value in fields.items():
+        setattr(answer, name, value)
+    return answer
+
+
+def _truncated(answer: Answer) -> Answer:
+    whole = answer.encoded()
+    return _set(answer, body=whole[: len(whole) // 2])
+
+
+def _listing(_asked: Asked, answer: Answer) -> bool:
+    return answer.is_listing
+
+
+def _further_page(asked: Asked, answer: Answer) -> bool:
+    return answer.is_listing and "after" in asked.query
+
+
+def _first_page(asked: Asked, answer: Answer) -> bool:
+    return answer.pinnable is not None and "after" not in asked.query
+
+
+RETRIED = 'FACTS.md: "408, 500, 502, 503, 504, 520, 522 and connection errors are tried 3 times"'
+NOT_RETRIED = 'FACTS.md: "429 is never retried by prawcore"'
+VALUE_ERROR = 'FACTS.md: "a non-numeric Retry-After or a fractional x-ratelimit-reset (ValueError)"'
+LIMITER = "prawcore: rate_limit.RateLimiter.update"
+TIMEOUT = 'FACTS.md: "praw.Reddit(timeout=…) has no effect"'
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("too_many", "429 with Retry-After in seconds", NOT_RETRIED,
+              lambda _, __, seconds: refuse(429, **{"retry-after": f"{seconds:g}"})),
+        Fault("too_many_bare", "429 without Retry-After", NOT_RETRIED, lambda *_: refuse(429)),
+        Fault("too_many_word", "429 with a Retry-After that is neither number nor date", VALUE_ERROR,
+              lambda *_: refuse(429, **{"retry-after": "soon"})),
+        Fault("too_many_date", "429 with a date as Retry-After", VALUE_ERROR,
+              lambda asked, _, seconds: refuse(429, **{"retry-after": formatdate(asked.at + seconds, usegmt=True)})),
+        *(Fault(f"server_error_{status}", f"{status}, in HTML", RETRIED, lambda *_, status=status: _html(status))
+          for status in (500, 502, 503, 504, 520, 522)),
+        Fault("html", "HTML with status 200", 'FACTS.md: "HTML with status 200 gives BadJSON"', lambda *_: _html(200)),
+        Fault("html_400", "400 in HTML", "recorded: test_bad_request_without_json_text_html_response",
+              lambda *_: _html(400)),
+        Fault("html_403", "403 in HTML, from somebody on the way", "recorded: the 400 in HTML, for a status that "
+              "stands for a private subreddit in JSON", lambda *_: _html(403)),
+        Fault("forbidden", "403 that names no reason", "recorded: TestSubredditQuarantine.test_opt_in",
+              lambda *_: refuse(403)),
+        Fault("not_found", "404 that names no reason", 'recorded: TestSubreddit.test_sticky__not_set; FACTS.md: '
+              '"missing → redirect to search, or 404"', lambda *_: refuse(404)),
+        Fault("redirect_search", "302 to the search for a subreddit", 'FACTS.md: "missing → redirect to search"',
+              lambda asked, *_: Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q=x"})),
+        Fault("redirect_nowhere", "302 without Location", 'FACTS.md: "302 without Location (KeyError)"',
+              lambda *_: Answer(302, {})),
+        Fault("token_expired", "401, and the token is good for nothing more; the next one is",
+              "recorded: TestAuthImplicit.test_implicit__with_invalid_token",
+              lambda *_: _set(refuse(401, **INVALID_TOKEN), revokes=True)),
+        Fault("unauthorized", "401, whatever the token", "recorded: TestAuthImplicit.test_implicit__with_invalid_token",
+              lambda *_: refuse(401, **INVALID_TOKEN)),
+        Fault("unauthorized_bare", "401 without www-authenticate", 'FACTS.md: "persistent 401 (KeyError)"',
+              lambda *_: refuse(401)),
+        Fault("slow", "the answer begins late", TIMEOUT, lambda _, answer, seconds: _set(answer, delay=seconds)),
+        Fault("slow_body", "the answer stops in its middle, and goes on later", TIMEOUT,
+              lambda _, answer, seconds: _set(answer, pause=seconds)),
+        Fault("cut", "the connection ends before the answer", RETRIED,
+              lambda _, answer, __: _set(answer, cut="before")),
+        Fault("cut_body", "the connection ends within the answer: Content-Length is larger", RETRIED,
+              lambda _, answer, __: _set(answer, cut="within")),
+        Fault("reset_fractional", 'x-ratelimit-reset is "15.5"', VALUE_ERROR,
+              lambda _, answer, __: _with_headers(answer, reset="15.5")),
+        Fault("reset_negative", 'x-ratelimit-reset is "-5"', LIMITER,
+              lambda _, answer, __: _with_headers(answer, reset="-5")),
+        Fault("remaining_nan", 'x-ratelimit-remaining is "nan"', LIMITER,
+              lambda _, answer, __: _with_headers(answer, remaining="nan")),
+        Fault("used_missing", "x-ratelimit-used is missing, the others are there", LIMITER,
+              lambda _, answer, __: _with_headers(answer, used=None)),
+        Fault("empty_listing", "a listing without items, and no more after it",
+              'FACTS.md: "loses posts silently … after a quiet spell"', lambda _, answer, __: _empty(answer), _listing),
+        Fault("dead_anchor", "nothing comes after the anchor, as if it had been deleted",
+              'FACTS.md: "when its anchor post is deleted"', lambda _, answer, __: _empty(answer), _further_page),
+        Fault("no_data", 'a listing without "data"', "praw: models/listing/generator.py takes `data` for granted",
+              lambda _, answer, __: _set(answer, said={"kind": "Listing"}), _listing),
+        Fault("truncated_json", "half of the JSON, and Content-Length says so",
+              'FACTS.md: "HTML with status 200 gives BadJSON", as anything does that is no JSON',
+              lambda _, answer, __: _truncated(answer)),
+        Fault("sticky_head", "an old post is pinned to the first place of /new",
+              'FACTS.md: "includes pinned posts: ask for more and drop `stickied`"',
+              lambda _, answer, __: _sticky_head(answer), _first_page),
+    )
+}  # fmt: skip
+
+
+@dataclass
+class _Rule:
+    names: Sequence[str]
+    where: re.Pattern[str] | None
+    seconds: float
+    #: How many more requests it happens to; None: all.
+    times: int | None = None
+    #: With which probability it happens to a request.
+    rate: float = 1.0
+
+    def for_(self, asked: Asked, answer: Answer) -> list[str]:
+        """The names of those that can happen to this request."""
+        if self.times == 0 or not self._matches(asked):
+            return []
+        return [name for name in self.names if FAULTS[name].applies(asked, answer)]
+
+    def _matches(self, asked: Asked) -> bool:
+        if self.where is None:
+            return asked.path != TOKEN_PATH
+        return bool(self.where.search(asked.target))
+
+
+class Faults:
+    """Which faults happen when. Scripted ones go before random ones, in the order in which they were asked for.
+
+    seed: of the random ones. `seconds` of all methods: what the fault's answer names, or how long it takes.
+    """
+
+    def __init__(self, seed: int, lock: AbstractContextManager[object]) -> None:
+        self._random = Random(seed)
+        self._lock = lock
+        self._scripted: list[_Rule] = []
+        self._at_random: list[_Rule] = []
+
+    def next(self, name: str, times: int = 1, where: str | None = None, seconds: float = SECONDS) -> None:
+        """It happens to the next requests that it can happen to, and whose path and query `where` is found in."""
+        self._add(self._scripted, _Rule([name], _pattern(where), seconds, times))
+
+    def always(self, name: str, where: str | None = None, seconds: float = SECONDS) -> None:
+        self._add(self._scripted, _Rule([name], _pattern(where), seconds))
+
+    def random(
+        self, rate: float, among: Collection[str] = tuple(FAULTS), where: str | None = None, seconds: float = SECONDS
+    ) -> None:
+        """One of them happens to a request with the probability `rate`."""
+        self._add(self._at_random, _Rule(list(among), _pattern(where), seconds, rate=rate))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._scripted.clear()
+            self._at_random.clear()
+
+    def _add(self, rules: list[_Rule], rule: _Rule) -> None:
+        if unknown := [name for name in rule.names if name not in FAULTS]:
+            raise ValueError(f"no fault {unknown[0]!r}; one of {', '.join(FAULTS)}")
+        with self._lock:
+            rules.append(rule)
+
+    def happen(self, asked: Asked, answer: Answer) -> tuple[str, Answer]:
+        """The name of what happens to this answer, "" for nothing, and what it becomes."""
+        with self._lock:
+            for rule in [*self._scripted, *self._at_random]:
+                names = rule.for_(asked, answer)
+                if names and (rule.rate == 1 or self._random.random() < rule.rate):
+                    if rule.times is not None:
+                        rule.times -= 1
+                    name = names[0] if len(names) == 1 else self._random.choice(names)
+                    return name, FAULTS[name].apply(asked, answer, rule.seconds)
+        return "", answer
+
+
+def _pattern(where: str | None) -> re.Pattern[str] | None:
+    return None if where is None else re.compile(where)

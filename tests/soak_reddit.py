@@ -1,0 +1,228 @@
+"""Ten thousand posts past faults and kills: `python -m tests.soak_reddit`.
+
+A loopback Reddit publishes posts in sixteen subreddits, each at a rate of its own, while something goes wrong with one
+of every ten answers. Real processes read and classify them: `feedmill ingest reddit`, killed ten times with SIGKILL at
+random moments, and a worker. Twice, while nobody reads, a subreddit gets more posts than Reddit lists: those that are
+pushed out of its listing are the scripted gaps, and no part of what has to be found.
+
+The last line is JSON: published, stored, missing, duplicated (posts), gaps_expected, gaps_recorded, budget_exceeded
+(requests). Exit status 1 where a post is missing or there twice, a gap differs, or the budget was exceeded.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from producers.reddit.state import Gap, State
+from shared.keys import RESULTS_STREAM
+from tests.fakes.reddit import Reddit
+from tests.support import Feedmill, RedisServer, redis_servers, wait_until, working
+
+SUBREDDITS = 16
+#: What goes wrong, one as often as another.
+FAULTS = (
+    "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
+    "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",
+    "reset_fractional", "reset_negative", "remaining_nan", "used_missing", "empty_listing", "dead_anchor", "no_data",
+    "truncated_json", "sticky_head", "slow", "slow_body",
+)  # fmt: skip
+#: Seconds that Retry-After names, and that a slow answer takes.
+FAULT_SECONDS = 0.5
+#: Items of a listing, and posts of a burst that comes while nobody reads.
+LISTING, BURST = 1000, 1300
+#: Requests in each window of so many seconds: Reddit's own rate, ten times as fast as the posts come here.
+BUDGET, WINDOW = 170, 10.0
+WORDS = (
+    "river", "kettle", "goal", "budget", "novel", "teacher", "guitar", "vaccine",
+    "senate", "galaxy", "ticket", "mortgage", "boss", "recipe", "storm", "patch",
+)  # fmt: skip
+
+
+class Soak:
+    """One run. seconds: over which the posts are published."""
+
+    def __init__(self, posts: int, kills: int, bursts: int, seconds: float, seed: int, folder: Path) -> None:
+        self._random = random.Random(seed)
+        self._posts, self._kills, self._bursts, self._seconds = posts, kills, bursts, seconds
+        self._folder = folder
+        self._names = [f"sub{number:02}" for number in range(SUBREDDITS)]
+        #: From one post in a while to half of all.
+        self._weights = [2.0 ** -(number / 2) for number in range(SUBREDDITS)]
+        self._reddit = Reddit(window=WINDOW, budget=BUDGET, seed=seed, listing_cap=LISTING)
+        self._published: list[str] = []
+        self._unreachable: set[str] = set()
+        #: Subreddit -> when the oldest post was created that its listing still held after a burst.
+        self._expected: list[tuple[str, float]] = []
+        self._daemon: Feedmill | None = None
+
+    def run(self) -> dict[str, Any]:
+        topics = "active = 1\n[topics]\n" + "".join(f'"about {name}" = ["{name}"]\n' for name in self._names)
+        (self._folder / "topics.toml").write_text(topics)
+        with ExitStack() as running:
+            server = RedisServer(next(iter(redis_servers().values())), self._folder)
+            running.callback(server.stop)
+            running.enter_context(self._reddit)
+            running.enter_context(working(server, self._folder, FEEDMILL_RESULTS_STREAM_LENGTH="1000000"))
+            running.callback(self._kill)
+            for name in self._names:
+                self._reddit.add_subreddit(name)
+                self._publish(name)
+            self._reddit.faults.random(0.1, FAULTS, seconds=FAULT_SECONDS)
+            self._start(server)
+            wait_until(lambda: len(_stored(server)) == SUBREDDITS, "the first posts are stored", 240)
+            self._publish_and_kill(server)
+            reachable = set(self._published) - self._unreachable
+            _tell(f"{len(reachable):,} posts published; waiting for the last of them")
+            self._settle(server, reachable)
+            return self._judge(server, reachable)
+
+    def _publish(self, name: str) -> str:
+        text = " ".join(self._random.choices(WORDS, k=self._random.randint(3, 60)))
+        title = f"{len(self._published)} {text[:80]}"
+        self._published.append(self._reddit.publish(name, title=title, body=text if len(text) > 80 else ""))
+        return self._published[-1]
+
+    def _publish_and_kill(self, server: RedisServer) -> None:
+        """Publish for as long as it was told, and kill the daemon on the way."""
+        begun = time.monotonic()
+        kills = sorted(self._random.uniform(0.03, 0.97) * self._seconds for _ in range(self._kills))
+        with_burst = set(self._random.sample(range(self._kills), self._bursts))
+        ordinary = self._posts - SUBREDDITS - self._bursts * LISTING
+        for number, moment in enumerate([*kills, self._seconds]):
+            while (passed := time.monotonic() - begun) < moment:
+                while len(self._published) - len(self._unreachable) < self._due(passed, ordinary):
+                    self._publish(self._random.choices(self._names, self._weights)[0])
+                time.sleep(0.02)
+            if number == self._kills:
+                break
+            self._kill()
+            _tell(f"kill {number + 1} after {passed:.0f} s, {len(_stored(server)):,} stored")
+            if number in with_burst:
+                self._burst(server)
+            else:
+                self._start(server)
+        while len(self._published) - len(self._unreachable) < self._posts:
+            self._publish(self._random.choices(self._names, self._weights)[0])
+
+    def _due(self, passed: float, ordinary: int) -> float:
+        """Reachable posts that are to be there by then, those of earlier bursts included."""
+        return SUBREDDITS + ordinary * passed / self._seconds + len(self._expected) * LISTING
+
+    def _burst(self, server: RedisServer) -> None:
+        """More posts than a listing holds; the daemon is started again and has read them before others follow."""
+        name = self._names[4 + len(self._expected)]
+        state = State(server.client)
+        # The newest that it has read is what the gap begins with: nothing else of this subreddit may be underway.
+        before = {each for each in self._published if self._reddit.ledger.published[each].subreddit == name}
+        self._start(server)
+        wait_until(lambda: before <= _known(server, name), f"r/{name} is read to its newest post", 240)
+        self._kill()
+        gaps = len(state.gaps())
+        time.sleep(
+            1.1
+        )  # Reddit tells whole seconds; the first that is out of reach is later than the last that was read
+        burst = [self._publish(name) for _ in range(BURST)]
+        time.sleep(1.1)
+        self._unreachable |= set(burst[:-LISTING])
+        self._expected.append((name, self._reddit.ledger.published[burst[-LISTING]].created_utc))
+        self._start(server)
+        wait_until(
+            lambda: len(state.gaps()) > gaps and burst[-1] in _known(server, name), f"r/{name} is read again", 240
+        )
+
+    def _start(self, server: RedisServer) -> None:
+        self._daemon = Feedmill(
+            "ingest", "reddit", "--topics", "topics.toml", "--limit", "1000", cwd=self._folder,
+            FEEDMILL_REDIS_URL=server.url, FEEDMILL_REDDIT_URL=self._reddit.url, FEEDMILL_REDDIT_CLIENT_ID="id",
+            FEEDMILL_REDDIT_CLIENT_SECRET="secret", FEEDMILL_REDDIT_USER_AGENT="linux:soak:1 (by /u/nobody)",
+            FEEDMILL_REDDIT_POLL_INTERVAL="1", FEEDMILL_REDDIT_REQUESTS_PER_MINUTE="100000",
+            FEEDMILL_REDDIT_TIMEOUT="5",
+        )  # fmt: skip
+
+    def _kill(self) -> None:
+        if self._daemon is not None:
+            if self._daemon.process.poll() is not None:
+                raise AssertionError(f"the daemon ended by itself:\n{self._daemon.text()}")
+            self._daemon.process.kill()
+            self._daemon.process.wait()
+            self._daemon = None
+
+    def _settle(self, server: RedisServer, expected: set[str]) -> None:
+        """Until all is stored, or nothing more comes for two minutes."""
+        stored, since = 0, time.monotonic()
+        while stored < len(expected) and time.monotonic() - since < 120:
+            now = len(_stored(server))
+            if now != stored:
+                stored, since = now, time.monotonic()
+            time.sleep(0.5)
+
+    def _judge(self, server: RedisServer, reachable: set[str]) -> dict[str, Any]:
+        stored = _stored(server)
+        gaps = State(server.client).gaps()
+        found = [(gap.subreddit, gap.until) for gap in gaps]
+        _tell(f"faults: {dict(self._reddit.ledger.faults)}")
+        _tell(f"gaps: {[_described(gap) for gap in gaps]}")
+        return {
+            "published": len(reachable),
+            "stored": len(set(stored) & reachable),
+            "missing": len(reachable - set(stored)),
+            "duplicated": sum(count - 1 for count in stored.values()),
+            "gaps_expected": len(self._expected),
+            "gaps_recorded": len(gaps),
+            "gaps_as_expected": sorted(found) == sorted(self._expected),
+            "unreachable": len(self._unreachable),
+            "unreachable_stored": len(set(stored) & self._unreachable),
+            "faults": self._reddit.ledger.faults.total(),
+            "answers": self._reddit.ledger.total,
+            "kills": self._kills,
+            "budget_exceeded": self._reddit.ledger.over_budget,
+        }
+
+
+def _stored(server: RedisServer) -> Counter[str]:
+    """How many entries of the results stream each post has."""
+    ids: Counter[str] = Counter()
+    start = "-"
+    while entries := server.client.xrange(RESULTS_STREAM, start, count=5000):
+        ids.update(fields["id"] for _, fields in entries)  # type: ignore[union-attr]
+        start = f"({entries[-1][0]}"  # type: ignore[index]
+    return ids
+
+
+def _known(server: RedisServer, name: str) -> set[str]:
+    return set(State(server.client).track(name).known)
+
+
+def _described(gap: Gap) -> str:
+    return f"{gap.subreddit} {gap.until - gap.since:.1f} s"
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--posts", type=int, default=10_000, help="posts that can be reached")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--bursts", type=int, default=2, help="scripted gaps")
+    parser.add_argument("--seconds", type=float, default=240, help="over which the posts are published")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    with TemporaryDirectory(prefix="feedmill-soak-") as folder:
+        found = Soak(given.posts, given.kills, given.bursts, given.seconds, given.seed, Path(folder)).run()
+    sys.stdout.write(json.dumps(found) + "\n")
+    good = not (found["missing"] or found["duplicated"] or found["budget_exceeded"]) and found["gaps_as_expected"]
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
