@@ -5,7 +5,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -75,12 +75,17 @@ def reddit(
     labels: Labels = None,
     template: Template = None,
     multi_label: MultiLabel = False,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve the daemon's metrics to Prometheus, on loopback.", show_default=False)
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send Reddit's posts to the queue: each new one as it comes, until SIGTERM; with --once, what is there now."""
     if not once and listing not in (None, Kind.NEW):
         raise UserError(f"The daemon reads new posts. For one pass over {listing}, add --once.")
-    settings = settings_of(redis_url=redis_url, reddit_topics=topics, labels=labels, template=template)
+    settings = settings_of(
+        redis_url=redis_url, reddit_topics=topics, labels=labels, template=template, metrics_port=metrics_port
+    )
     options = options_of(settings, labels, template, multi_label)
     try:
         import praw  # type: ignore[import-untyped,unused-ignore]  # noqa: F401, PLC0415 - only its presence counts
@@ -122,11 +127,30 @@ def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, li
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
     reddit = Reddit(settings, budget, topics.topic_of)
     daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit)
+    measure = _measured(settings)
     with _line() as show:
         while True:
             pause = daemon.step()
             show(daemon)
+            measure(daemon)
             clock.wait(min(pause, REFRESH))
+
+
+def _measured(settings: Settings) -> Callable[["Daemon"], None]:
+    """What hands the daemon's figures to Prometheus, where a port was set."""
+    if settings.metrics_port is None:
+        return lambda _: None
+    try:
+        from producers.reddit.metrics import Metrics  # noqa: PLC0415
+    except ModuleNotFoundError:
+        raise UserError("Metrics need prometheus-client: `pip install 'feedmill[monitor]'` brings it.") from None
+    metrics = Metrics()
+    metrics.serve(settings.metrics_port)
+
+    def measure(daemon: "Daemon") -> None:
+        metrics.status = daemon.status()
+
+    return measure
 
 
 @contextmanager

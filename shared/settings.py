@@ -152,6 +152,8 @@ class Settings(BaseSettings):
 
     # What is told.
 
+    #: Port on loopback where the Reddit daemon serves its metrics to Prometheus. Unset: none.
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -190,10 +190,11 @@ class Soak:
 def _stored(server: RedisServer) -> Counter[str]:
     """How many entries of the results stream each post has."""
     ids: Counter[str] = Counter()
+    client: Any = server.client
     start = "-"
-    while entries := server.client.xrange(RESULTS_STREAM, start, count=5000):
-        ids.update(fields["id"] for _, fields in entries)  # type: ignore[union-attr]
-        start = f"({entries[-1][0]}"  # type: ignore[index]
+    while entries := client.xrange(RESULTS_STREAM, start, count=5000):
+        ids.update(fields["id"] for _, fields in entries)
+        start = f"({entries[-1][0]}"
     return ids
 
 

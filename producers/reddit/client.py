@@ -7,6 +7,7 @@ whatever still goes wrong comes out of `Reddit` as one of the faults of `things.
 """
 
 import configparser
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from producers.reddit.things import (
 from shared.errors import PostRefused, UserError
 from shared.messages import GONE, Post
 from shared.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
 
 #: Bytes of one answer, at most. A hundred posts of the greatest length, escaped, are well below.
 MAX_ANSWER = 64 * 2**20
@@ -145,9 +148,15 @@ class Reddit:
     topic_of: the topic of a subreddit, by its name in lower case.
     """
 
-    def __init__(self, settings: Settings, budget: Budget, topic_of: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        budget: Budget,
+        topic_of: Mapping[str, str],
+        session: requests.Session | None = None,
+    ) -> None:
         """Raises CredentialsError where they are missing; whether Reddit takes them shows with the first request."""
-        self._session = requests.Session()
+        self._session = session or requests.Session()
         self._reddit = _praw(settings, budget, self._session)
         self._topic_of = topic_of
 
@@ -257,6 +266,7 @@ def _faults() -> Iterator[None]:
         raise Fault(f"Reddit answered {error.response.status_code}") from error
     except Exception as error:
         # PRAW fails in ways of its own on answers that it does not expect: KeyError, AttributeError, ValueError.
+        logger.debug("PRAW failed on an answer", exc_info=True)
         raise Fault(f"an answer that cannot be read ({type(error).__name__})") from error
 
 
@@ -303,8 +313,6 @@ def _praw(settings: Settings, budget: Budget, session: requests.Session) -> praw
         ) from None
     except configparser.Error as error:
         raise CredentialsError(f"praw.ini cannot be read: {error.message.splitlines()[0]}") from None
-    except prawcore.exceptions.InvalidInvocation:
-        raise CredentialsError(missing_credentials("user_agent")) from None
     reddit.read_only = True  # whatever account a praw.ini may name
     return reddit
 

@@ -15,6 +15,7 @@ from producers.reddit.client import CredentialsError, Reddit
 from producers.reddit.daemon import Daemon
 from producers.reddit.state import LOOKS, State
 from producers.reddit.topics import Topics
+from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import result_key, sent_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, Post, fingerprint
@@ -422,11 +423,9 @@ def test_all_names_are_checked_with_one_request(house: House) -> None:
 # The second look.
 
 
-def result(house: House, fullname: str, text: str) -> Result:
-    (fields,) = [post for post in house.queued() if post["id"] == fullname]
-    post = Post.parse(fields)
+def result(post: Post, label: str = "x") -> Result:
     found = Classification(
-        id=fullname, label=text, scores={text: 1.0}, model="m", revision=None, weights="w",
+        id=post.id, label=label, scores={label: 1.0}, model="m", revision=None, weights="w",
         fingerprint=fingerprint(post, "r"), classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
     )  # fmt: skip
     return Result(post, found)
@@ -439,7 +438,8 @@ def test_the_second_look(house: House) -> None:
     kept, edited, deleted, removed, vanished = house.publish("cooking", 5, body="before")
     house.run(daemon, 2 * MINUTE)
     store = ResultsStore(house.redis.client, house.settings)
-    store.write([result(house, each, "x") for each in (kept, edited, deleted, removed, vanished)])
+    sent = [Post.parse(post) for post in house.queued()]
+    store.write([result(post) for post in sent if post.id in (kept, edited, deleted, removed, vanished)])
     house.loopback.score(kept, 4321)
     house.loopback.edit(edited, "after")
     house.publish("cooking", 600)  # the listing's first pages show none of them now
@@ -492,6 +492,63 @@ def test_a_post_that_was_purged_is_not_sent_again(house: House) -> None:
 
 
 # The process.
+
+
+class Killed(BaseException):
+    pass
+
+
+#: The order of commits, step by step: each a method or function.
+STEPS: dict[str, tuple[Any, str]] = {
+    "note gaps": (State, "begin"),
+    "publish": (broker, "publish"),
+    "mark as sent": (Pusher, "_remember"),
+    "mark as known": (State, "commit"),
+    "advance the watermark": (State, "advance"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "at the third"])
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_any_step_nothing_is_lost_or_stored_twice(
+    house: House, step: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    expected = house.publish("cooking", 300) + house.publish("baking", 2)
+    out_of_reach = house.publish("tennis", 400)
+    house.clock.wait(HOUR)
+    expected += house.publish("tennis", 1000)
+    owner, name = STEPS[step]
+    real = getattr(owner, name)
+    calls = []
+
+    def killing(*arguments: Any) -> Any:
+        calls.append(1)
+        if when == "before" or (when == "at the third" and len(calls) == 3):
+            raise Killed
+        done = real(*arguments)
+        if when == "after":
+            raise Killed
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killing)
+        if when != "at the third" or step not in ("note gaps",):
+            with pytest.raises(Killed):
+                house.run(house.daemon(), HOUR)
+    house.run(house.daemon(), 10 * MINUTE)
+    store = ResultsStore(house.redis.client, house.settings)
+    for post in house.queued():
+        store.write([result(Post.parse(post))])
+    stored = [entry.post.id for entry in store.latest(10_000)]
+    assert set(expected) <= set(stored)
+    assert len(stored) == len(set(stored))
+    assert not set(out_of_reach) & set(stored)
+    (gap,) = house.state.gaps()
+    published = house.loopback.ledger.published
+    assert gap.since < published[out_of_reach[0]].created_utc
+    assert gap.until == published[expected[-1000]].created_utc
 
 
 @pytest.mark.parametrize("client", [("id", "wrong"), ("wrong", "secret")])

@@ -1,10 +1,12 @@
 """shared/results.py on every redis-server of this machine: each result once, whoever writes it how often."""
 
+from typing import Any
+
 import pytest
 
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
-from shared.results import Counters, Result, ResultsStore
+from shared.results import SCORES_AT_ONCE, Counters, Result, ResultsStore, Score
 from shared.settings import Settings
 from tests.support import RedisServer
 
@@ -111,6 +113,47 @@ def test_following_from_now_on(store: ResultsStore) -> None:
     assert next(followed) is None
     store.write([result("2")])
     assert [found.post.id for found in (next(followed),) if found] == ["2"]
+
+
+def test_entries_bear_the_posts_id(store: ResultsStore, server: RedisServer) -> None:
+    store.write([result("1"), result("2")], [letter(" 3 "), letter(None)])
+    for stream, ids in ((RESULTS_STREAM, ["1", "2"]), (DEAD_LETTERS, ["3", ""])):
+        entries: Any = server.client.xrange(stream)
+        assert [fields["id"] for _, fields in entries] == ids
+
+
+def test_nothing_is_stored_of_a_post_that_is_gone(store: ResultsStore, server: RedisServer) -> None:
+    for post_id in ("2", "5", "7"):
+        server.client.set(tombstone_key(post_id), 1)
+    results = [result("1"), result("2"), result("3"), result("2", "another"), result("1")]
+    assert store.write(results, [letter("4"), letter("5"), letter(None), letter("6"), letter("7")]) == 2
+    assert [found.post.id for found in store.latest(10)] == ["1", "3"]
+    assert [found.id for found in store.dead_letters(10)] == ["4", None, "6"]
+    assert store.counters() == Counters(stored=2, repeated=1, failed=3, gone=4)
+    assert server.client.exists(result_key("2")) == 0
+
+
+def test_a_score_is_noted_beside_the_results(store: ResultsStore, server: RedisServer) -> None:
+    store.write([result("1"), result("2")])
+    server.client.expire(result_key("1"), 100)
+    assert store.score("1") is None
+    assert store.refresh_scores({"1": 5, "none": 7}, 10.5) == 1
+    assert store.refresh_scores({"1": -3}, 11.0) == 1
+    assert store.score("1") == Score(-3, 11.0)
+    assert store.score("2") is None
+    assert [found.classified_at for found in store.get("1")] == [1.0]
+    assert 0 < server.client.ttl(result_key("1")) <= 100
+    assert server.client.exists(result_key("none")) == 0
+    store.write([result("1", "another", at=2.0)])
+    assert (len(store.get("1")), store.score("1")) == (2, Score(-3, 11.0))
+
+
+def test_many_scores(store: ResultsStore) -> None:
+    ids = [str(number) for number in range(2 * SCORES_AT_ONCE + 1)]
+    store.write([result(post_id) for post_id in ids])
+    assert store.refresh_scores({post_id: int(post_id) for post_id in ids}, 1.0) == len(ids)
+    assert [store.score(post_id) for post_id in ids] == [Score(int(post_id), 1.0) for post_id in ids]
+    assert store.refresh_scores({}, 1.0) == 0
 
 
 def test_an_empty_store(store: ResultsStore) -> None:

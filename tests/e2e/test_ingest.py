@@ -1,0 +1,230 @@
+"""`feedmill ingest` as a person meets it: real processes, real PRAW, the loopback Reddit."""
+
+import json
+import signal
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from feedmill import ingest_commands
+from feedmill.stack import free_port
+from producers.reddit import topics
+from producers.reddit.state import Gap, State
+from shared.broker import queue_depth
+from shared.errors import UserError
+from tests.fakes.reddit import Reddit
+from tests.support import Feedmill, RedisServer, feedmill, running, wait_until
+
+TOPICS = """
+active = 2
+[topics]
+"food" = ["cooking", "nothere", "baking"]
+"sport" = ["tennis", "chess"]
+"""
+SECRET = "a-very-secret-thing"
+
+
+@pytest.fixture
+def reddit() -> Iterator[Reddit]:
+    with Reddit(client=("id", SECRET)) as reddit:
+        for name in ("cooking", "baking", "tennis", "chess"):
+            reddit.add_subreddit(name)
+            for number in range(8):
+                reddit.publish(name, title=f"{name} {number}", score=number)
+        reddit.publish("cooking", title="pinned", stickied=True)
+        yield reddit
+
+
+@pytest.fixture
+def environment(reddit: Reddit, redis: RedisServer, tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "topics.toml").write_text(TOPICS)
+    return {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_REDDIT_URL": reddit.url,
+        "FEEDMILL_REDDIT_CLIENT_ID": "id",
+        "FEEDMILL_REDDIT_CLIENT_SECRET": SECRET,
+        "FEEDMILL_REDDIT_USER_AGENT": "linux:test:1 (by /u/nobody)",
+        "FEEDMILL_REDDIT_TOPICS": str(tmp_path / "topics.toml"),
+        "FEEDMILL_REDDIT_POLL_INTERVAL": "0.2",
+        # No praw.ini of whoever runs the tests.
+        "XDG_CONFIG_HOME": str(tmp_path),
+    }
+
+
+def test_one_pass_sends_what_is_asked_for_and_no_pinned_post(
+    redis: RedisServer, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    said = feedmill("ingest", "reddit", "--once", "--limit", "5", cwd=tmp_path, **environment)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == "10 posts sent (messages: 2), 0 skipped as sent before\n"
+    assert "food: r/nothere is missing; r/baking stands in" in said.stderr
+    assert "5/5" in said.stderr
+    again = feedmill("ingest", "reddit", "--once", "--listing", "new", cwd=tmp_path, **environment)
+    assert again.stdout == "22 posts sent (messages: 2), 10 skipped as sent before\n"
+    assert queue_depth(redis.client, "feedmill").waiting == 4
+
+
+def test_one_pass_goes_on_past_a_topic_that_fails(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+    reddit.set_kind("tennis", "private")
+    reddit.set_kind("chess", "banned")
+    said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
+    assert said.returncode == 1
+    assert said.stdout.startswith("16 posts sent")
+    assert "sport: none of its subreddits can be read; the other topics go on" in said.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_the_daemon_sends_what_comes_and_ends_on_a_signal(
+    redis: RedisServer, reddit: Reddit, tmp_path: Path, environment: dict[str, str], how: signal.Signals
+) -> None:
+    with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
+        wait_until(lambda: _sent(daemon, redis) == 33, "all that is there is sent")
+        new = reddit.publish("chess", title="a new opening")
+        wait_until(lambda: redis.client.exists(f"feedmill:sent:{new}"), "the new post is sent")
+        status = feedmill("status", "--json", cwd=tmp_path, **environment)
+        assert json.loads(status.stdout)["reddit"]["topics"] == 2
+        assert "of 2 topics" in feedmill("status", cwd=tmp_path, **environment).stdout
+        assert daemon.end(how, 10) == 0
+    assert "Traceback" not in daemon.text()
+
+
+def _sent(daemon: Feedmill, redis: RedisServer) -> int:
+    assert daemon.process.poll() is None, daemon.text()
+    return len(list(redis.client.scan_iter("feedmill:sent:*")))
+
+
+def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, str]) -> None:
+    port = free_port()
+    with running("ingest", "reddit", "--metrics-port", str(port), cwd=tmp_path, **environment):
+        wait_until(lambda: "feedmill_reddit_posts_sent_total 33.0" in _metrics(port), "the metrics tell what was sent")
+        text = _metrics(port)
+    assert "feedmill_reddit_gaps_total 0.0" in text
+    assert "feedmill_reddit_paused 0.0" in text
+    assert "feedmill_reddit_budget_remaining_requests 9" in text
+
+
+def _metrics(port: int) -> str:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+    return ""
+
+
+def test_a_port_that_is_taken(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+    port = reddit.url.rpartition(":")[2]
+    said = feedmill("ingest", "reddit", "--metrics-port", port, cwd=tmp_path, **environment)
+    assert said.returncode == 2
+    assert f"Metrics cannot be served on 127.0.0.1:{port}: Address already in use" in said.stderr
+
+
+def test_a_long_wait_ends_at_once_on_a_signal(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+    reddit.faults.always("too_many", seconds=3600)
+    with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
+        wait_until(lambda: daemon.says("Reddit is asked again in 3600 s"), "it waits")
+        assert daemon.end(seconds=10) == 0
+
+
+def test_a_request_that_hangs_ends_at_once_on_a_signal(
+    reddit: Reddit, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    reddit.faults.always("slow", seconds=60)
+    with running("ingest", "reddit", cwd=tmp_path, **environment | {"FEEDMILL_REDDIT_TIMEOUT": "60"}) as daemon:
+        wait_until(lambda: reddit.ledger.faults["slow"], "the request hangs")
+        assert daemon.end(seconds=10) == 0
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_no_secret_is_told_even_at_the_finest_log_level(
+    reddit: Reddit, tmp_path: Path, environment: dict[str, str], once: bool
+) -> None:
+    reddit.faults.next("server_error_500", where="access_token")
+    reddit.faults.next("no_data")
+    debug = environment | {"FEEDMILL_LOG_LEVEL": "debug"}
+    with running("ingest", "reddit", *(["--once"] if once else []), cwd=tmp_path, **debug) as daemon:
+        wait_until(lambda: reddit.ledger.served, "posts are read", 120)
+        if once:
+            assert daemon.process.wait(60) == 0
+        else:
+            daemon.end()
+    assert SECRET not in daemon.text()
+    assert "Bearer" not in daemon.text().title()
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"FEEDMILL_REDDIT_CLIENT_ID": ""}, "Reddit's client id is missing. Register an app"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "Reddit's client secret is missing. Register an app"),
+        ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "Reddit wants to know who asks: set FEEDMILL_REDDIT_USER_AGENT"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "refuses the client id or its secret"),
+        ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, "praw.ini has no section [elsewhere]"),
+        ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be an address"),
+        ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml cannot be read: No such file"),
+        ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1 does not answer"),
+    ],
+)
+@pytest.mark.parametrize("once", [True, False])
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, environment: dict[str, str], changed: dict[str, str], sentence: str, once: bool
+) -> None:
+    said = feedmill("ingest", "reddit", *(["--once"] if once else []), cwd=tmp_path, **environment | changed)
+    assert said.returncode == 2
+    assert sentence in said.stderr
+    assert "Traceback" not in said.stderr
+    assert SECRET not in said.stderr + said.stdout
+
+
+def test_credentials_of_praw_ini(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+    """It is read, but cannot send the credentials elsewhere, and its account is not used."""
+    for name in ("CLIENT_ID", "CLIENT_SECRET", "USER_AGENT"):
+        environment[f"FEEDMILL_REDDIT_{name}"] = ""
+    (tmp_path / "praw.ini").write_text(
+        f"[mine]\nclient_id=id\nclient_secret={SECRET}\nuser_agent=linux:mine:1 (by /u/me)\n"
+        "username=me\npassword=mine\noauth_url=http://127.0.0.1:1\nreddit_url=http://127.0.0.1:1\n"
+    )
+    said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, FEEDMILL_REDDIT_SITE="mine", **environment)
+    assert said.returncode == 0, said.stderr
+    assert {request.user_agent.split(" PRAW")[0] for request in reddit.ledger.requests} == {"linux:mine:1 (by /u/me)"}
+
+
+def test_the_daemon_reads_new_posts_alone(tmp_path: Path, environment: dict[str, str]) -> None:
+    said = feedmill("ingest", "reddit", "--listing", "hot", cwd=tmp_path, **environment)
+    assert said.returncode == 2
+    assert said.stderr == "feedmill: The daemon reads new posts. For one pass over hot, add --once.\n"
+
+
+def test_without_praw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "praw", None)
+    with pytest.raises(UserError, match=r"pip install 'feedmill\[reddit\]'"):
+        ingest_commands.reddit()
+
+
+def test_gaps_are_listed_and_forgotten(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:
+    assert feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout == "No gaps.\n"
+    State(redis.client).begin({}, [Gap("cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0)])
+    said = feedmill("ingest", "gaps", "--clear", cwd=tmp_path, **environment)
+    assert said.stdout.split() == [
+        "r/cooking", "2027-01-15", "08:00:00+00:00", "to", "2027-01-15", "09:00:00+00:00,", "noted", "2027-01-15",
+        "10:00:00+00:00",
+    ]  # fmt: skip
+    assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
+
+
+def test_subreddits_show_who_stands_in(tmp_path: Path, environment: dict[str, str]) -> None:
+    feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
+    said = feedmill("ingest", "subreddits", cwd=tmp_path, **environment)
+    assert "food             cooking, nothere, baking" in said.stdout
+    assert "r/nothere is missing since 20" in said.stdout
+    as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
+    assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"
+
+
+def test_the_default_topics(tmp_path: Path) -> None:
+    said = feedmill("ingest", "topics", cwd=tmp_path)
+    assert said.stdout == topics.DEFAULT.read_text()
+    read = topics.read(None)
+    assert len(read.topics) == 16
+    assert len(read.subreddits) <= 100  # what one request can ask about

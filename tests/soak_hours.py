@@ -1,0 +1,166 @@
+"""Eight hours of polling in some minutes: `python -m tests.soak_hours`.
+
+The daemon runs in a process of its own, on a clock that passes as fast as it is waited for; the loopback Reddit, in
+this one, keeps to the same clock, and publishes as it passes. Real PRAW, real Redis, a request for every poll. What
+is measured is the memory of the daemon's process, hour by hour: first it fills with what a daemon remembers, which is
+bounded, and from then on it must not grow.
+
+The last line is JSON: hours, polls, published, sent, missing (posts), rss_mib (at the end of each hour), growth (of
+the last hour's over that of the hour `--filled`). Exit status 1 where a post is missing or the memory grew.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from producers.push import Pusher
+from producers.reddit.budget import Budget
+from producers.reddit.client import Reddit
+from producers.reddit.daemon import Daemon
+from producers.reddit.topics import Topics
+from shared.broker import connect, make_app
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.fakes.clock import SimulatedClock
+from tests.fakes.reddit import Reddit as LoopbackReddit
+from tests.support import RedisServer, redis_servers
+
+TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
+HOUR = 3600.0
+#: Seconds of simulated time after which the posts of that time are published.
+TICK = 30.0
+#: The share by which the memory may grow once it is filled: allocators do not give everything back.
+GROWTH = 0.05
+
+
+class SharedClock(SimulatedClock):
+    """Tells the time to the other process."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def wait(self, seconds: float) -> None:
+        super().wait(seconds)
+        self._shared.value = self.time()
+
+
+def poll(settings: dict[str, Any], shared: Any, hours: int, told: Connection) -> None:
+    """The daemon's process: tells its memory at the end of each hour, and at the end how it went."""
+    clock = SharedClock(shared)
+    chosen = Settings.model_validate(settings)
+    redis = connect(chosen)
+    budget = Budget(clock, chosen.reddit_requests_per_minute)
+    pusher = Pusher(make_app(chosen), redis, chosen, ClassifyOptions(), wait=clock.wait)
+    topics = Topics(active=1, topics=TOPICS)
+    reddit = Reddit(chosen, budget, topics.topic_of)
+    daemon = Daemon(reddit, budget, redis, pusher, topics, chosen, clock, depth=1000)
+    for hour in range(1, hours + 1):
+        while (left := hour * HOUR - clock.monotonic()) > 0:
+            clock.wait(min(daemon.step(), left, TICK))
+        clock.waits.clear()
+        gc.collect()
+        told.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
+    told.send(None)
+    told.recv()  # the last posts are published by now
+    for _ in range(10):
+        while daemon.step() == 0:
+            pass
+        clock.wait(TICK)
+    told.send(daemon.status())
+    reddit.close()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
+
+
+def run(hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
+    """Publish `an_hour` posts an hour while the other process polls."""
+    random = Random(1)
+    context = multiprocessing.get_context("spawn")
+    shared = context.Value("d", SimulatedClock().time())
+    here, there = context.Pipe()
+    server = RedisServer(next(iter(redis_servers().values())), folder)
+    with LoopbackReddit(clock=lambda: shared.value, window=600, budget=1000) as loopback:
+        for names in TOPICS.values():
+            loopback.add_subreddit(names[0])
+            loopback.publish(names[0], title="the first")
+        settings = {
+            "redis_url": server.url, "reddit_url": loopback.url, "reddit_client_id": "id",
+            "reddit_client_secret": "secret", "reddit_user_agent": "linux:hours:1 (by /u/nobody)",
+        }  # fmt: skip
+        process = context.Process(target=poll, args=(settings, shared, hours, there), daemon=True)
+        process.start()
+        there.close()
+        memory: list[float] = []
+        start, published, sent = shared.value, 0, set[str]()
+        while True:
+            due = (shared.value - start) / HOUR * an_hour
+            for _ in range(published, int(due)):
+                name = f"sub{min(random.randrange(16), random.randrange(16)):02}"
+                loopback.publish(name, title=f"post {published}", body="some words " * random.randrange(60))
+                published += 1
+            sent |= _drained(server)
+            if not here.poll(0.02):
+                continue
+            if (word := here.recv()) is None:
+                break
+            memory.append(round(word["rss_mib"], 1))
+            _tell(f"hour {word['hour']}: {memory[-1]} MiB, {word['polls']:,} polls, {word['sent']:,} posts sent")
+        here.send("published")
+        last = here.recv()
+        sent |= _drained(server)
+        process.join(30)
+        server.stop()
+        return {
+            "hours": hours,
+            "polls": last["polls"],
+            "published": len(loopback.ledger.published),
+            "sent": last["sent"],
+            "missing": len(set(loopback.ledger.published) - sent),
+            "gaps": last["gaps"],
+            "budget_exceeded": loopback.ledger.over_budget,
+            "rss_mib": memory,
+            "growth": round(memory[-1] / memory[filled - 1] - 1, 3),
+        }
+
+
+def _drained(server: RedisServer) -> set[str]:
+    """The posts that were sent: their marks tell. The queue is emptied, as a worker would."""
+    client: Any = server.client
+    client.delete("feedmill")
+    if marks := list(client.scan_iter("feedmill:sent:*", count=10_000)):
+        client.unlink(*marks)
+    return {mark.removeprefix("feedmill:sent:") for mark in marks}
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hours", type=int, default=8)
+    parser.add_argument("--posts-an-hour", type=int, default=12_000)
+    parser.add_argument("--filled", type=int, default=4, help="hour by whose end all that is remembered is full")
+    given = parser.parse_args(arguments)
+    with TemporaryDirectory(prefix="feedmill-hours-") as folder:
+        found = run(given.hours, given.posts_an_hour, given.filled, Path(folder))
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 1 if found["missing"] or found["growth"] > GROWTH or found["budget_exceeded"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
