@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 #: What looks like a file's name, so that a missing file is not taken for a text.
-FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz)?|\S*/\S+")
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels that the table shows of each post, and of a single text.
 SHOWN, SHOWN_OF_ONE = 3, 16
 #: Cells of the longest bar.

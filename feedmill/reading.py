@@ -5,34 +5,50 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 
-from producers.files import BadRecord, read
+from producers.files import Source
+from producers.records import EVERYTHING, BadRecord, Filters, LeftOut
 from shared.errors import InputError
 from shared.messages import Post
 
 #: Bad records shown one by one; the rest are counted.
 BAD_RECORDS_SHOWN = 20
+#: Records that `trips` reads in one go, at most: few posts may be wanted of a dump of millions.
+TRIP_RECORDS = 100_000
 
 
 class Reading:
-    """A file that breaks off costs none of the posts before: the error waits for `end`."""
+    """A file that breaks off costs none of the posts before: the error waits for `end`.
 
-    def __init__(self, file: str, notes: Console) -> None:
-        self._file, self._notes = file, notes
+    filters: what is wanted of the file. start: records at its beginning that are passed over.
+    """
+
+    def __init__(self, file: str, notes: Console, filters: Filters = EVERYTHING, start: int = 0) -> None:
+        self._notes = notes
         self._broken: InputError | None = None
-        #: Records read, those with something wrong, and those of them that were skipped.
-        self.records = self.wrong = self.skipped = 0
+        #: The file: its size, and how much of it was read.
+        self.source = Source(file, filters, start)
+        #: Records read, those passed over included; those left out by the filters, and since they are gone from Reddit.
+        self.records, self.left_out, self.removed = start, 0, 0
+        #: Records with something wrong, and those of them that were skipped.
+        self.wrong = self.skipped = 0
+        #: There is nothing more in it, and it did not break off.
+        self.complete = False
 
     def posts(self) -> Iterator[Post]:
         """The good ones."""
-        try:
-            for item in read(self._file):
-                self.records += 1
-                if isinstance(item, Post):
-                    yield item
-                else:
-                    self._tell(item)
-        except InputError as error:
-            self._broken = error
+        return (post for post in self._each() if post)
+
+    def trips(self, posts: int) -> Iterator[list[Post]]:
+        """The good ones, so many at a time, or fewer. Each time `records` says how far that is."""
+        trip: list[Post] = []
+        begun = self.records
+        for post in self._each():
+            if post:
+                trip.append(post)
+            if len(trip) == posts or self.records - begun == TRIP_RECORDS:
+                yield trip
+                trip, begun = [], self.records
+        yield trip
 
     def end(self) -> None:
         """Say how many records were wrong beyond those shown. Raises InputError where the file broke off."""
@@ -45,6 +61,22 @@ class Reading:
     def told_all(self) -> bool:
         """Whether there is anything to say of it beyond its error."""
         return bool(self.records) or self._broken is None
+
+    def _each(self) -> Iterator[Post | None]:
+        """Each record's post, or None."""
+        try:
+            for item in self.source.items():
+                if isinstance(item, BadRecord):
+                    self._tell(item)
+                    if not item.skipped:  # its post comes next
+                        continue
+                self.records += 1
+                self.left_out += item is LeftOut.BY_FILTERS
+                self.removed += item is LeftOut.REMOVED
+                yield item if isinstance(item, Post) else None
+            self.complete = True
+        except InputError as error:
+            self._broken = error
 
     def _tell(self, bad: BadRecord) -> None:
         self.wrong += 1

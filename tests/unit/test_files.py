@@ -1,17 +1,26 @@
-"""producers/files.py: every format, every odd line, and nothing good lost."""
+"""producers/files.py, records.py and unpack.py: every format, every odd line, and nothing good lost."""
 
 import gzip
 import io
 import json
 import random
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
-from producers.files import MAX_RECORD, BadRecord, read
-from shared.errors import InputError
+from producers.files import MAX_RECORD, Source, read
+from producers.records import BadRecord, Filters, Item, LeftOut, with_plain_keys
+from shared.errors import InputError, UserError
 from shared.messages import Post
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def posts(tmp_path: Path, data: str | bytes, name: str = "file") -> list[Post]:
@@ -21,12 +30,55 @@ def posts(tmp_path: Path, data: str | bytes, name: str = "file") -> list[Post]:
 
 
 def both(tmp_path: Path, data: str | bytes, name: str = "file") -> tuple[list[Post], list[BadRecord]]:
-    path = tmp_path / name
-    path.write_bytes(data.encode() if isinstance(data, str) else data)
-    items = list(read(str(path)))
+    items = items_of(tmp_path, data, name=name)
     return [i for i in items if isinstance(i, Post)], [i for i in items if isinstance(i, BadRecord)]
 
 
+def items_of(
+    tmp_path: Path, data: str | bytes, filters: Filters | None = None, start: int = 0, name: str = "file"
+) -> list[Item]:
+    path = tmp_path / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return list(Source(str(path), filters or Filters(), start).items())
+
+
+def until_it_breaks(source: Source) -> tuple[list[Post], str]:
+    """The posts, and why there are no more; "" at the file's end."""
+    good: list[Post] = []
+    try:
+        good.extend(item for item in source.items() if isinstance(item, Post))
+    except InputError as error:
+        return good, str(error)
+    return good, ""
+
+
+def jsonl(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def zstd(data: bytes, **parameters: Any) -> bytes:
+    return zstandard.ZstdCompressor(**parameters).compress(data)
+
+
+def by_halves(data: bytes) -> bytes:
+    """Two frames; the first has no size in its header, the second has, and a checksum."""
+    half = len(data) // 2
+    return zstd(data[:half], write_content_size=False) + zstd(data[half:], write_checksum=True)
+
+
+def with_notes(data: bytes) -> bytes:
+    """As pzstd packs: a frame that holds no data before each that does."""
+    note = b"\x5a\x2a\x4d\x18" + (70_000).to_bytes(4, "little") + bytes(70_000)
+    return note + zstd(data) + note
+
+
+def with_a_long_window(data: bytes) -> bytes:
+    """Not really packed, but with a window of 2 GiB, which is the longest that `zstd --long=31` asks for."""
+    block = (len(data) << 3 | 1).to_bytes(3, "little") + data
+    return b"\x28\xb5\x2f\xfd" + b"\x00" + bytes([(31 - 10) << 3]) + block
+
+
+PACKED: list[Callable[[bytes], bytes]] = [gzip.compress, zstd, by_halves, with_notes, with_a_long_window]
 TWO = [{"id": "1", "title": "one"}, {"id": "2", "title": "zwei – два"}]
 
 
@@ -44,14 +96,16 @@ TWO = [{"id": "1", "title": "one"}, {"id": "2", "title": "zwei – два"}]
         "id\ttitle\n1\tone\n2\tzwei – два",
     ],
 )
-@pytest.mark.parametrize("pack", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
-def test_formats(tmp_path: Path, data: str, pack: object) -> None:
-    packed = pack(data.encode())  # type: ignore[operator]
+@pytest.mark.parametrize("pack", [bytes, *PACKED])
+def test_formats(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
+    packed = pack(data.encode())
     assert [(post.id, post.title) for post in posts(tmp_path, packed)] == [("1", "one"), ("2", "zwei – два")]
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'{"id": 1, "title": "x"}'))))
+@pytest.mark.parametrize("pack", [bytes, *PACKED])
+def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]) -> None:
+    packed = io.BytesIO(pack(b'{"id": 1, "title": "x"}'))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(packed)))
     assert [item.id for item in read("-") if isinstance(item, Post)] == ["1"]
 
 
@@ -68,7 +122,27 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"title": "x", "score": "7"}, "score", 7),
         ({"title": "x", "permalink": "/r/x"}, "url", "/r/x"),
         ({"title": "x", "name": "t3_abc"}, "id", "t3_abc"),
-        ({"title": "x", "url": "https://www.reddit.com/r/x/comments/1abc2/title/"}, "id", "1abc2"),
+        ({"title": "x", "url": "https://www.reddit.com/r/x/comments/1abc2/title/"}, "id", "t3_1abc2"),
+        ({"title": "x", "permalink": "/r/x/comments/1abc2/t/", "url": "https://b.org/comments/9/"}, "id", "t3_1abc2"),
+        ({"title": "x", "id": "1abc2", "name": "t3_1abc2"}, "id", "t3_1abc2"),
+        ({"title": "x", "id": "1abc2", "selftext": ""}, "id", "t3_1abc2"),
+        ({"title": "x", "id": "t3_1abc2", "selftext": ""}, "id", "t3_1abc2"),
+        ({"title": "x", "id": "post-7", "selftext": ""}, "id", "post-7"),
+        ({"title": "x", "id": "1abc2", "body": ""}, "id", "1abc2"),
+        ({"title": "x", "id": "1abc2", "name": "Jo"}, "id", "1abc2"),
+        ({"title": "x", "permalink": "/r/x/comments/1/t/"}, "permalink", "https://www.reddit.com/r/x/comments/1/t/"),
+        ({"title": "x", "permalink": "/x"}, "permalink", "/x"),
+        ({"title": "x", "edited": False}, "edited_utc", None),
+        ({"title": "x", "edited": True}, "edited_utc", None),
+        ({"title": "x", "edited": None}, "edited_utc", None),
+        ({"title": "x", "edited": "False"}, "edited_utc", None),
+        ({"title": "x", "edited": 1700000000}, "edited_utc", 1700000000.0),
+        ({"title": "x", "edited": "1700000000.0"}, "edited_utc", 1700000000.0),
+        ({"title": "x", "over_18": True}, "nsfw", True),
+        ({"title": "x", "over_18": "False"}, "nsfw", False),
+        ({"title": "x", "spoiler": None}, "spoiler", False),
+        ({"title": "x", "spoiler": 1}, "spoiler", True),
+        ({"title": "x", "stickied": True}, "stickied", True),
         ({"title": "x", "created": 1700000000}, "created_utc", 1700000000.0),
         ({"title": "x", "created_utc": "1700000000.5"}, "created_utc", 1700000000.5),
         ({"title": "x", "timestamp": 1700000000000}, "created_utc", 1700000000.0),
@@ -189,6 +263,11 @@ def test_numbers_that_are_no_times(tmp_path: Path) -> None:
         ("id,title\n1,x\n".encode("utf-16"), "holds no text in UTF-8"),
         (b"\x1f\x8b123", "cannot be read to its end"),
         (gzip.compress(b'{"id": 1, "title": "x"}\n' * 1000)[:-20], "cannot be read to its end"),
+        (zstd(b'{"id": 1, "title": "x"}\n' * 1000)[:-3], "cannot be read to its end: it breaks off."),
+        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK", "it breaks off"),
+        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK\x03\x04", "what follows is not packed with zstd"),
+        (zstd(b'{"id": 1, "title": "x"}\n', write_checksum=True)[:-1] + b"\0", "it cannot be unpacked"),
+        (zstd(b"", write_content_size=False), "is empty"),
     ],
 )
 def test_files_that_are_no_posts(tmp_path: Path, data: bytes, words: str) -> None:
@@ -199,3 +278,234 @@ def test_files_that_are_no_posts(tmp_path: Path, data: bytes, words: str) -> Non
 def test_a_missing_file() -> None:
     with pytest.raises(InputError, match="There is no file /no/such/file"):
         list(read("/no/such/file"))
+
+
+def test_a_file_that_breaks_off_anywhere_gives_what_was_good(tmp_path: Path) -> None:
+    """Wherever it is cut, also between two frames: nothing is made up, and nothing before is lost."""
+    rng = random.Random(5)
+    many = [{"id": str(number), "title": rng.randbytes(400).hex()} for number in range(500)]
+    frames = [zstd(jsonl(*many[start : start + 250]).encode()) for start in (0, 250)]
+    packed, path = b"".join(frames), tmp_path / "posts.zst"
+    cuts = [5, len(frames[0]) - 1, len(frames[0]), len(frames[0]) + 3, len(packed) - 1, len(packed)]
+    found = []
+    for cut in [*cuts, *rng.sample(range(5, len(packed)), 20)]:
+        path.write_bytes(packed[:cut])
+        source = Source(str(path))
+        good, why = until_it_breaks(source)
+        assert [post.id for post in good] == [str(number) for number in range(len(good))]
+        assert why.endswith(" cannot be read to its end: it breaks off.") != (cut in (len(frames[0]), len(packed)))
+        assert source.done == source.size == cut
+        found.append(len(good))
+    # Of a frame's blocks, of 128 KiB at most, all but the last are whole when a byte is missing.
+    assert (found[0], found[2], found[3], found[5]) == (0, 250, 250, 500)
+    assert 100 < found[1] < 250
+    assert 350 < found[4] < 500
+
+
+def test_what_was_good_before_damage_is_kept(tmp_path: Path) -> None:
+    """A frame's blocks of 128 KiB are whole or not; zstandard's own stream loses those read in the same go."""
+    packed = zstd("".join(f'{{"id": {number}, "title": "x"}}\n' for number in range(40_000)).encode())
+    damaged = bytearray(packed)
+    damaged[-1000:] = bytes(1000)
+    path = tmp_path / "posts.zst"
+    path.write_bytes(damaged)
+    good, why = until_it_breaks(Source(str(path)))
+    assert len(good) > 30_000
+    assert "/posts.zst cannot be read to its end: it cannot be unpacked (" in why
+
+
+def test_zstd_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"/posts is packed with zstd: `pip install 'feedmill\[dumps\]'` brings"):
+        items_of(tmp_path, zstd(b"x"), name="posts")
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    lines = "".join(f'{{"id": "{number}", "title": "x", "selftext": "{"word " * 200}"}}\n' for number in range(1000))
+    path = tmp_path / "posts.zst"
+    path.write_bytes(zstd(lines.encode()) * 40)
+    measure = (
+        "import resource, sys\n"
+        "from producers.files import read\n"
+        "peak = {}\n"
+        "for number, _ in enumerate(read(sys.argv[1]), 1):\n"
+        "    if number in (4000, 40_000):\n"
+        "        peak[number] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "print(peak[40_000] - peak[4000])\n"
+    )
+    grown = subprocess.run(
+        [sys.executable, "-c", measure, str(path)], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    # KiB; the file's 40 MiB of text, were they kept, would take more than these.
+    assert int(grown) < 10_000
+
+
+#: As Arctic Shift has them; there are some ninety fields more.
+SUBMISSION = {
+    "_meta": {"is_edited": True, "retrieved_2nd_on": 1700129600},
+    "author": "somebody",
+    "created_utc": 1700000000,
+    "edited": 1700000500,
+    "id": "17vcabc",
+    "name": "t3_17vcabc",
+    "over_18": True,
+    "permalink": "/r/Python/comments/17vcabc/which_linter/",
+    "removed_by_category": None,
+    "score": 12,
+    "selftext": "And why?",
+    "spoiler": False,
+    "stickied": False,
+    "subreddit": "Python",
+    "title": "Which linter?",
+    "url": "https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
+}
+
+
+def test_a_submission_of_a_dump(tmp_path: Path) -> None:
+    assert posts(tmp_path, jsonl(SUBMISSION)) == [
+        Post(
+            id="t3_17vcabc",
+            title="Which linter?",
+            body="And why?",
+            subreddit="Python",
+            score=12,
+            url="https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
+            permalink="https://www.reddit.com/r/Python/comments/17vcabc/which_linter/",
+            created_utc=1700000000,
+            edited_utc=1700000500,
+            nsfw=True,
+        )
+    ]
+
+
+def test_a_submission_of_the_early_dumps(tmp_path: Path) -> None:
+    """Without `name`, with numbers as strings, and with what Reddit did not know then."""
+    early = {"created_utc": "1134000000", "edited": True, "url": None, "score": None, "over_18": "false"}
+    record = {key: value for key, value in (SUBMISSION | early).items() if key not in ("name", "_meta", "spoiler")}
+    (post,) = posts(tmp_path, jsonl(record))
+    assert (post.id, post.created_utc, post.edited_utc, post.score) == ("t3_17vcabc", 1134000000, None, None)
+    assert (post.nsfw, post.url) == (False, "/r/Python/comments/17vcabc/which_linter/")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"removed_by_category": "moderator"},
+        {"title": "[deleted]"},
+        {"title": "[ Removed by Reddit ]"},
+        {"title": "[deleted by user]"},
+        {"selftext": "[removed]"},
+        {"selftext": "[deleted]"},
+        {"_meta": {"was_deleted_later": True, "removal_type": "deleted"}},
+    ],
+)
+def test_what_is_gone_from_reddit_is_left_out(tmp_path: Path, said: dict[str, object]) -> None:
+    assert items_of(tmp_path, jsonl(SUBMISSION | said)) == [LeftOut.REMOVED]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"title": "[removed] from my house"},
+        {"removed_by_category": "None"},
+        {"_meta": {"was_initially_deleted": True}},
+        {"_meta": 5},
+        {"title": 7},
+        {"selftext": None},
+    ],
+)
+def test_what_is_not_gone_is_kept(tmp_path: Path, said: dict[str, object]) -> None:
+    assert len(posts(tmp_path, jsonl(SUBMISSION | said))) == 1
+
+
+def test_comments_are_refused(tmp_path: Path) -> None:
+    comment = {"id": "k9a", "body": "Ruff.", "link_id": "t3_17vcabc", "parent_id": "t3_17vcabc", "created_utc": 1}
+    answer = comment | {"link_id": None, "parent_id": "t1_k9a"}
+    good, bad = both(tmp_path, jsonl(comment, SUBMISSION, answer, {"id": 1, "body": "x", "parent_id": 5}))
+    assert [post.id for post in good] == ["t3_17vcabc", "1"]
+    assert [(record.reason, record.skipped) for record in bad] == [("a comment; only posts are read", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("filters", "ids"),
+    [
+        (Filters(frozenset({"python"})), ["1", "2", "3", "8"]),
+        (Filters(frozenset({"python", "rust"})), ["1", "2", "3", "4", "8"]),
+        (Filters(since=1700000000), ["1", "3", "4", "5"]),
+        (Filters(until=1700000000), ["2", "8"]),
+        (Filters(frozenset({"python"}), since=1600000000, until=1700000001), ["1", "2"]),
+    ],
+)
+@pytest.mark.parametrize("form", [jsonl, lambda *records: json.dumps(records)], ids=["lines", "array"])
+def test_filters(tmp_path: Path, form: Callable[..., str], filters: Filters, ids: list[str]) -> None:
+    records = [
+        {"id": 1, "title": "x", "subreddit": "Python", "created_utc": 1700000000},
+        {"id": 2, "title": "x", "Subreddit": "r/python", "created_utc": "1699999999"},
+        {"id": 3, "title": "x", "subreddit_name": "/r/PYTHON/", "date": "2023-11-15"},
+        {"id": 4, "title": "x", "subreddit": "rust", "created_utc": 1700000000000},
+        {"id": 5, "title": "x", "subreddit": None, "created_utc": 1700000001},
+        {"id": 6, "title": "x", "subreddit": "go", "created_utc": "Tuesday"},
+        {"id": 7, "title": "x", "subreddit": "pythonista", "text": "python"},
+        {"id": 8, "title": "x", "subreddit": "python", "created_utc": 1500000000, "from": [{"subreddit": "go"}]},
+        {"id": 9, "title": "x", "subreddit": "go", "from": [{"subreddit": "python"}]},
+    ]
+    items = items_of(tmp_path, form(*records), filters)
+    assert [item.id for item in items if isinstance(item, Post)] == ids
+    assert items.count(LeftOut.BY_FILTERS) == len(records) - len(ids)
+
+
+def test_filters_hide_no_broken_line(tmp_path: Path) -> None:
+    """It may have been one of those that are wanted."""
+    data = '{"id": 1, "title": "x", "subreddit": "go"}\n{"id": 2, "subreddit": "go", "tit\n'
+    left_out, bad = items_of(tmp_path, data, Filters(frozenset({"python"})))
+    assert left_out is LeftOut.BY_FILTERS
+    assert isinstance(bad, BadRecord)
+
+
+names = st.sampled_from(["python", "Python", "r/python", "pyth\u00f6n", "go", "", 'a"b', "a\\b", None, 7])
+inner = st.dictionaries(st.sampled_from(["subreddit", "Subreddit", "name"]), names, max_size=2)
+records = st.dictionaries(
+    st.sampled_from(
+        ["subreddit", "Subreddit", "SUBREDDIT ", " subreddit", "subreddit name", "subreddit_name", "title", "from"]
+    ),
+    names | inner | st.lists(inner, max_size=2),
+)
+
+
+@given(record=records, spaced=st.booleans(), escaped=st.booleans())
+def test_no_line_is_rejected_that_is_wanted(record: dict[str, object], spaced: bool, escaped: bool) -> None:
+    line = json.dumps(record, separators=(", ", " : ") if spaced else (",", ":"), ensure_ascii=escaped).encode()
+    filters = Filters(frozenset({"python"}))
+    assert not (filters.reject_line(line + b"\n") and filters.admit(with_plain_keys(record)))
+
+
+@pytest.mark.parametrize("pack", [bytes, *PACKED])
+@pytest.mark.parametrize(
+    "data",
+    [
+        '{"id": 1, "title": "x"}\n\nnope\n{"id": 2, "title": "y", "score": "•"}\n  \n{"id": 3, "title": "z"}\n[4]',
+        '[{"id": 1, "title": "x"}, 5,\n {"id": 2, "title": "y", "score": "•"}, {"id": 3, "title": "z"}, [4]]',
+        "id,title,score\n1,x,\n5,y,1,1\n\n2,y,•\n3,z,\n4,,\n",
+    ],
+    ids=["lines", "array", "csv"],
+)
+def test_going_on_where_it_stopped(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
+    """Each record ends with one item that is not "kept without"; those passed over are not told again."""
+    packed = pack(data.encode())
+    items = items_of(tmp_path, packed)
+    ends = [number for number, item in enumerate(items, 1) if not isinstance(item, BadRecord) or item.skipped]
+    assert len(ends) == 5
+    for start, end in enumerate([0, *ends]):
+        assert items_of(tmp_path, packed, start=start) == items[end:]
+    assert items_of(tmp_path, packed, start=99) == []
+
+
+def test_how_far_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "posts.zst"
+    path.write_bytes(zstd(jsonl(*TWO).encode()))
+    source = Source(str(path))
+    assert (source.done, source.size) == (0, path.stat().st_size)
+    assert len(list(source.items())) == 2
+    assert source.done == source.size
+    assert Source("-").size is None
+    assert Source(str(tmp_path)).size is None

@@ -1,0 +1,64 @@
+"""producers/positions.py on a real Redis: what a file is known by, and that nothing of it stays."""
+
+from pathlib import Path
+
+import pytest
+
+from producers.positions import POSITION_TTL, Position
+from shared.broker import connect
+from shared.keys import find
+from shared.settings import Settings
+from tests.support import RedisServer
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "posts.jsonl"
+    path.write_bytes(b"x" * 100_000)
+    return path
+
+
+def position(settings: Settings, path: Path, *way: str) -> Position:
+    return Position(connect(settings), str(path), *way)
+
+
+def test_the_next_run_finds_it(settings: Settings, path: Path) -> None:
+    first = position(settings, path, "labels", "filters")
+    assert first.load() == 0
+    first.save(1000)
+    first.save(123_456_789)
+    assert position(settings, path, "labels", "filters").load() == 123_456_789
+    first.forget()
+    assert position(settings, path, "labels", "filters").load() == 0
+
+
+def test_its_key_is_known_and_expires(settings: Settings, redis: RedisServer, path: Path) -> None:
+    position(settings, path).save(7)
+    (key,) = redis.client.keys()
+    known = find(str(key))
+    assert known
+    assert known.pattern == "feedmill:position:*"
+    assert 0 < redis.client.ttl(key) <= POSITION_TTL
+
+
+def test_a_download_that_goes_on_is_the_same_file(settings: Settings, path: Path) -> None:
+    position(settings, path).save(7)
+    with path.open("ab") as file:
+        file.write(b"more")
+    assert position(settings, path).load() == 7
+
+
+@pytest.mark.parametrize("what", ["way", "beginning", "name"])
+def test_another_file_and_another_way_to_read_it(settings: Settings, path: Path, what: str) -> None:
+    position(settings, path, "way").save(7)
+    if what == "beginning":
+        path.write_bytes(b"y" + path.read_bytes()[1:])
+    if what == "name":
+        path = path.rename(path.with_suffix(".json"))
+    assert position(settings, path, "other" if what == "way" else "way").load() == 0
+
+
+def test_a_relative_path_is_the_same_file(settings: Settings, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    position(settings, path).save(7)
+    monkeypatch.chdir(path.parent)
+    assert position(settings, Path(path.name)).load() == 7
