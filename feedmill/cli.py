@@ -13,9 +13,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from feedmill import __version__, flags, offline_commands, tuning_commands
+from feedmill import __version__, enqueue_commands, flags, ingest_commands, offline_commands, tuning_commands
 from feedmill.demo import run as run_demo
 from feedmill.flags import (
     AsJson,
@@ -24,22 +23,21 @@ from feedmill.flags import (
     Dtype,
     Engine,
     Kind,
-    Labels,
     Model,
-    MultiLabel,
     RedisUrl,
     Revision,
-    Template,
     settings_of,
 )
-from feedmill.reading import Reading
 from feedmill.stack import Stack, ended_by_signals
 from feedmill.watch import status as look_around
-from producers.push import Pusher
 from shared.broker import connect, make_app, told_plainly
 from shared.errors import SettingsError, UserError, printable
-from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from shared.messages import Classification, DeadLetter
+from shared.purge import Purged
+from shared.purge import lift as lift_tombstones
+from shared.purge import purge as purge_posts
 from shared.results import Result, ResultsStore
+from shared.settings import DAY
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -47,6 +45,8 @@ app = typer.Typer(
 )  # fmt: skip
 results_app = typer.Typer(help="Read the results.", invoke_without_command=True, no_args_is_help=False)
 app.add_typer(results_app, name="results")
+app.add_typer(enqueue_commands.app)
+app.add_typer(ingest_commands.app, name="ingest")
 app.add_typer(offline_commands.app)
 app.add_typer(tuning_commands.app)
 
@@ -147,46 +147,6 @@ def flower(
         ) from None
 
 
-@app.command()
-def enqueue(
-    file: Annotated[str, typer.Argument(help="JSONL, a JSON array or CSV, plain or gzip; - is standard input.")],
-    labels: Labels = None,
-    template: Template = None,
-    multi_label: MultiLabel = False,
-    again: Annotated[bool, typer.Option(help="Send also what was sent before.")] = False,
-    posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
-    redis_url: RedisUrl = None,
-) -> None:
-    """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines."""
-    settings = settings_of(redis_url=redis_url, posts_per_message=posts_per_message, labels=labels, template=template)
-    # Where the flags are not given, the worker's settings count, not those of this process.
-    options = ClassifyOptions(
-        labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
-    )
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    reading = Reading(file, notes)
-    pusher = Pusher(make_app(settings), connect(settings), settings, options, again)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with told_plainly(settings), Progress(*columns, console=notes, transient=True) as progress:
-        bar = progress.add_task("reading", total=None)
-
-        def posts() -> Iterator[Post]:
-            for number, post in enumerate(reading.posts(), 1):
-                if number % 100 == 0:
-                    waiting = "; the queue is full, waiting" if pusher.waiting else ""
-                    progress.update(bar, description=f"{number:,} read, {pusher.sent:,} sent{waiting}")
-                yield post
-
-        pusher.push(posts())
-    if reading.told_all:
-        typer.echo(
-            f"{pusher.sent:,} posts sent (messages: {pusher.messages:,}), {pusher.skipped:,} skipped as sent before, "
-            f"{reading.skipped:,} skipped as bad"
-        )
-    reading.end()
-    raise typer.Exit(1 if reading.skipped else 0)
-
-
 @results_app.callback()
 def results(
     context: typer.Context,
@@ -237,13 +197,20 @@ def results_get(
 ) -> None:
     """Show every classification of one post: one for each text, model and label set."""
     settings = settings_of(redis_url=redis_url)
+    store = ResultsStore(connect(settings), settings)
     with told_plainly(settings):
-        found = ResultsStore(connect(settings), settings).get(post_id)
+        found, score = store.get(post_id), store.score(post_id)
     if not found:
         typer.echo(f"No result of a post {post_id!r} is in the store: not classified yet, or expired.", err=True)
         raise typer.Exit(1)
     for classification in found:
-        typer.echo(classification.model_dump_json() if as_json else _described(classification))
+        if as_json:
+            seen = {} if score is None else {"score": score.score, "score_seen_at": score.at}
+            typer.echo(json.dumps(classification.model_dump(mode="json") | seen, ensure_ascii=False))
+        else:
+            typer.echo(_described(classification))
+    if score and not as_json:
+        typer.echo(f"score {score.score}, seen {_time(score.at)}")
 
 
 def _described(found: Classification) -> str:
@@ -263,7 +230,7 @@ def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     with told_plainly(settings):
         seen = look_around(settings)
     if as_json:
-        entry = {"queue": seen.queue._asdict(), "workers": seen.workers, "results": seen.results._asdict()}
+        entry = seen._asdict() | {"queue": seen.queue._asdict(), "results": seen.results._asdict()}
         typer.echo(json.dumps(entry))
         return
     typer.echo(
@@ -274,6 +241,8 @@ def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
         typer.echo("         `feedmill results --failed` shows the newest that failed, and why")
     if not seen.workers:
         typer.echo("workers  none answers: `feedmill worker` starts one, `feedmill up` everything")
+    if seen.reddit:
+        typer.echo(f"reddit   {ingest_commands.described(seen.reddit)}")
     # A block for each: a table of all this is wider than many a terminal.
     for node, pool in seen.workers.items():
         typer.echo(
@@ -283,6 +252,51 @@ def status(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
             f"{pool['recent']['posts_per_second']:.1f} posts/s, device busy {pool['recent']['device_busy']:.2f}\n"
             f"         padding efficiency {pool['padding_efficiency']:.2f}"
         )
+
+
+@app.command()
+def purge(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Posts' ids; - reads them, one a line.")],
+    lift: Annotated[bool, typer.Option("--lift", help="Purge nothing: take the posts again from now on.")] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Remove all that is kept of posts, and take them no more."""
+    settings = settings_of(redis_url=redis_url)
+    posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
+    if not posts:
+        raise UserError("Standard input names no post: give ids, one a line.")
+    subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
+    redis = connect(settings)
+    with told_plainly(settings):
+        if lift:
+            counts = {"lifted": lift_tombstones(redis, posts)}
+            told = f"{subject} may be sent again ({counts['lifted']:,} had been purged)"
+        else:
+            found = purge_posts(redis, settings, posts)
+            counts = found._asdict()
+            told = f"{subject} purged ({_removed(found)}); refused for {settings.tombstone_ttl / DAY:.3g} days"
+    typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else told)
+    raise typer.Exit(0 if any(counts.values()) else 1)
+
+
+def _removed(found: Purged) -> str:
+    """What a purge found, in words."""
+    counts = {
+        "sent": found.sent,
+        "results": found.results,
+        "stream entries": found.entries,
+        "dead letters": found.dead_letters,
+        "Celery results": found.celery_results,
+    }
+    return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was kept"
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input that are not empty."""
+    for line in sys.stdin.buffer:
+        if text := line.decode(errors="replace").strip():
+            yield text
 
 
 def run() -> None:

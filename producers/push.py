@@ -5,17 +5,19 @@ has; the other way round it would lose one.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Celery
+from kombu import pools
 from redis import Redis
 
 from shared import broker
-from shared.keys import sent_key
+from shared.errors import SettingsError
+from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
 
 #: Posts that are looked up, published and marked together where a message holds fewer: a trip to Redis costs
 #: more than a post. Bounds what a crash between publishing and marking repeats.
@@ -23,47 +25,102 @@ POSTS_A_TRIP = 32
 #: Seconds between two looks at a full queue.
 FULL_QUEUE_PAUSE = 0.5
 
-#: Whether each post was sent before.   KEYS feedmill:sent:<id>, hashes   ARGV a field of each
+#: What is known of each post: 0 nothing, 1 it was sent before, 2 it is gone.
+#:
+#:   KEYS[2i-1] feedmill:sent:<id>, hash    KEYS[2i] feedmill:gone:<id>, string    ARGV[i] a field of the hash
 LOOK = """
 local found = {}
-for i = 1, #KEYS do found[i] = redis.call('HEXISTS', KEYS[i], ARGV[i]) end
+for i = 1, #ARGV do
+  if redis.call('EXISTS', KEYS[2 * i]) == 1 then
+    found[i] = 2
+  else
+    found[i] = redis.call('HEXISTS', KEYS[2 * i - 1], ARGV[i])
+  end
+end
 return found
 """
-#: Notes that each post was sent.   KEYS as above   ARGV[1] now   ARGV[2] ttl, seconds   ARGV[3+] a field of each
+SENT, GONE = 1, 2
+#: Notes that each post was sent; of one that was purged meanwhile, nothing.
+#:
+#:   KEYS as above    ARGV[1] now    ARGV[2] ttl, seconds    ARGV[2+i] a field of the hash
 NOTE = """
-for i = 1, #KEYS do
-  redis.call('HSET', KEYS[i], ARGV[i + 2], ARGV[1])
-  redis.call('EXPIRE', KEYS[i], ARGV[2])
+for i = 1, #ARGV - 2 do
+  if redis.call('EXISTS', KEYS[2 * i]) == 0 then
+    redis.call('HSET', KEYS[2 * i - 1], ARGV[i + 2], ARGV[1])
+    redis.call('EXPIRE', KEYS[2 * i - 1], ARGV[2])
+  end
 end
 """
 
-#: (key, field) under which a post with its text and options is remembered as sent.
-Mark = tuple[str, str]
+
+class Mark(NamedTuple):
+    """What a post with its text and options is remembered by as sent: its id, and a digest of the rest."""
+
+    post_id: str
+    field: str
+
+
+class QueueGate:
+    """How many messages may be sent now: none from `queue_limit` messages on, until fewer than `queue_resume` wait.
+
+    Bounds what waits in Redis' memory, but for what producers that look at the same moment send. With one threshold
+    for both, a producer would be let in for a message or two at a time, with a look at the queue for each.
+
+    queue_resume is half of queue_limit where it is not set. Raises SettingsError where it is more.
+    """
+
+    def __init__(self, redis: Redis, settings: Settings) -> None:
+        self._redis = redis
+        self._queue = settings.queue
+        self._limit = settings.queue_limit
+        self._resume = max(1, self._limit // 2) if settings.queue_resume is None else settings.queue_resume
+        if self._resume > self._limit:
+            raise SettingsError(
+                f"{PREFIX}QUEUE_RESUME: {self._resume} messages are more than {PREFIX}QUEUE_LIMIT, {self._limit}; "
+                "a producer that pauses at the limit goes on below it. Lower the one, or raise the other."
+            )
+        #: The queue was full, and is not yet below `queue_resume`.
+        self.closed = False
+
+    def room(self) -> int:
+        """How many messages may be sent now; 0 while the gate is closed. Raises redis.exceptions.RedisError."""
+        waiting = broker.queue_depth(self._redis, self._queue).waiting
+        self.closed = waiting >= (self._resume if self.closed else self._limit)
+        return 0 if self.closed else self._limit - waiting
 
 
 class Pusher:
-    """Publishes posts, and counts them: `sent` in so many `messages`, and `skipped` since they were sent before.
+    """Publishes posts, and counts them: `sent` in so many `messages`, `skipped` since they were sent before, `gone`.
 
     options: how the posts are to be classified; a post is sent again with other options, or with another text.
-    again: send also what was sent before.
+    again: send also what was sent before. What is gone, since it was purged (shared/purge.py), is never sent.
+    wait: how to wait so many seconds for room in the queue; what it raises ends `push`.
+
+    Between two calls of `push` nothing is remembered but the counts: what was sent, Redis knows. After an exception,
+    whichever it is and wherever it comes from, a signal's handler included, the same posts may be pushed again.
     """
 
     def __init__(
-        self, app: Celery, redis: Redis, settings: Settings, options: ClassifyOptions, again: bool = False
+        self,
+        app: Celery,
+        redis: Redis,
+        settings: Settings,
+        options: ClassifyOptions,
+        again: bool = False,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app
         self._redis = redis
         self._settings = settings
         self._options = options
+        self._options_said = options.model_dump_json()
         self._again = again
+        self._wait = wait
         # Scripts: as many small commands in a pipeline cost redis-py two thirds of the time that publishing takes.
         self._look: Any = redis.register_script(LOOK)
         self._note: Any = redis.register_script(NOTE)
-        #: Found unsent since Redis was last asked, or not yet published: Redis' answer does not know them.
-        self._pending: set[Mark] = set()
-        #: Those of them that are published and marked by now.
-        self._remembered: list[Mark] = []
-        self.sent = self.skipped = self.messages = 0
+        self.gate = QueueGate(redis, settings)
+        self.sent = self.skipped = self.gone = self.messages = 0
         #: The queue is full, and `push` waits.
         self.waiting = False
 
@@ -73,50 +130,77 @@ class Pusher:
         Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError. What was counted as sent then is
         in the queue; the rest is sent when the same posts are pushed again.
         """
+        try:
+            self._push(posts)
+        except BaseException:
+            self._drop_connections()
+            raise
+
+    def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
-        unsent = self._unsent(posts)
+        marked: list[Mark] = []
+        unsent = self._unsent(posts, marked)
         while trip := list(islice(unsent, size * max(1, POSTS_A_TRIP // size))):
             while trip:
                 fitting = trip[: size * self._wait_for_room()]
                 del trip[: len(fitting)]
                 messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-                try:
-                    broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
-                except BaseException:
-                    self._pending.difference_update(mark for mark, _ in fitting + trip)  # they may be pushed again
-                    raise
-                self._remember([mark for mark, _ in fitting])
+                broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
+                # Counted first: what cannot be marked is in the queue all the same, and will be sent again.
                 self.sent += len(fitting)
                 self.messages += len(messages)
+                marked += self._remember([mark for mark, _ in fitting])
 
-    def _unsent(self, posts: Iterable[Post]) -> Iterator[tuple[Mark, Post]]:
-        """The posts that are to be sent, each with its mark."""
+    def _unsent(self, posts: Iterable[Post], marked: list[Mark]) -> Iterator[tuple[Mark, Post]]:
+        """The posts that are to be sent, each with its mark. marked: where `push` puts those that were, by now."""
         stream = iter(posts)
+        #: Found unsent since Redis was last asked, or not yet marked: Redis' answer does not know them.
+        pending: set[Mark] = set()
         while chunk := list(islice(stream, max(self._settings.posts_per_message, POSTS_A_TRIP))):
-            self._pending.difference_update(self._remembered)
-            self._remembered.clear()
-            marks = [self._mark(post) for post in chunk]
-            keys, fields = zip(*marks, strict=True)
-            for mark, post, sent_before in zip(marks, chunk, self._look(keys=keys, args=fields), strict=True):
-                if mark in self._pending or (sent_before and not self._again):
+            pending.difference_update(marked)
+            marked.clear()
+            marks = [Mark(post.id, digest(post.text, self._options_said)) for post in chunk]
+            known = self._look(keys=_keys(marks), args=[mark.field for mark in marks])
+            for mark, post, what in zip(marks, chunk, known, strict=True):
+                if what == GONE:
+                    self.gone += 1
+                elif mark in pending or (what == SENT and not self._again):
                     self.skipped += 1
                 else:
-                    self._pending.add(mark)
+                    pending.add(mark)
                     yield mark, post
 
-    def _mark(self, post: Post) -> Mark:
-        return sent_key(post.id), digest(post.text, self._options.model_dump_json())
-
     def _wait_for_room(self) -> int:
-        """How many messages the queue has room for, once it has. Backpressure: what waits lies in Redis' memory."""
-        limit = self._settings.queue_limit
-        while (waiting := broker.queue_depth(self._redis, self._settings.queue).waiting) >= limit:
-            self.waiting = True
-            time.sleep(FULL_QUEUE_PAUSE)
-        self.waiting = False
-        return limit - waiting
+        """How many messages the queue has room for, once it has."""
+        try:
+            while not (room := self.gate.room()):
+                self.waiting = True
+                self._wait(FULL_QUEUE_PAUSE)
+        finally:
+            self.waiting = False
+        return room
 
-    def _remember(self, marks: list[Mark]) -> None:
-        keys, fields = zip(*marks, strict=True)
-        self._note(keys=keys, args=[int(time.time()), self._settings.sent_ttl, *fields])
-        self._remembered += marks
+    def _drop_connections(self) -> None:
+        """Connect anew from here on.
+
+        An exception that a signal's handler raised between a command and its answer leaves the answer unread, and the
+        next command would take it for its own. Raised within kombu, it leaves a producer that publishes no more, or a
+        pool's lock that nobody opens again: so its pools are left to the garbage collector, not closed.
+        """
+        self._redis.connection_pool.disconnect(inuse_connections=False)
+        pools.producers.clear()
+        pools.connections.clear()
+        app: Any = self._app
+        app.close()  # it knows a pool of connections as well,
+        del app.amqp  # and this a pool of producers; both are made again when they are asked for
+
+    def _remember(self, marks: list[Mark]) -> list[Mark]:
+        """Mark them as sent; returns them."""
+        now = int(time.time())
+        self._note(keys=_keys(marks), args=[now, self._settings.sent_ttl, *(mark.field for mark in marks)])
+        return marks
+
+
+def _keys(marks: Iterable[Mark]) -> list[str]:
+    """The keys of LOOK and NOTE."""
+    return [key for mark in marks for key in (sent_key(mark.post_id), tombstone_key(mark.post_id))]

@@ -2,17 +2,21 @@
 
 import gzip
 import json
+import random
+import signal
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
+import zstandard
 from celery import Celery
 
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
-from shared.messages import DeadLetter
-from shared.results import ResultsStore
+from shared.messages import Classification, DeadLetter, Post
+from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, as_jsonl, feedmill, make_posts, running, wait_until
 
@@ -46,6 +50,97 @@ def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServe
     assert said.returncode == 2
     assert said.stdout.startswith("100 posts sent (messages: 4)")
     assert "cannot be read to its end" in said.stderr
+
+
+def test_a_dump_with_filters(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "RS_2023-11.zst"
+    records = [
+        {"id": "1a", "title": "a", "selftext": "", "subreddit": "Python", "created_utc": 1700000000},
+        {"id": "1b", "title": "b", "selftext": "", "subreddit": "Python", "created_utc": 1690000000},
+        {"id": "1c", "title": "c", "selftext": "", "subreddit": "rust", "created_utc": "1700000001"},
+        {"id": "1d", "title": "d", "selftext": "", "subreddit": "golang", "created_utc": 1700000002},
+        {"id": "1e", "title": "[deleted]", "selftext": "", "subreddit": "rust", "created_utc": 1700000003},
+    ]
+    path.write_bytes(zstandard.compress("".join(json.dumps(record) + "\n" for record in records).encode()))
+    flags = ["--subreddit", "r/python,cpp", "--subreddit", "Rust", "--since", "2023-11-01", "--until", "2023-12-01"]
+    said = feedmill("enqueue", str(path), *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.stdout == (
+        "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad, 1 removed on Reddit, "
+        "2 left out by the filters\n"
+    )
+    assert said.returncode == 0
+    assert sent_ids(redis) == ["t3_1a", "t3_1c"]
+    none = feedmill("enqueue", str(path), "--subreddit", "pyton", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert none.returncode == 1
+    assert "5 left out by the filters" in none.stdout
+    assert "The filters leave out every record" in none.stderr
+
+
+def sent_ids(redis: RedisServer) -> list[str]:
+    messages = [json.loads(raw) for raw in redis.client.lrange("feedmill", 0, -1)]
+    return sorted(post["id"] for message in messages for post in json.loads(b64decode(message["body"]))[1]["posts"])
+
+
+def positions(redis: RedisServer) -> list[int]:
+    return [int(redis.client.get(key) or 0) for key in redis.client.keys("feedmill:position:*")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_goes_on_where_it_stopped(redis: RedisServer, tmp_path: Path, how: signal.Signals) -> None:
+    path = tmp_path / "posts.zst"
+    lines = as_jsonl(make_posts(3000)).splitlines(keepends=True)
+    lines.insert(500, "nope\n")
+    path.write_bytes(zstandard.compress("".join(lines).encode()))
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    # A trip is of 1,024 posts, in 32 messages: the second waits for room in the queue.
+    with running("enqueue", str(path), cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="40", **url) as interrupted:
+        wait_until(lambda: len(redis.client.keys("feedmill:sent:*")) == 40 * 32, "the second trip waits")
+        interrupted.end(how)
+    assert "Traceback" not in interrupted.text()
+    assert positions(redis) == [1025]
+    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
+    assert "going on at record 1,026, where the last run stopped (--again starts over)" in said.stderr
+    assert said.stdout == "1,720 posts sent (messages: 54), 256 skipped as sent before, 0 skipped as bad\n"
+    assert said.returncode == 0
+    assert sent_ids(redis) == sorted(post.id for post in make_posts(3000))
+    assert positions(redis) == []
+
+
+@pytest.fixture
+def frames() -> list[bytes]:
+    """Four posts in a frame each, none of which packs well: the first alone is larger than what a file is known by."""
+    texts = [random.Random(number).randbytes(49_000).hex() for number in range(4)]
+    records = [{"id": f"p{number}", "title": "x", "body": text} for number, text in enumerate(texts)]
+    records[0]["preview"] = random.Random(4).randbytes(49_000).hex()
+    return [zstandard.compress(json.dumps(record).encode() + b"\n") for record in records]
+
+
+def test_a_download_that_is_continued(redis: RedisServer, tmp_path: Path, frames: list[bytes]) -> None:
+    path = tmp_path / "posts.zst"
+    path.write_bytes(b"".join(frames[:2]) + frames[2][:-4])
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
+    assert (said.returncode, said.stdout[:12]) == (2, "2 posts sent")
+    assert said.stderr.endswith("posts.zst cannot be read to its end: it breaks off.\n")
+    path.write_bytes(b"".join(frames))
+    otherwise = feedmill("enqueue", str(path), "--labels", "a,b", cwd=tmp_path, **url)
+    assert (otherwise.stdout[:12], otherwise.stderr) == ("4 posts sent", "")
+    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
+    assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n"
+    assert said.stderr == "going on at record 3, where the last run stopped (--again starts over)\n"
+    assert positions(redis) == []
+
+
+def test_again_starts_over(redis: RedisServer, tmp_path: Path, frames: list[bytes]) -> None:
+    path = tmp_path / "posts.zst"
+    path.write_bytes(b"".join(frames)[:-4])
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    assert feedmill("enqueue", str(path), cwd=tmp_path, **url).stdout.startswith("3 posts sent")
+    assert positions(redis) == [3]
+    path.write_bytes(b"".join(frames))
+    said = feedmill("enqueue", str(path), "--again", cwd=tmp_path, **url)
+    assert (said.stdout[:12], said.stderr) == ("4 posts sent", "")
+    assert positions(redis) == []
 
 
 def test_a_full_redis(redis: RedisServer, tmp_path: Path) -> None:
@@ -87,6 +182,17 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         (["enqueue", "/no/such/file"], "There is no file /no/such/file."),
         (["enqueue", "-", "--labels", "a,a"], "--labels: the label 'a' is named twice."),
         (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: begins as JSON, but is none: "),
+        (
+            ["enqueue", "-", "--since", "yesterday"],
+            "--since: 'yesterday' is no date; write it as 2024-01-31, or with a",
+        ),
+        (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000' is no date"),
+        (
+            ["enqueue", "-", "--since", "2024-02-01", "--until", "2024-01-01"],
+            "--since 2024-02-01 is not before --until",
+        ),
+        (["enqueue", "-", "--subreddit", "a, b c"], "--subreddit: 'b c' is no subreddit's name; write"),
+        (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is no subreddit's name; write"),
         (["results", "--failed", "--follow"], "leave out --follow or --failed"),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
@@ -211,3 +317,75 @@ def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert said.returncode == 2
     assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
+
+
+def stored(redis: RedisServer, *ids: str) -> ResultsStore:
+    """A store with a result of each of these posts."""
+    store = ResultsStore(redis.client, Settings())
+    found = Classification(
+        id="", label="food", scores={"food": 0.9}, model="m", revision=None, weights="00", fingerprint="f",
+        classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    store.write([Result(Post(id=name, title="t"), found.model_copy(update={"id": name})) for name in ids])
+    return store
+
+
+def test_a_result_with_the_posts_latest_score(redis: RedisServer, tmp_path: Path) -> None:
+    store = stored(redis, "a1")
+    get = ["results", "get", "a1"]
+    assert "score" not in feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.replace(
+        "scores", ""
+    )
+    store.refresh_scores({"a1": 123}, 1_795_255_200.0)
+    said = feedmill(*get, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+    assert said.endswith("   0.900  food\nscore 123, seen 2026-11-21 10:00:00+00:00\n")
+    shown = json.loads(feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
+    assert shown == store.get("a1")[0].model_dump() | {"score": 123, "score_seen_at": 1_795_255_200.0}
+
+
+def test_purging(redis: RedisServer, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    store = stored(redis, "a1", "a2", "a3")
+    sent = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"id": "a1", "title": "x"}', **url)
+    assert sent.returncode == 0, sent.stderr
+    said = feedmill("purge", "a1", cwd=tmp_path, **url)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1); refused for 365 days\n"
+    again = feedmill("purge", "a1", cwd=tmp_path, **url)
+    assert again.returncode == 1
+    assert again.stdout == "a1 purged (nothing was kept); refused for 365 days\n"
+    many = feedmill("purge", "-", "a1", "--json", cwd=tmp_path, stdin="a2\n\n a3 \r\na2", **url)
+    assert many.returncode == 0
+    assert json.loads(many.stdout) == {
+        "posts": 3, "sent": 0, "results": 2, "entries": 2, "dead_letters": 0, "celery_results": 0
+    }  # fmt: skip
+    assert store.latest(5) == []
+    lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
+    assert (lifted.returncode, lifted.stdout) == (0, "2 posts may be sent again (1 had been purged)\n")
+    odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)
+    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m may be sent again (0 had been purged)\n")
+    assert feedmill("purge", "--lift", "--json", "a2", cwd=tmp_path, **url).stdout == '{"posts": 1, "lifted": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("ids", "stdin", "words"),
+    [
+        (["-"], "\n \n", "feedmill: Standard input names no post: give ids, one a line.\n"),
+        (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
+        (
+            ["-"],
+            "\x1b" * 200,
+            "feedmill: '" + "\\x1b" * 10 + "' is no post's id: it has 200 characters, not 1 to 128.\n",
+        ),
+    ],
+)
+def test_what_cannot_be_purged(redis: RedisServer, tmp_path: Path, ids: list[str], stdin: str, words: str) -> None:
+    said = feedmill("purge", *ids, cwd=tmp_path, stdin=stdin, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", words)
+    assert redis.client.keys() == []
+
+
+def test_purging_without_a_redis(tmp_path: Path) -> None:
+    said = feedmill("purge", "a1", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
+    assert (said.returncode, said.stdout) == (2, "")
+    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr

@@ -1,8 +1,11 @@
 """producers/push.py on a real Redis: what is sent, what is skipped, and how a full queue is waited for."""
 
 import json
+import sys
 import threading
 from base64 import b64decode
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,10 +14,11 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import OutOfMemoryError
 
 from producers import push
-from producers.push import Pusher
+from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
-from shared.keys import sent_key
+from shared.errors import SettingsError
+from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts, wait_until
@@ -22,6 +26,12 @@ from tests.support import RedisServer, make_posts, wait_until
 
 def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
     return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions.parse(options), again)
+
+
+def queued(redis: RedisServer) -> list[str]:
+    """The ids of the posts in the queue."""
+    bodies = [json.loads(b64decode(message["body"])) for message in messages(redis)]
+    return [post["id"] for body in bodies for post in body[1]["posts"]]
 
 
 def messages(redis: RedisServer) -> list[dict[str, Any]]:
@@ -105,6 +115,249 @@ def test_a_full_queue_is_waited_for(settings: Settings, redis: RedisServer, monk
     assert pushing.sent == 40
 
 
+def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGate, Callable[[int], int]]:
+    """A gate, and what says how much room it sees once so many messages wait."""
+    made = QueueGate(redis.client, settings.model_copy(update=limits))
+
+    def room(waiting: int) -> int:
+        redis.client.delete("feedmill")
+        if waiting:
+            redis.client.lpush("feedmill", *["message"] * waiting)
+        return made.room()
+
+    return made, room
+
+
+def test_the_gate_closes_at_the_limit_and_opens_below_the_lower_mark(settings: Settings, redis: RedisServer) -> None:
+    made, room = gate(redis, settings, queue_limit=10, queue_resume=4)
+    assert not made.closed
+    assert [room(0), room(9)] == [10, 1]
+    for waiting in (10, 9, 11, 4):
+        assert (room(waiting), made.closed) == (0, True)
+    assert (room(3), made.closed) == (7, False)
+    assert (room(9), made.closed) == (1, False)  # on the way up the lower mark counts for nothing
+
+
+@pytest.mark.parametrize(
+    ("limits", "closed_at", "opens_at"),
+    [
+        ({"queue_limit": 9}, 4, 3),
+        ({"queue_limit": 2}, 1, 0),
+        ({"queue_limit": 1}, 1, 0),
+        ({"queue_limit": 5, "queue_resume": 5}, 5, 4),
+    ],
+)
+def test_the_lower_mark(
+    settings: Settings, redis: RedisServer, limits: dict[str, int], closed_at: int, opens_at: int
+) -> None:
+    _, room = gate(redis, settings, **limits)
+    limit = limits["queue_limit"]
+    assert [room(limit), room(closed_at), room(opens_at)] == [0, 0, limit - opens_at]
+
+
+def test_a_lower_mark_above_the_limit_is_refused(settings: Settings) -> None:
+    odd = settings.model_copy(update={"queue_limit": 5, "queue_resume": 6})
+    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME: 6 messages are more than FEEDMILL_QUEUE_LIMIT, 5"):
+        pusher(odd)
+
+
+def test_the_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:
+    made, room = gate(redis, settings, queue_limit=4)
+    redis.client.lpush(f"feedmill{broker.PRIORITY_MARK}9", "message")
+    assert [room(0), room(3)] == [3, 0]
+    assert made.closed
+
+
+class Ended(Exception):  # noqa: N818 - named after what happened
+    """What a test's `wait` raises."""
+
+
+def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
+    """And all that was pushed before it is in the queue; the rest is, once it is pushed again."""
+    small = settings.model_copy(update={"queue_limit": 4, "queue_resume": 3, "posts_per_message": 10})
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        assert pushing.waiting
+        assert pushing.gate.closed
+        if len(waits) == 2:
+            raise Ended
+        redis.client.rpop("feedmill")  # still not below the lower mark
+
+    pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), wait=wait)
+    with pytest.raises(Ended):
+        pushing.push(make_posts(60))
+    assert waits == [push.FULL_QUEUE_PAUSE] * 2
+    assert (pushing.sent, pushing.waiting) == (40, False)
+    redis.client.delete("feedmill")
+    pushing.push(make_posts(60))
+    assert (pushing.sent, pushing.skipped) == (60, 40)
+    assert sorted(queued(redis)) == sorted(f"p{number}" for number in range(40, 60))
+
+
+def test_what_is_gone_is_not_sent_even_again(settings: Settings, redis: RedisServer) -> None:
+    for post_id in ("p1", "p3"):
+        redis.client.set(tombstone_key(post_id), 1)
+    for again in (False, True):
+        pushing = pusher(settings, again)
+        pushing.push(make_posts(5))
+        assert (pushing.gone, pushing.skipped) == (2, 0)
+        redis.client.delete(*(sent_key(f"p{number}") for number in range(5)))
+    assert queued(redis) == ["p0", "p2", "p4"] * 2
+    redis.client.delete(tombstone_key("p1"))
+    pushing.push(make_posts(5)[1:2])
+    assert pushing.sent == 4
+
+
+def test_nothing_is_marked_of_a_post_that_is_purged_while_it_is_sent(
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = broker.publish
+
+    def purged_meanwhile(*arguments: Any) -> None:
+        publish(*arguments)
+        redis.client.set(tombstone_key("p1"), 1)
+
+    monkeypatch.setattr(broker, "publish", purged_meanwhile)
+    pusher(settings).push(make_posts(3))
+    assert [redis.client.exists(sent_key(f"p{number}")) for number in range(3)] == [1, 0, 1]
+
+
+def consistent(pushing: Pusher, redis: RedisServer) -> None:
+    """What is marked is in the queue, and so is what was counted."""
+    there = queued(redis)
+    marked = {str(key) for key in redis.client.scan_iter(sent_key("*"))}
+    assert marked <= {sent_key(post_id) for post_id in there}
+    assert pushing.sent <= len(there)
+    assert pushing.messages <= len(messages(redis))
+
+
+def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
+    """The step's call number `at` raises the fault, before it has done anything; "published" raises after it has."""
+    where: tuple[Any, str] = {
+        "look": (pushing, "_look"),
+        "room": (pushing.gate, "room"),
+        "publish": (broker, "publish"),
+        "published": (broker, "publish"),
+        "remember": (pushing, "_note"),
+        "remembered": (pushing, "_note"),
+    }[step]
+    work = getattr(*where)
+    calls: list[int] = []
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        after = step in ("published", "remembered")
+        if len(calls) == at and not after:
+            raise fault
+        answer = work(*arguments, **named)
+        if len(calls) == at:
+            raise fault
+        return answer
+
+    monkeypatch.setattr(*where, broken)
+
+
+@pytest.mark.parametrize("fault", [ConnectionFault("cut"), ValueError("a bug"), KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("step", ["look", "room", "publish", "published", "remember", "remembered"])
+def test_posts_may_be_pushed_again_after_whatever_happened(
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, step: str, at: int, fault: BaseException
+) -> None:
+    small = settings.model_copy(update={"posts_per_message": 10, "queue_limit": 1000})
+    monkeypatch.setattr(push, "POSTS_A_TRIP", 20)
+    posts = make_posts(75)
+    pushing = pusher(small)
+    with monkeypatch.context() as patched:
+        raising(step, pushing, patched, at, fault)
+        with pytest.raises(type(fault)):
+            pushing.push(posts)
+    consistent(pushing, redis)
+    assert pushing.sent < len(posts)
+    pushing.push(posts)
+    consistent(pushing, redis)
+    there = queued(redis)
+    assert set(there) == {post.id for post in posts}
+    # What was published, and not marked, is repeated: one trip at most.
+    assert len(there) - len(posts) == (20 if step in ("published", "remember") else 0)
+    pushing.push(posts)
+    assert len(queued(redis)) == len(there)
+
+
+def test_posts_may_be_pushed_again_after_their_source_broke_off(settings: Settings, redis: RedisServer) -> None:
+    """What had been read of it by then was on its way."""
+    posts = make_posts(50)
+
+    def source() -> Iterator[Post]:
+        yield from posts[:40]
+        raise Ended
+
+    pushing = pusher(settings)
+    with pytest.raises(Ended):
+        pushing.push(source())
+    assert pushing.sent == 32
+    pushing.push(posts)
+    assert (pushing.sent, pushing.skipped) == (50, 32)
+    assert sorted(queued(redis)) == sorted(post.id for post in posts)
+
+
+def test_posts_may_be_pushed_again_after_a_signal_at_any_line(
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler may raise between any two lines; here it does at each line of ours, one after the other."""
+    small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2, "queue_resume": 1})
+    monkeypatch.setattr(push, "POSTS_A_TRIP", 2)
+    posts = make_posts(5)
+    files = (push.__file__, broker.__file__)
+    app, client = make_app(small), connect(small)
+    worked: list[str] = []
+
+    def work(_: float) -> None:
+        """A worker takes a message off the queue."""
+        worked.append(str(redis.client.rpop("feedmill")))
+
+    def interrupted_at(line: int) -> bool:
+        """Whether there were so many lines."""
+        redis.client.flushall()
+        worked.clear()
+        pushing = Pusher(app, client, small, ClassifyOptions(), wait=work)
+        passed = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal passed
+            if frame.f_code.co_filename not in files:
+                return None
+            if event == "line":
+                passed += 1
+                if passed == line:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pushing.push(posts)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        redis.client.rpush("feedmill", *worked) if worked else None
+        consistent(pushing, redis)
+        worked.clear()
+        pushing.push(posts)
+        redis.client.rpush("feedmill", *worked) if worked else None
+        consistent(pushing, redis)
+        assert set(queued(redis)) == {post.id for post in posts}, f"after line {line}"
+        assert all(redis.client.exists(sent_key(post.id)) for post in posts)
+        return passed >= line
+
+    line = 1
+    while interrupted_at(line):
+        line += 1
+    assert line > 100
+
+
 def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ConnectionError("cut")
@@ -129,8 +382,7 @@ def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Se
     finally:
         redis.client.config_set("maxmemory", "0")
     pushing.push(posts)
-    sent = {post["id"] for message in messages(redis) for post in json.loads(b64decode(message["body"]))[1]["posts"]}
-    assert sent == {post.id for post in posts}
+    assert set(queued(redis)) == {post.id for post in posts}
 
 
 def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

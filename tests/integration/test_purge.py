@@ -1,0 +1,323 @@
+"""shared/purge.py on every redis-server of this machine: what was kept of a post is gone, and nothing comes back."""
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery.exceptions import ChordError
+from redis import Redis
+from redis.exceptions import ConnectionError as ConnectionFault
+
+from shared import purge as purging
+from shared.broker import make_app
+from shared.errors import MessageFailed, RequestRefused, UserError
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM, reddit_known_key, result_key, sent_key, tombstone_key
+from shared.messages import Classification, DeadLetter, Post
+from shared.purge import Purged, lift, purge
+from shared.results import Counters, Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer
+
+# Celery's, when it keeps a result in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+
+#: Stands in everything that is kept of a post.
+WORDS = "words of somebody"
+
+
+@pytest.fixture
+def client(each_redis_server: RedisServer) -> Redis:
+    each_redis_server.client.flushall()
+    return each_redis_server.client
+
+
+@pytest.fixture
+def settings(each_redis_server: RedisServer) -> Settings:
+    return Settings.model_validate({"redis_url": each_redis_server.url})
+
+
+@pytest.fixture
+def store(client: Redis, settings: Settings) -> ResultsStore:
+    return ResultsStore(client, settings)
+
+
+@pytest.fixture
+def app(settings: Settings) -> Iterator[Any]:
+    with make_app(settings) as app:
+        yield app
+
+
+def classification(post_id: str, fingerprint: str = "f") -> Classification:
+    return Classification(
+        id=post_id,
+        label="food",
+        scores={"food": 0.9},
+        model="m",
+        revision=None,
+        weights="00",
+        fingerprint=fingerprint,
+        classified_at=1.0,
+        worker="w",
+        device="cpu",
+        queued_seconds=None,
+    )
+
+
+def result(post_id: str, fingerprint: str = "f") -> Result:
+    return Result(Post(id=post_id, title=f"{WORDS} {post_id}"), classification(post_id, fingerprint))
+
+
+def letter(post_id: str | None) -> DeadLetter:
+    post = json.dumps({"id": post_id, "title": WORDS})
+    return DeadLetter(id=post_id, reason=WORDS, post=post, options=None, message="m", worker="w", failed_at=1.0)
+
+
+def everything(client: Redis) -> str:
+    """All that Redis holds, but for the tombstones."""
+    read: dict[str, Any] = {"string": client.get, "hash": client.hgetall, "stream": client.xrange}
+    names = sorted(str(name) for name in client.scan_iter() if not str(name).startswith(tombstone_key("")))
+    return str([(name, read[str(client.type(name))](name)) for name in names])
+
+
+def test_all_that_is_kept_of_a_post_goes_and_the_others_stay(
+    client: Redis, settings: Settings, store: ResultsStore, app: Any
+) -> None:
+    posts = ["gone", "kept", 'odd "id", with: all; é\\ of it']
+    for post_id in posts:
+        store.write([result(post_id), result(post_id, "another")], [letter(post_id)])
+        client.hset(sent_key(post_id), "digest", 1)
+        app.backend.mark_as_done(f"of-{post_id}", [classification(post_id).model_dump()])
+    store.write([], [letter(None)])
+    store.refresh_scores(dict.fromkeys(posts, 7), 1.0)
+    client.hset("another:key", "f", "v")
+    assert purge(client, settings, [posts[0], posts[2]]) == Purged(
+        sent=2, results=2, entries=4, dead_letters=2, celery_results=2
+    )
+    assert [found.post.id for found in store.latest(10)] == ["kept"] * 2
+    assert [found.id for found in store.dead_letters(10)] == ["kept", None]
+    assert len(store.get("kept")) == 2
+    assert client.exists(sent_key("kept"), "another:key") == 2
+    assert app.AsyncResult("of-kept").get() == [classification("kept").model_dump()]
+    for post_id in (posts[0], posts[2]):
+        assert client.exists(result_key(post_id), sent_key(post_id)) == 0
+        assert app.AsyncResult(f"of-{post_id}").get() == [{"id": post_id, "error": "purged"}]
+        assert int(str(client.get(tombstone_key(post_id)))) > 1_700_000_000
+        assert 0 < client.ttl(tombstone_key(post_id)) <= settings.tombstone_ttl
+    assert client.exists(tombstone_key("kept")) == 0
+    assert purge(client, settings, [posts[0], posts[2]]) == Purged()
+
+
+def test_the_known_posts_of_the_daemon_are_left_alone(client: Redis, settings: Settings) -> None:
+    client.zadd(reddit_known_key("tea"), {"gone": 1.0})
+    assert purge(client, settings, ["gone"]) == Purged()
+    assert client.zscore(reddit_known_key("tea"), "gone") == 1.0
+
+
+def test_nothing_is_stored_after_a_purge(client: Redis, settings: Settings, store: ResultsStore) -> None:
+    """A worker had the posts in hand."""
+    purge(client, settings, ["gone", "bad"])
+    assert store.write([result("gone"), result("kept")], [letter("bad"), letter(None), letter(" bad ")]) == 1
+    assert store.counters() == Counters(stored=1, repeated=0, failed=1, gone=3)
+    assert [found.post.id for found in store.latest(10)] == ["kept"]
+    assert [found.id for found in store.dead_letters(10)] == [None]
+    assert store.refresh_scores({"gone": 1, "kept": 1}, 1.0) == 1
+    assert client.exists(result_key("gone")) == 0
+
+
+@pytest.mark.parametrize("step", ["unlink", "scan", "execute_command"])
+def test_a_purge_that_breaks_off_is_made_again(
+    client: Redis, settings: Settings, store: ResultsStore, app: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    store.write([result("gone")], [letter("gone")])
+    app.backend.mark_as_done("m", [classification("gone").model_dump()])
+
+    def cut(*_: object, **__: object) -> None:
+        raise ConnectionFault("cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, step, cut)
+        with pytest.raises(ConnectionFault):
+            purge(client, settings, ["gone"])
+    if step != "execute_command":  # which the tombstone is set by as well
+        store.write([result("gone", "another")], [letter("gone")])
+        assert store.counters().gone == 2
+    assert purge(client, settings, ["gone"]).celery_results == 1
+    assert WORDS not in everything(client)
+
+
+def test_entries_of_an_earlier_version_are_found(client: Redis, settings: Settings, store: ResultsStore) -> None:
+    """They have no field of their own for the id."""
+    for post_id in ("gone", "kept", 'odd "é"'):
+        post, found = result(post_id)
+        client.xadd(RESULTS_STREAM, {"classification": found.model_dump_json(), "post": post.model_dump_json()})
+        client.xadd(DEAD_LETTERS, {"letter": letter(post_id).model_dump_json()})
+    client.xadd(DEAD_LETTERS, {"letter": letter(None).model_dump_json()})
+    client.xadd(DEAD_LETTERS, {"letter": '{"id":"broken \\q","label":'})
+    purged = purge(client, settings, ["gone", 'odd "é"', "food"])
+    assert (purged.entries, purged.dead_letters) == (2, 2)
+    assert [entry.post.id for entry in store.latest(10)] == ["kept"]
+    assert client.xlen(DEAD_LETTERS) == 3
+
+
+@pytest.mark.parametrize("size", [1, 4000, 2**19])
+def test_a_stream_is_swept_in_parts(
+    client: Redis, settings: Settings, store: ResultsStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(purging, "SWEEP_BYTES", size)
+    monkeypatch.setattr(purging, "IDS_AT_ONCE", 7)
+    store.write([result(str(number)) for number in range(100)])
+    gone = [0, 8, 9, 10, 11, 19, 20, *range(40, 60), 99]
+    assert purge(client, settings, map(str, gone)).entries == len(gone)
+    assert [found.post.id for found in store.latest(100)] == [str(n) for n in range(100) if n not in gone]
+
+
+def test_what_celery_keeps_stays_as_its_readers_expect(client: Redis, settings: Settings, app: Any) -> None:
+    kept, gone = classification("kept").model_dump(), classification("gone").model_dump()
+    refused = {"id": " bad ", "error": WORDS}
+    app.backend.mark_as_done("m", [kept, gone, refused, {"id": None, "error": "no id"}])
+    client.expire("celery-task-meta-m", 100)
+    before = json.loads(str(client.get("celery-task-meta-m")))
+    assert purge(client, settings, ["gone", "bad", "None"]).celery_results == 1
+    assert 0 < client.ttl("celery-task-meta-m") <= 100
+    after = json.loads(str(client.get("celery-task-meta-m")))
+    assert after.pop("result") == [
+        kept,
+        {"id": "gone", "error": "purged"},
+        {"id": " bad ", "error": "purged"},
+        {"id": None, "error": "no id"},
+    ]
+    assert after == {name: value for name, value in before.items() if name != "result"}
+
+
+def failure(reasons: list[str]) -> MessageFailed:
+    return MessageFailed.of(reasons, 9)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (failure(["gone: " + WORDS]), "1 of 9 posts failed: purged"),
+        (failure(["kept: no text", f"gone: {WORDS}", "b: c"]), "3 of 9 posts failed: purged"),
+        (failure(["a; b: c: " + WORDS]), "1 of 9 posts failed: purged"),
+        (
+            ChordError(f"Dependency 1-2 raised {failure(['gone: ' + WORDS])!r}"),
+            "MessageFailed('1 of 9 posts failed: purged",
+        ),
+        (failure(["kept: gone is no text"]), None),
+        (failure(["gone.b: no text"]), None),
+        (RequestRefused("labels: gone: name at least one label"), None),
+        (ValueError("another task's; gone: yes"), None),
+    ],
+)
+def test_a_failed_messages_error_quotes_no_reasons_any_more(
+    client: Redis, settings: Settings, app: Any, error: Exception, said: str | None
+) -> None:
+    app.backend.mark_as_failure("m", error)
+    app.backend.mark_as_failure("other", failure(["x: fine"]))
+    client.set(
+        "celery-task-meta-m", str(client.get("celery-task-meta-m")).replace('"traceback": null', '"traceback": "t"')
+    )
+    before = everything(client)
+    assert purge(client, settings, ["gone", "a; b: c"]).celery_results == (said is not None)
+    found: Any = app.AsyncResult("m")
+    assert found.failed()
+    assert type(found.result).__name__ == type(error).__name__
+    if said is None:
+        assert everything(client) == before
+    else:
+        assert str(found.result).endswith(said)
+        assert found.traceback is None
+        assert WORDS not in everything(client)
+        assert "x: fine" in everything(client)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\xff\x00",
+        b'"id": "gone"',
+        b'["id", {"id": "gone"}]',
+        b'{"result": {"id": "gone"}}',
+        b'{"result": [{"id": "gone", "price": 7}, "exc_type", null]}',
+        b'{"result": {"exc_type": "X", "exc_message": " posts failed: gone: "}}',
+        b'{"result": {"exc_type": "X"}}',
+        b'{"result": [{"id": "\\udead\\q"}]}',
+        b"[" * 100_000 + b'"id": "gone"',
+        pickle.dumps({"result": [{"id": "gone", "error": "x"}]}),
+    ],
+)
+def test_results_of_other_tasks_are_left_alone(client: Redis, settings: Settings, value: bytes) -> None:
+    client.set("celery-task-meta-other", value)
+    client.hset("celery-task-meta-odd", "id", "gone")
+    before = client.dump("celery-task-meta-other") if value.isascii() else None
+    assert purge(client, settings, ["gone"]) == Purged()
+    assert before is None or client.dump("celery-task-meta-other") == before
+
+
+def test_many_results_of_celery(client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purging, "SCAN_COUNT", 10)
+    monkeypatch.setattr(purging, "RESULTS_AT_ONCE", 3)
+    for number in range(50):
+        app.backend.mark_as_done(str(number), [classification(str(number)).model_dump()])
+    assert purge(client, settings, map(str, range(0, 50, 2))).celery_results == 25
+    assert ["label" in app.AsyncResult(str(number)).get()[0] for number in range(4)] == [False, True, False, True]
+
+
+def test_what_changed_since_it_was_read_is_read_again(
+    client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two purges of the same message at once: neither brings back what the other took out."""
+    app.backend.mark_as_done("m", [classification(name).model_dump() for name in ("one", "two", "kept")])
+    fetch = purging._fetch
+    others = [["two"], []]
+
+    def slow_fetch(redis: Redis, keys: list[str]) -> list[bytes | None]:
+        texts = fetch(redis, keys)
+        if others and (other := others.pop(0)):
+            purge(redis, settings, other)
+        return texts
+
+    monkeypatch.setattr(purging, "_fetch", slow_fetch)
+    assert purge(client, settings, ["one"]).celery_results == 1
+    assert ["error" in outcome for outcome in app.AsyncResult("m").get()] == [True, True, False]
+
+
+def test_a_result_that_expires_meanwhile(
+    client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app.backend.mark_as_done("m", [classification("gone").model_dump()])
+    fetch = purging._fetch
+
+    def late(redis: Redis, keys: list[str]) -> list[bytes | None]:
+        texts = fetch(redis, keys)
+        redis.delete(*keys)
+        return texts
+
+    monkeypatch.setattr(purging, "_fetch", late)
+    assert purge(client, settings, ["gone"]).celery_results == 0
+    assert client.exists("celery-task-meta-m") == 0
+
+
+def test_a_purge_made_by_mistake(client: Redis, settings: Settings, store: ResultsStore) -> None:
+    purge(client, settings, ["a", "b"])
+    assert lift(client, ["a", "never purged"]) == 1
+    store.write([result("a"), result("b")])
+    assert [found.post.id for found in store.latest(10)] == ["a"]
+
+
+@pytest.mark.parametrize("post_id", ["", " ", "x" * 129])
+def test_what_is_no_id(client: Redis, settings: Settings, post_id: str) -> None:
+    for refused in (lambda: purge(client, settings, ["fine", post_id]), lambda: lift(client, [post_id])):
+        with pytest.raises(UserError, match="is no post's id: it has (0|129) characters, not 1 to 128"):
+            refused()
+    assert client.exists(tombstone_key("fine")) == 0
+
+
+def test_ids_are_taken_as_posts_bear_them(client: Redis, settings: Settings, store: ResultsStore) -> None:
+    odd = Post(id=" a\ud800 ", title="t")
+    store.write([Result(odd, classification(odd.id))])
+    assert purge(client, settings, [" a\ud800 ", odd.id]) == Purged(results=1, entries=1)
+    assert purge(client, settings, []) == Purged()
