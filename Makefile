@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint rivals clean
+.PHONY: help demo test long test-gpu lint rivals clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(STRICT),--strict-skips)
+
+long: $(VENV)/test ## The runs that take minutes: ten thousand posts past faults and kills; eight simulated hours
+	$(BIN)/python -m tests.soak_reddit
+	$(BIN)/python -m tests.soak_hours
 
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,10 +89,8 @@ def reddit(
         redis_url=redis_url, reddit_topics=topics, labels=labels, template=template, metrics_port=metrics_port
     )
     options = options_of(settings, labels, template, multi_label)
-    try:
-        import praw  # type: ignore[import-untyped,unused-ignore]  # noqa: F401, PLC0415 - only its presence counts
-    except ModuleNotFoundError:
-        raise UserError("Reading Reddit needs PRAW: `pip install 'feedmill[reddit]'` brings it.") from None
+    if find_spec("praw") is None:
+        raise UserError("Reading Reddit needs PRAW: `pip install 'feedmill[reddit]'` brings it.")
     clock = Clock()
     with _ended_by(clock), told_plainly(settings):
         connect(settings).ping()  # before Reddit is asked for anything
@@ -98,6 +98,7 @@ def reddit(
             _one_pass(settings, options, clock, listing or Kind.HOT, limit, period)
         else:
             _keep_reading(settings, options, clock, limit)
+    raise typer.Exit(1 if once else 0)  # asked to end: of one pass something is left
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _line() -> Iterator[Any]:
 
 def described(status: dict[str, Any]) -> str:
     """How the daemon fares, in a line."""
-    parts = [f"r/ {status['subreddits']} of {status['topics']} topics", f"{status['sent']:,} sent"]
+    parts = [f"{status['subreddits']} subreddits of {status['topics']} topics", f"{status['sent']:,} sent"]
     if status["paused"]:
         parts.append(f"PAUSED, the queue is full; {status['held']:,} held")
     elif status["held"]:
@@ -208,11 +209,12 @@ def _one_pass(
     settings: Settings, options: ClassifyOptions, clock: Clock, kind: Kind, limit: int, period: Period
 ) -> None:
     from producers.reddit.budget import Budget  # noqa: PLC0415
-    from producers.reddit.client import Reddit, told_credentials  # noqa: PLC0415
+    from producers.reddit.client import Reddit  # noqa: PLC0415
+    from producers.reddit.client import told_plainly as reddit_told_plainly  # noqa: PLC0415
     from producers.reddit.looks import Looks  # noqa: PLC0415
     from producers.reddit.once import Listing, Once, Reading, patiently  # noqa: PLC0415
     from producers.reddit.subreddits import Roster  # noqa: PLC0415
-    from producers.reddit.things import RedditFault  # noqa: PLC0415
+    from producers.reddit.things import Fault, RedditFault  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
     reddit = Reddit(settings, Budget(clock, settings.reddit_requests_per_minute), topics.topic_of)
@@ -230,14 +232,15 @@ def _one_pass(
         TextColumn("{task.fields[note]}"),
     )
     problems = 0
-    with told_credentials(settings), Progress(*columns, console=notes) as progress:
-        checking = progress.add_task("subreddits", total=None, note="checking")
-        patiently(roster.check, clock)
-        progress.remove_task(checking)
-        for topic, names in roster.active.items():
-            bar = progress.add_task(topic, total=limit, note="")
+    with reddit_told_plainly(settings), Progress(*columns, console=notes) as progress:
+        for topic in topics.topics:
+            bar = progress.add_task(topic, total=limit, note="checking its subreddits")
+            try:
+                patiently(partial(roster.check, topic), clock)
+            except Fault as fault:
+                notes.print(f"{topic}: its subreddits could not be checked ({fault})")
             reading = Reading()
-            for reading in once.read(names, listing):
+            for reading in once.read(roster.active[topic], listing):
                 note = f"{reading.sent:,} sent, {reading.skipped:,} sent before"
                 progress.update(
                     bar, completed=reading.read, note=f"{note}; {reading.problem}" if reading.problem else note

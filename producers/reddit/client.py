@@ -35,6 +35,7 @@ from producers.reddit.things import (
     CredentialsRefused,
     Fault,
     Item,
+    Outage,
     Page,
     RedditFault,
     TooMany,
@@ -333,12 +334,15 @@ def missing_credentials(name: str) -> str:
 
 
 @contextmanager
-def told_credentials(settings: Settings) -> Iterator[None]:
-    """Turns credentials that Reddit refuses into CredentialsError, a sentence for people."""
+def told_plainly(settings: Settings) -> Iterator[None]:
+    """Turns a Reddit that gives us nothing into UserError, a sentence for people."""
     try:
         yield
     except CredentialsRefused as fault:
         raise CredentialsError(refused_credentials(settings)) from fault
+    except Outage as fault:
+        where = settings.reddit_url or "Reddit"
+        raise UserError(f"{where} gives no posts now: {fault}. What was sent is sent; run it again later.") from fault
 
 
 def refused_credentials(settings: Settings) -> str:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 OVERLAP = 300.0
 #: Seconds between two walks through all that a listing holds: posts that a moderator has let in hours later lie deep.
 DEEP = 6 * 3600.0
-#: Seconds between two checks of all subreddits, and until the next one when one failed.
+#: Seconds between two checks of a topic's subreddits, and until the next one when one failed.
 CHECK = 86_400.0
 CHECK_AGAIN = 600.0
 #: A page that is not the first of a walk is asked for so many times.
@@ -138,8 +138,9 @@ class Daemon:
         self.hindrance = ""
         start = clock.monotonic()
         # The first time in this order.
-        self._jobs = [Job(self._tell, start, asks=False), Job(self._check, start)]
-        self._jobs += [Job(partial(self._poll, feed), start) for feed in self._feeds]
+        self._jobs = [Job(self._tell, start, asks=False)]
+        for feed in self._feeds:
+            self._jobs += [Job(partial(self._check, feed), start), Job(partial(self._poll, feed), start)]
         self._jobs.append(Job(self._looks.run, start))
 
     def run(self) -> None:
@@ -202,22 +203,20 @@ class Daemon:
 
     # What is read.
 
-    def _check(self) -> float:
-        """Which subreddits are read, and what is known of those that are new."""
+    def _check(self, feed: Feed) -> float:
+        """Which of a topic's subreddits are read."""
         try:
-            self._roster.check()
+            self._roster.check(feed.topic)
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
-            logger.warning("the subreddits could not be checked (%s); that is tried again", fault)
-            self._follow()
+            logger.warning("%s: the subreddits could not be checked (%s); that is tried again", feed.topic, fault)
             return CHECK_AGAIN
-        self._follow()
         return CHECK
 
-    def _follow(self) -> None:
+    def _follow(self, feed: Feed) -> None:
         """Read what the roster says."""
-        for feed in self._feeds:
-            names = self._roster.active[feed.topic]
+        names = self._roster.active[feed.topic]
+        if list(feed.tracks) != names:
             feed.tracks = {name: feed.tracks.get(name) or self._state.track(name) for name in names}
             feed.trouble = {name: trouble for name, trouble in feed.trouble.items() if name in names}
 
@@ -225,6 +224,7 @@ class Daemon:
         """Walk a topic's subreddits together; each alone where that fails, so that the others go on."""
         if self.held >= MAX_HELD:
             return self._interval()
+        self._follow(feed)
         now = self._clock.monotonic()
         deep = now >= feed.deep
         well = [track for name, track in feed.tracks.items() if name not in feed.trouble]
@@ -250,9 +250,7 @@ class Daemon:
             self._walk([track], deep)
         except Unreadable as fault:
             self.faults[type(fault).__name__] += 1
-            self._state.rewind(track.name)
             self._roster.drop(feed.topic, track.name, fault.why)
-            self._follow()
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
             trouble = feed.trouble.setdefault(track.name, Trouble())
@@ -379,7 +377,7 @@ class Daemon:
         """How it goes, in figures."""
         return {
             "topics": len(self._feeds),
-            "subreddits": sum(len(feed.tracks) for feed in self._feeds),
+            "subreddits": sum(map(len, self._roster.active.values())),
             "failing": sorted(name for feed in self._feeds for name in feed.trouble),
             "polls": self.polls,
             "sent": self._pusher.sent,

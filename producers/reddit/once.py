@@ -12,9 +12,9 @@ from producers.reddit.state import State
 from producers.reddit.things import PAGE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
 
 #: Something is asked for so many times before it is given up.
-TRIES = 5
+TRIES = 4
 #: Seconds between two of them, at most, unless Reddit asks for more.
-LONGEST = 60.0
+LONGEST = 20.0
 
 Answer = TypeVar("Answer")
 

@@ -127,7 +127,10 @@ class State:
             )
 
     def rewind(self, name: str) -> None:
-        """A subreddit cannot be read any more: since its newest known post, one cannot know what was posted there."""
+        """A subreddit cannot be read any more: until its newest known post all is dealt with, and no longer.
+
+        Joint listings leave such a one out without a word, and the others' posts then set the watermark.
+        """
         newest: Any = self._redis.zrange(reddit_known_key(name.lower()), -1, -1, withscores=True)
         if newest:
             self.advance({name: newest[0][1]})

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without a new post after which a subreddit counts as asleep.
 ASLEEP_AFTER = 30 * 86_400.0
+#: Seconds for which it counts what Reddit said of all names: a round of checks takes less.
+ABOUT_HOLDS = 3600.0
 #: Items of a subreddit that are asked for to see when the newest was posted: more than may be pinned.
 A_FEW = 5
 
@@ -29,35 +31,44 @@ class Roster:
         self._topics = topics
         self._state = state
         self._clock = clock
-        #: Topic -> names, best first. Before the first check, the first of each list.
-        self.active = {topic: list(names[: topics.active]) for topic, names in topics.topics.items()}
         self._replaced = state.replaced()
+        #: Topic -> names, best first. Before its first check, those that could be read last time.
+        self.active = {
+            topic: [name for name in names if name.lower() not in self._replaced][: topics.active]
+            for topic, names in topics.topics.items()
+        }
+        #: What Reddit said of all names, and when it was asked (monotonic seconds).
+        self._about: dict[str, About] = {}
+        self._asked = -ABOUT_HOLDS
 
-    def check(self) -> None:
-        """Ask Reddit for all names at once, then for their newest posts; choose, tell and write down.
+    def check(self, topic: str) -> None:
+        """Choose a topic's subreddits by what Reddit says of them and by their newest posts; tell and write down.
 
-        Raises Fault: nothing has changed then.
+        All topics' names are asked for in one request, whichever topic comes first. Raises RedditFault: nothing has
+        changed then.
         """
-        about = self._reddit.about(self._topics.subreddits)
-        chosen: dict[str, list[str]] = {}
-        replaced: dict[str, Replaced] = {}
-        for topic, names in self._topics.topics.items():
-            chosen[topic], reasons = self._choose(names, about)
-            replaced |= self._entries(topic, names, chosen[topic], reasons)
-        self._settle(chosen, replaced)
+        now = self._clock.monotonic()
+        if now - self._asked >= ABOUT_HOLDS:
+            self._about = self._reddit.about(self._topics.subreddits)
+            self._asked = now
+        names = self._topics.topics[topic]
+        chosen, reasons = self._choose(names)
+        self._settle(topic, chosen, self._entries(topic, names, chosen, reasons))
 
     def drop(self, topic: str, name: str, why: str) -> None:
         """A subreddit that was read cannot be any more: the next of its topic stands in until the next check."""
         names = self._topics.topics[topic]
-        out = {lower for lower, entry in self._replaced.items() if entry.topic == topic} | {name.lower()}
-        free = [other for other in names if other.lower() not in out and other not in self.active[topic]]
+        reasons = {entry.subreddit: entry.reason for entry in self._of(topic).values()} | {name: why}
+        free = [other for other in names if other not in reasons and other not in self.active[topic]]
         chosen = [other for other in self.active[topic] if other != name] + free[:1]
-        reasons = {entry.subreddit: entry.reason for entry in self._replaced.values() if entry.topic == topic}
-        others = {lower: entry for lower, entry in self._replaced.items() if entry.topic != topic}
-        self._settle(self.active | {topic: chosen}, others | self._entries(topic, names, chosen, reasons | {name: why}))
+        self._settle(topic, chosen, self._entries(topic, names, chosen, reasons))
 
-    def _choose(self, names: Sequence[str], about: Mapping[str, About]) -> tuple[list[str], dict[str, str]]:
+    def _of(self, topic: str) -> dict[str, Replaced]:
+        return {lower: entry for lower, entry in self._replaced.items() if entry.topic == topic}
+
+    def _choose(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """(names to read, why others are not) of one topic. Sleepers are read where nothing better is left."""
+        about = self._about
         awake: list[str] = []
         asleep: list[str] = []
         reasons: dict[str, str] = {}
@@ -123,19 +134,21 @@ class Roster:
             entries[name.lower()] = Replaced(name, topic, reasons[name], since, by)
         return entries
 
-    def _settle(self, active: dict[str, list[str]], replaced: dict[str, Replaced]) -> None:
-        self._state.replace(replaced)
+    def _settle(self, topic: str, active: list[str], replaced: dict[str, Replaced]) -> None:
+        before = self._of(topic)
+        others = {lower: entry for lower, entry in self._replaced.items() if lower not in before}
+        self._state.replace(others | replaced)
         for lower, entry in replaced.items():
-            if (before := self._replaced.get(lower)) is None or before.reason != entry.reason:
-                logger.warning("%s: r/%s is %s; %s", entry.topic, entry.subreddit, entry.reason, _instead(entry.by))
-        for lower, entry in self._replaced.items():
+            if lower not in before or before[lower].reason != entry.reason:
+                logger.warning("%s: r/%s is %s; %s", topic, entry.subreddit, entry.reason, _instead(entry.by))
+                self._state.rewind(entry.subreddit)
+        for lower, entry in before.items():
             if lower not in replaced:
-                logger.info("%s: r/%s can be read again", entry.topic, entry.subreddit)
-        for topic, names in active.items():
-            if not names and self.active.get(topic):
-                logger.error("%s: none of its subreddits can be read; the other topics go on", topic)
-        self.active = active
-        self._replaced = replaced
+                logger.info("%s: r/%s can be read again", topic, entry.subreddit)
+        if not active and self.active[topic]:
+            logger.error("%s: none of its subreddits can be read; the other topics go on", topic)
+        self.active[topic] = active
+        self._replaced = others | replaced
 
 
 def _instead(name: str | None) -> str:

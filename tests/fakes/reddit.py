@@ -16,6 +16,7 @@ By hand, `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, h
 import math
 import secrets
 import socket
+import sys
 import time
 from base64 import b64encode
 from collections import Counter, deque
@@ -82,17 +83,17 @@ class Ledger:
         return self.statuses.total()
 
     def note(self, asked: Asked, answer: Answer, fault: str) -> None:
+        """An answer, when it is about to be sent."""
         path, _, query = asked.target.partition("?")
         agent = asked.headers.get("user-agent", "")
         self.requests.append(Request(path, query, asked.at, answer.status, fault, agent))
         self.statuses[answer.status] += 1
+        self.served.update(answer.fullnames)
         if fault:
             self.faults[fault] += 1
-        else:
-            self.served.update(answer.fullnames)
 
     def undelivered(self, answer: Answer) -> None:
-        """Whoever asked did not wait for the answer."""
+        """Whoever asked did not wait for this answer after all."""
         self.served.subtract(answer.fullnames)
 
 
@@ -108,7 +109,7 @@ class Budget:
     def take(self, now: float) -> bool:
         """False where nothing is left."""
         window = now // self._seconds
-        if window != self._window:
+        if window > self._window:
             self._window, self._used = window, 0
         if self._used >= self._requests:
             return False
@@ -159,12 +160,12 @@ class Reddit:
         #: Set when the server ends: what is slow ends then, too.
         self.ending = Event()
         #: Mistakes of this server's own: they must not pass for Reddit's.
-        self.mistakes: list[Exception] = []
-        self._server = _Server(("127.0.0.1", port), self._handler())
+        self._mistakes: list[BaseException] = []
+        self._server = _Server(("127.0.0.1", port), self._handler(), self._mistakes)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
     def __exit__(
@@ -174,8 +175,10 @@ class Reddit:
         self._server.shutdown()
         self._server.end_connections()
         self._server.server_close()
-        if self.mistakes and error is None:
-            raise self.mistakes[0]
+        if self._mistakes and error is None:
+            raise self._mistakes[0]
+        if self._mistakes and error:
+            error.add_note(f"The loopback Reddit itself failed: {self._mistakes[0]!r}")
 
     # What happens on this Reddit.
 
@@ -243,9 +246,11 @@ class Reddit:
     # How requests are answered.
 
     def answer(self, asked: Asked) -> Answer:
-        """The answer, and what goes wrong with it; it is in the ledger, as delivered."""
+        """The answer, and what goes wrong with it. The ledger has it before anybody can have read it."""
         with self._lock:
             answer, fault = self._answer(asked)
+            if fault:
+                answer.fullnames = ()
             self.ledger.note(asked, answer, fault)
             return answer
 
@@ -367,9 +372,18 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], mistakes: list[BaseException]
+    ) -> None:
         self.connections: set[socket.socket] = set()
+        self._mistakes = mistakes
         super().__init__(address, handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class's
+        """Of a request that ended by an exception; that a reader has gone is none of ours."""
+        error = sys.exception()
+        if error and not isinstance(error, OSError):
+            self._mistakes.append(error)
 
     def end_connections(self) -> None:
         """Those that are kept alive: who comes back later finds a server that has gone."""
@@ -382,7 +396,6 @@ class _Handler(BaseHTTPRequestHandler):
     serves: Reddit
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server_version, sys_version = "snooserv", ""
 
     def setup(self) -> None:
         super().setup()
@@ -396,20 +409,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         headers = {name.lower(): value for name, value in self.headers.items()}
         asked = Asked(self.command, self.path, headers, body, self.serves.url, self.serves.clock())
-        try:
-            answer = self.serves.answer(asked)
-        except Exception as error:
-            self.serves.mistakes.append(error)
-            self.close_connection = True
-            return
+        answer = self.serves.answer(asked)
         try:
             self._send(answer)
         except OSError:
             self.serves.undelivered(answer)
-            self.close_connection = True
+            raise
 
     def do_POST(self) -> None:
         self.do_GET()
+
+    def version_string(self) -> str:
+        return "snooserv"
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return super().date_time_string(self.serves.clock() if timestamp is None else int(timestamp))
@@ -419,15 +430,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer) -> None:
         self.serves.ending.wait(answer.delay)
-        self.close_connection |= bool(answer.cut)
         if answer.cut == "before":
+            self.close_connection = True
             return
         body = answer.encoded()
         self.send_response(answer.status)
         for name, value in ({"Content-Type": answer.type} | answer.headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
+        # As recorded. Without it, who asked to close could ask again before the end of the connection reaches him.
+        self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
+        self.close_connection |= bool(answer.cut)
         half = len(body) // 2 if answer.cut or answer.pause else len(body)
         self.wfile.write(body[:half])
         if answer.cut != "within":

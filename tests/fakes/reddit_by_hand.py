@@ -15,9 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from threading import Event
 
-from producers.files import BadRecord, read
+from producers.files import read
 from shared.errors import UserError
 from shared.messages import Post
 from tests.fakes.reddit import Reddit
@@ -72,7 +73,7 @@ def _say(text: str) -> None:
 
 def _posts(path: str) -> list[Post]:
     """The posts of a file that stand in a subreddit, the oldest first as far as they tell. Raises UserError."""
-    found = [post for post in read(path) if not isinstance(post, BadRecord)]
+    found = [post for post in read(path) if isinstance(post, Post)]
     posts = [post for post in found if post.subreddit]
     if not posts:
         raise UserError(f"{path} holds no post that names its subreddit; there is nothing to publish.")
@@ -123,7 +124,7 @@ def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
     settings = {
         "CLIENT_ID": "id",
         "CLIENT_SECRET": "secret",
-        "USER_AGENT": "'linux:feedmill-by-hand:1.0 (by /u/somebody)'",
+        "USER_AGENT": "linux:feedmill-by-hand:1.0 (by /u/somebody)",
         "URL": reddit.url,
     }
     if topics:
@@ -131,7 +132,7 @@ def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
     published = reddit.ledger.published
     names = len({post.subreddit for post in published.values()})
     lines = [f"A Reddit with {len(published):,} of {count:,} posts, in {names:,} subreddits so far. To read it:", ""]
-    lines += [f"export FEEDMILL_REDDIT_{name}={value}" for name, value in settings.items()]
+    lines += [f"export FEEDMILL_REDDIT_{name}={quote(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "feedmill ingest reddit", ""])
 
 
@@ -156,9 +157,9 @@ def _run(reddit: Reddit, coming: Iterator[Post], rate: float, ending: Event) -> 
 
 
 def _report(reddit: Reddit) -> str:
-    ledger = reddit.ledger
+    ledger, now = reddit.ledger, time.strftime("%H:%M:%S")
     served = sum(count > 0 for count in list(ledger.served.values()))
     return (
-        f"{time.strftime('%H:%M:%S')}  {served:,} of {len(ledger.published):,} posts served; {ledger.total:,} requests, "
+        f"{now}  {served:,} of {len(ledger.published):,} posts served; {ledger.total:,} requests, "
         f"{ledger.faults.total():,} with a fault, {ledger.over_budget:,} beyond the budget"
     )

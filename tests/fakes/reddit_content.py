@@ -89,14 +89,14 @@ class Post:
     edited: float | None = None
     #: Who took it down: "" while it stands.
     gone: Literal["", "deleted", "moderator"] = ""
+    fullname: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fullname = f"t3_{base36(self.number)}"
 
     @property
     def id(self) -> str:
-        return base36(self.number)
-
-    @property
-    def fullname(self) -> str:
-        return f"t3_{self.id}"
+        return self.fullname.removeprefix("t3_")
 
     @property
     def age_key(self) -> tuple[float, int]:
@@ -190,19 +190,19 @@ class Content:
         self, subreddits: Sequence[Subreddit], order: Order, now: float, period: str
     ) -> tuple[list[Post], int]:
         """The posts of a listing in their order, and how many of them are pinned to its top."""
-        newest = heapq.merge(*(reversed(subreddit.posts) for subreddit in subreddits), key=_age_key, reverse=True)
-        posts = (post for post in newest if post.visible_from <= now)
+        newest = [reversed(subreddit.posts) for subreddit in subreddits]
         if order == "new":
-            return list(islice(posts, self._cap)), 0
+            merged = heapq.merge(*newest, key=_age_key, reverse=True)
+            return list(islice((post for post in merged if post.visible_from <= now), self._cap)), 0
+        shown = [post for posts in newest for post in posts if post.visible_from <= now]
         if order == "top":
             since = now - PERIODS.get(period, math.inf)
-            recent = (post for post in posts if post.created_utc >= since)
+            recent = (post for post in shown if post.created_utc >= since)
             return heapq.nlargest(self._cap, recent, key=lambda post: (post.score, post.age_key)), 0
         if order == "rising":
-            recent = (post for post in posts if post.created_utc > now - RISING)
+            recent = (post for post in shown if post.created_utc > now - RISING)
             return heapq.nlargest(self._cap, recent, key=lambda post: post.score / (60 + now - post.created_utc)), 0
         # Reddit pins in the listing of one subreddit alone: the recorded r/popular has 100 items, none pinned.
-        shown = list(posts)
         pinned = [post for post in shown if post.stickied][:STICKIES] if len(subreddits) == 1 else []
         others = (post for post in shown if post not in pinned)
         return pinned + heapq.nlargest(self._cap, others, key=lambda post: post.heat), len(pinned)
@@ -315,7 +315,7 @@ def subreddit_thing(subreddit: Subreddit) -> dict[str, Any]:
         "subreddit_type": KINDS[subreddit.kind].type,
         "quarantine": subreddit.kind == "quarantined",
         "over18": False,
-        "subscribers": len(subreddit.posts) if KINDS[subreddit.kind].readable else None,
+        "subscribers": 1000,
         "created_utc": subreddit.created_utc,
         "created": subreddit.created_utc,
         "url": f"/r/{subreddit.name}/",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import cached_property
 from http import HTTPStatus
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -43,7 +44,7 @@ class Asked:
     def path(self) -> str:
         return self.target.partition("?")[0]
 
-    @property
+    @cached_property
     def query(self) -> dict[str, str]:
         return _form(self.target.partition("?")[2])
 
@@ -65,7 +66,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None
     type: str = JSON
-    #: Posts that are in it.
+    #: Posts that are served by it.
     fullnames: Sequence[str] = ()
     #: A post that could be pinned to the top of this listing.
     pinnable: dict[str, Any] | None = None
@@ -90,7 +91,7 @@ class Fault(NamedTuple):
 
     name: str
     does: str
-    #: FACTS.md: its section on PRAW; recorded: the recorded answer; prawcore: its source.
+    #: FACTS.md: its section on PRAW; recorded: the recorded answer; praw, prawcore: their source.
     source: str
     apply: Callable[[Asked, Answer, float], Answer]
     applies: Callable[[Asked, Answer], bool] = lambda _asked, _answer: True
@@ -222,7 +223,7 @@ FAULTS = {
               'FACTS.md: "loses posts silently … after a quiet spell"', lambda _, answer, __: _empty(answer), _listing),
         Fault("dead_anchor", "nothing comes after the anchor, as if it had been deleted",
               'FACTS.md: "when its anchor post is deleted"', lambda _, answer, __: _empty(answer), _further_page),
-        Fault("no_data", 'a listing without "data"', "praw: models/listing/generator.py takes `data` for granted",
+        Fault("no_data", 'a listing without "data"', "praw: ListingGenerator._extract_sublist (ValueError)",
               lambda _, answer, __: _set(answer, said={"kind": "Listing"}), _listing),
         Fault("truncated_json", "half of the JSON, and Content-Length says so",
               'FACTS.md: "HTML with status 200 gives BadJSON", as anything does that is no JSON',

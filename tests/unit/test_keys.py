@@ -2,7 +2,17 @@
 
 import pytest
 
-from shared.keys import COUNTERS, RESULTS_STREAM, TABLE, find, result_key, sent_key
+from shared.keys import (
+    COUNTERS,
+    REDDIT_LOOKS,
+    RESULTS_STREAM,
+    TABLE,
+    find,
+    reddit_known_key,
+    result_key,
+    sent_key,
+    tombstone_key,
+)
 
 
 @pytest.mark.parametrize(
@@ -12,6 +22,9 @@ from shared.keys import COUNTERS, RESULTS_STREAM, TABLE, find, result_key, sent_
         (COUNTERS, "feedmill:counters"),
         (result_key("t3_x"), "feedmill:result:*"),
         (sent_key("t3_x"), "feedmill:sent:*"),
+        (reddit_known_key("cooking"), "feedmill:reddit:known:*"),
+        (REDDIT_LOOKS, "feedmill:reddit:looks"),
+        (tombstone_key("t3_x"), "feedmill:gone:*"),
         ("feedmill", "feedmill"),
         ("feedmill\x06\x163", "feedmill\x06\x16?"),
         ("unacked", "unacked"),
