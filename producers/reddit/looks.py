@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 from redis import Redis
-from shared.purge import purge
 
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import LOOKS, Look, State
 from producers.reddit.things import PAGE, Item
+from shared.purge import purge
 from shared.results import ResultsStore
 from shared.settings import Settings
 

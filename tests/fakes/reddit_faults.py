@@ -185,7 +185,7 @@ FAULTS = {
         *(Fault(f"server_error_{status}", f"{status}, in HTML", RETRIED, lambda *_, status=status: _html(status))
           for status in (500, 502, 503, 504, 520, 522)),
         Fault("html", "HTML with status 200", 'FACTS.md: "HTML with status 200 gives BadJSON"', lambda *_: _html(200)),
-        Fault("html_400", "400 in HTML", "recorded: test_bad_request_without_json_text_html_response",
+        Fault("html_400", "400 in HTML", "recorded: TestReddit.test_bad_request_without_json_text_html_response",
               lambda *_: _html(400)),
         Fault("html_403", "403 in HTML, from somebody on the way", "recorded: the 400 in HTML, for a status that "
               "stands for a private subreddit in JSON", lambda *_: _html(403)),
