@@ -14,6 +14,7 @@ from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError
+from shared.keys import result_key
 from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
 from shared.settings import Settings
@@ -178,7 +179,11 @@ class Feedmill:
         self.device_seconds = pool["device_seconds"] - self._device_seconds_before
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]
-        return [self._store.get(post.id)[-1].label for post in self._posts]
+        labels = [self._store.get(post.id)[-1].label for post in self._posts]
+        # Else the next round would be answered from the store.
+        for start in range(0, len(self._posts), 1000):
+            self._redis.unlink(*(result_key(post.id) for post in self._posts[start : start + 1000]))
+        return labels
 
     def _finished(self) -> int:
         counters = self._store.counters()

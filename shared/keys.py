@@ -40,6 +40,11 @@ def result_key(post_id: str) -> str:
     return f"feedmill:result:{post_id}"
 
 
+def labels_key(hour: int) -> str:
+    """Hash of what was stored in one hour, counted since 1970: label -> new results."""
+    return f"feedmill:labels:{hour}"
+
+
 def sent_key(post_id: str) -> str:
     """Hash of what was already sent of a post: digest of text and options -> when, in seconds since 1970."""
     return f"feedmill:sent:{post_id}"
@@ -70,6 +75,7 @@ TABLE: tuple[Key, ...] = (
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "four fields"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
+    Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),

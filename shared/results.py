@@ -6,46 +6,55 @@ result and one stream entry. The store knows nothing of models or of Celery.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.settings import Settings
 
 #: Writes one micro-batch. Of a post that has a tombstone nothing is kept: a worker may have had it when it was purged.
 #:
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
-#:   KEYS[3]  feedmill:dead         stream
-#:   KEYS[4+] feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
+#:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
+#:   KEYS[5+] feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
 #:   after them, feedmill:gone:<id> of each dead letter
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
-#:   ARGV[3]  length of that of dead letters  ARGV[4]  how many results there are
-#:   ARGV[5+] id, fingerprint, classification, post of each result
+#:   ARGV[3]  length of that of dead letters  ARGV[4]  ttl of counts by label, seconds
+#:   ARGV[5]  labels that are counted in an hour, at most    ARGV[6]  how many results there are
+#:   ARGV[7+] id, fingerprint, label, classification, post of each result
 #:   after them, id and letter of each dead letter
 #:
 #: Returns how many of the results were new.
 WRITE = """
-local results, new, failed, gone = tonumber(ARGV[4]), 0, 0, 0
+local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
 for i = 1, results do
-  local key, tombstone, at = KEYS[2 + 2 * i], KEYS[3 + 2 * i], 1 + 4 * i
+  local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
   if redis.call('EXISTS', tombstone) == 1 then
     gone = gone + 1
   else
-    if redis.call('HSETNX', key, ARGV[at + 1], ARGV[at + 2]) == 1 then
+    if redis.call('HSETNX', key, ARGV[at + 1], ARGV[at + 3]) == 1 then
       redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*',
-        'id', ARGV[at], 'classification', ARGV[at + 2], 'post', ARGV[at + 3])
+        'id', ARGV[at], 'classification', ARGV[at + 3], 'post', ARGV[at + 4])
       new = new + 1
+      labels[ARGV[at + 2]] = (labels[ARGV[at + 2]] or 0) + 1
     end
     redis.call('EXPIRE', key, ARGV[1])
   end
 end
+for label, count in pairs(labels) do
+  if redis.call('HEXISTS', KEYS[4], label) == 1 or redis.call('HLEN', KEYS[4]) < tonumber(ARGV[5]) then
+    redis.call('HINCRBY', KEYS[4], label, count)
+  end
+end
+if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
 local counts = {stored = new, repeated = results - new - gone}
-local at = 5 + 4 * results
-for i = 4 + 2 * results, #KEYS do
+local at = 7 + 5 * results
+for i = 5 + 2 * results, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
   else
@@ -59,6 +68,22 @@ for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
 return new
+"""
+
+#: Finds results that are there.
+#:
+#:   KEYS[1]  feedmill:counters  hash     KEYS[2+] feedmill:result:<id>  hash of each post
+#:   ARGV[1+] fingerprint of each
+#:
+#: Returns the classification of each, or false.
+FIND = """
+local found, answered = {}, 0
+for i = 2, #KEYS do
+  found[i - 1] = redis.call('HGET', KEYS[i], ARGV[i - 1])
+  if found[i - 1] then answered = answered + 1 end
+end
+if answered > 0 then redis.call('HINCRBY', KEYS[1], 'answered', answered) end
+return found
 """
 
 #: Notes the scores of posts that have results.
@@ -77,6 +102,10 @@ end
 return refreshed
 """
 
+#: Seconds.
+HOUR = 3600
+#: Labels that are counted in one hour, at most: applications may send any; those beyond are not counted.
+LABELS_COUNTED = 1000
 #: Field of a post's hash, beside its classifications, that holds its latest score. No fingerprint is spelt so.
 SCORE = "score"
 #: Scores noted by one call of the script: no other command is served meanwhile.
@@ -101,6 +130,8 @@ class Counters(NamedTuple):
     failed: int = 0
     #: Classified, or failed, after they were purged: nothing of them was kept.
     gone: int = 0
+    #: Asked for again, and answered with the result that was there.
+    answered: int = 0
 
 
 class Score(NamedTuple):
@@ -118,6 +149,13 @@ class ResultsStore:
         self._settings = settings
         self._write: Any = redis.register_script(WRITE)
         self._refresh: Any = redis.register_script(REFRESH)
+        self._find: Any = redis.register_script(FIND)
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
+        """What is stored under each (post id, fingerprint), in one trip. Raises redis.exceptions.RedisError."""
+        keys = [COUNTERS, *(result_key(post_id) for post_id, _ in wanted)]
+        found = self._find(keys=keys, args=[fingerprint for _, fingerprint in wanted]) if wanted else []
+        return [None if each is None else Classification.model_validate_json(each) for each in found]
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         """Store a micro-batch, and the posts that failed; returns how many results were new.
@@ -131,16 +169,18 @@ class ResultsStore:
             self.write([], dead[DEAD_AT_ONCE:])
             dead = dead[:DEAD_AT_ONCE]
         settings = self._settings
-        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS]
+        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR))]
         arguments: list[Any] = [
             settings.results_ttl,
             settings.results_stream_length,
             settings.dead_letters_length,
+            settings.label_counts_ttl,
+            LABELS_COUNTED,
             len(results),
         ]
-        for post, classification in results:
+        for post, found in results:
             keys += [result_key(post.id), tombstone_key(post.id)]
-            arguments += [post.id, classification.fingerprint, classification.model_dump_json(), self._clipped(post)]
+            arguments += [post.id, found.fingerprint, found.label, found.model_dump_json(), self._clipped(post)]
         for letter in dead:
             # "" is no post's id: whoever sent a post without one cannot have it purged.
             post_id = (letter.id or "").strip()
@@ -213,6 +253,27 @@ class ResultsStore:
     def dead_letters(self, count: int) -> list[DeadLetter]:
         """The newest `count` dead letters, oldest of them first."""
         return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in self._newest(DEAD_LETTERS, count)]
+
+    def labels(self, hours: int) -> dict[int, dict[str, int]]:
+        """New results by label in each of the last `hours` hours that had any: hour since 1970 -> label -> count."""
+        now = int(time.time() // HOUR)
+        wanted = range(now - hours + 1, now + 1)
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for hour in wanted:
+            pipe.hgetall(labels_key(hour))
+        found = zip(wanted, pipe.execute(), strict=True)
+        return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
+
+    def entries(self, since: float = 0.0, until: float | None = None, count: int = 500) -> Iterator[tuple[str, Result]]:
+        """(entry id, result) of the stream, oldest first, of those written from `since` on and before `until`.
+
+        Times are seconds since 1970, by Redis' clock. `count` are fetched together: memory stays bounded.
+        """
+        start, end = f"{int(since * 1000)}", "+" if until is None else f"({int(until * 1000)}"
+        while entries := cast(list[Any], self._redis.xrange(RESULTS_STREAM, start, end, count=count)):
+            for entry_id, fields in entries:
+                yield entry_id, _entry(fields)
+            start = f"({entries[-1][0]}"
 
     def counters(self) -> Counters:
         """How many posts were stored, came again, failed, or were gone, since the store was made."""

@@ -141,6 +141,8 @@ class Settings(BaseSettings):
 
     #: Seconds a result lives.
     results_ttl: Count = 7 * DAY
+    #: Seconds for which the counts by label and hour are kept.
+    label_counts_ttl: Count = 30 * DAY
     #: Entries kept in the results stream (about; Redis trims by whole nodes).
     results_stream_length: Count = 100_000
     #: Entries kept in the dead-letter stream (about): posts that could not be classified, each with the reason.

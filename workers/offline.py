@@ -28,6 +28,10 @@ class _Nowhere:
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None:
         """Nothing is kept."""
 
+    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[None]:
+        """Nothing is there."""
+        return [None] * len(wanted)
+
 
 def classify(
     posts: Iterable[Post],

@@ -62,6 +62,9 @@ class Store(Protocol):
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
         """Keep a micro-batch's results and dead letters. Raises redis' errors while they cannot be kept."""
 
+    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
+        """What is kept under each (post id, fingerprint). Raises redis' errors while that cannot be told."""
+
 
 #: What the writer is handed; a message comes by itself when it needs no forward pass.
 Finished = Computed | Message
@@ -229,11 +232,25 @@ class Pipeline:
                 at_work.append(PostAtWork(post, message, index))
             else:
                 message.settle(index, post)
+        at_work = self._unanswered(at_work, label_set.recipe)
         prepared = self._classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
         for work, rows in zip(at_work, prepared, strict=True):
             for row in rows:
                 row.owner = work
         return [row for rows in prepared for row in rows]
+
+    def _unanswered(self, at_work: list[PostAtWork], recipe: str) -> list[PostAtWork]:
+        """Those of the posts whose classification is not stored; the others are settled with it."""
+        try:
+            found = self._store.find([(work.post.id, fingerprint(work.post, recipe)) for work in at_work])
+        except RedisFault as fault:
+            logger.debug("the store cannot say what is there (%s): it is computed", fault)
+            return at_work
+        for work, classification in zip(at_work, found, strict=True):
+            if classification is not None:
+                work.message.settle(work.index, classification)
+                self.statistics.totals.answered += 1
+        return [work for work, classification in zip(at_work, found, strict=True) if classification is None]
 
     def _device_loop(self, lane: int) -> None:
         while batch := self._next_batch(lane):

@@ -9,12 +9,14 @@ from workers.window import HasLength
 @dataclass(slots=True)
 class Totals:
     """Sums since the worker started. Each field is written by one thread alone: messages and queued_seconds by the
-    one that submits, all others by the writer.
+    one that submits, answered by the tokenizer, all others by the writer.
     """
 
     #: Posts that were classified, and posts that ended as dead letters.
     posts: int = 0
     failed: int = 0
+    #: Posts whose classification was stored already.
+    answered: int = 0
     #: Messages that bore the time of their sending, and the seconds that those waited for this worker.
     messages: int = 0
     queued_seconds: float = 0.0

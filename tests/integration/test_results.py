@@ -160,3 +160,37 @@ def test_an_empty_store(store: ResultsStore) -> None:
     assert store.get("none") == []
     assert store.latest(5) == []
     assert store.counters() == Counters()
+
+
+def test_what_is_there_is_found_and_counted(store: ResultsStore) -> None:
+    store.write([result("1"), result("2")])
+    found = store.find([("1", "f"), ("1", "other"), ("3", "f"), ("2", "f")])
+    assert [each and each.id for each in found] == ["1", None, None, "2"]
+    assert store.find([]) == []
+    assert store.counters() == Counters(stored=2, answered=2)
+
+
+def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: RedisServer) -> None:
+    store.write([result("1"), result("2", label="books"), result("3")])
+    store.write([result("3"), result("4")])  # one of them is not new
+    ((_, counts),) = store.labels(hours=2).items()
+    assert counts == {"food": 3, "books": 1}
+    (key,) = server.client.keys("feedmill:labels:*")
+    assert server.client.ttl(key) > 0
+
+
+def test_labels_beyond_a_number_are_not_counted(store: ResultsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.results.LABELS_COUNTED", 2)
+    store.write([result(str(number), label=f"label {number}") for number in range(5)])
+    store.write([result("again", label=next(iter(next(iter(store.labels(1).values())))))])
+    ((_, counts),) = store.labels(hours=1).items()
+    assert sorted(counts.values()) == [1, 2]
+
+
+def test_entries_are_read_by_their_time(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings())
+    store.write([result(str(number)) for number in range(7)])
+    now = float(server.client.time()[0])
+    assert [each.post.id for _, each in store.entries(now - 60, now + 60, count=2)] == list("0123456")
+    assert list(store.entries(now + 60)) == []
+    assert list(store.entries(0, now - 60)) == []

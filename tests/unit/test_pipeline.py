@@ -11,7 +11,7 @@ import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
-from shared.messages import ClassifyOptions, DeadLetter, Post, PostError
+from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
 from shared.results import Result
 from shared.settings import Settings
 from tests.support import wait_until
@@ -91,6 +91,12 @@ class Store:
         self.written: list[Result] = []
         self.dead: list[DeadLetter] = []
         self.refusals = 0
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
+        if self.refusals:
+            raise ConnectionFault("Redis is away")
+        there = {(result.post.id, result.classification.fingerprint): result.classification for result in self.written}
+        return [there.get(each) for each in wanted]
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
         if self.refusals:
@@ -434,3 +440,32 @@ def test_statistics(owner: Owner) -> None:
     totals = owner.pipeline.statistics.totals
     assert (totals.posts, totals.rows, totals.tokens, totals.device_seconds) == (2, 2, 4, 0.001 * totals.batches)
     assert 4 <= totals.padded_tokens <= 6
+
+
+def test_what_is_stored_is_answered_without_the_device(owner: Owner) -> None:
+    first = owner.results("one", "two")
+    computed = owner.pipeline.statistics.totals.rows
+    again = owner.send("one", "another", "two")
+    # The same post has its place in the message for an id here: only the first is the same in all.
+    wait_until(lambda: again in owner.finished, "the second message is finished", 10)
+    assert again.result()[0] == first[0]
+    assert owner.pipeline.statistics.totals.rows - computed == 2
+    whole = owner.send("one", "two")
+    wait_until(lambda: whole in owner.finished, "the third message is finished", 10)
+    assert whole.result() == first
+    assert owner.pipeline.statistics.totals.rows - computed == 2
+    assert owner.pipeline.statistics.totals.answered == 3
+    assert len(owner.store.written) == 4
+
+
+def test_other_labels_are_computed(owner: Owner) -> None:
+    owner.results("one")
+    rows = owner.pipeline.statistics.totals.rows
+    owner.results("one", multi_label=True)
+    assert owner.pipeline.statistics.totals.rows == rows + 1
+
+
+def test_a_store_that_cannot_say_what_is_there_costs_no_post(owner: Owner) -> None:
+    owner.results("one")
+    owner.store.refusals = 3
+    assert owner.results("one")[0]["label"] == "good"
