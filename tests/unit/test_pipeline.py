@@ -458,13 +458,6 @@ def test_what_is_stored_is_answered_without_the_device(owner: Owner) -> None:
     assert len(owner.store.written) == 4
 
 
-def test_other_labels_are_computed(owner: Owner) -> None:
-    owner.results("one")
-    rows = owner.pipeline.statistics.totals.rows
-    owner.results("one", multi_label=True)
-    assert owner.pipeline.statistics.totals.rows == rows + 1
-
-
 def test_a_store_that_cannot_say_what_is_there_costs_no_post(owner: Owner) -> None:
     owner.results("one")
     owner.store.refusals = 3
