@@ -1,6 +1,6 @@
 """Pauses after failures."""
 
-import random
+from random import uniform
 
 #: Seconds of pause after a first failure, and at most.
 FIRST, LONGEST = 5.0, 600.0
@@ -18,4 +18,4 @@ class Backoff:
         """Seconds to pause after one more failure."""
         pause: float = min(self._longest, FIRST * 2**self.failures)
         self.failures += pause < self._longest
-        return pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        return pause * uniform(0.5, 1.0)

@@ -7,11 +7,11 @@ held; when too much is, they stop, and Reddit keeps the posts.
 """
 
 import logging
-import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import uniform
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -24,6 +24,7 @@ from producers.reddit.budget import Budget
 from producers.reddit.client import CredentialsError, Reddit, refused_credentials
 from producers.reddit.clock import Clock
 from producers.reddit.looks import Looks
+from producers.reddit.outbox import Batch, Outbox
 from producers.reddit.state import Gap, State
 from producers.reddit.subreddits import Roster
 from producers.reddit.things import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
@@ -44,8 +45,6 @@ CHECK_AGAIN = 600.0
 PAGE_TRIES = 3
 #: Posts that are held for a full queue, at most, before polls stop.
 MAX_HELD = 5_000
-#: Posts that are sent and then written down as known together.
-PART = 256
 #: While the queue is full, polls come this much more rarely.
 SLOWER = 4
 #: Seconds between two words on how it goes, for `feedmill status`.
@@ -69,26 +68,6 @@ class Feed:
     deep: float
     tracks: dict[str, Track] = field(default_factory=dict)
     trouble: dict[str, Trouble] = field(default_factory=dict)
-
-
-@dataclass
-class Batch:
-    """Posts that were read and are to be sent, the oldest first; `begin` before the first, `end` after the last.
-
-    fresh: those that were not known before. walked: they are of a walk, and known once they are sent.
-    """
-
-    items: Sequence[Item]
-    fresh: frozenset[str]
-    walked: bool
-    begin: Callable[[], None]
-    end: Callable[[], None]
-    #: How many are sent; None before the beginning.
-    done: int | None = None
-
-    @property
-    def left(self) -> int:
-        return len(self.items) - (self.done or 0)
 
 
 @dataclass
@@ -128,7 +107,7 @@ class Daemon:
         self._roster = Roster(reddit, topics, self._state, clock)
         self._looks = Looks(reddit, redis, self._state, settings, clock, self._hold_seen)
         self._feeds = [Feed(topic, deep=clock.monotonic() + DEEP) for topic in topics.topics]
-        self._held: deque[Batch] = deque()
+        self._outbox = Outbox(pusher, self._state, settings, clock)
         self._resting = Backoff()
         self._redis_resting = Backoff(longest=30.0)
         #: Walks and gaps since the start, and faults by their kind.
@@ -158,7 +137,7 @@ class Daemon:
             # Waiting for a token in the middle of a job would keep what is held from being sent.
             pause = self._budget.pending()
         if pause > 0:
-            return min(pause, FULL_QUEUE_PAUSE) if self._held else pause
+            return min(pause, FULL_QUEUE_PAUSE) if self._outbox.held else pause
         job.due = now + self._guarded(job)
         return 0.0
 
@@ -174,6 +153,11 @@ class Daemon:
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
             logger.warning("%s", fault)
+            return self._resting.next()
+        except Exception:
+            # A mistake of ours in one job must not end the others; it is tried again, more and more rarely.
+            self.faults["unexpected"] += 1
+            logger.exception("unexpected; the other jobs go on")
             return self._resting.next()
         if self._budget.spent > asked:
             self._resting.failures = 0
@@ -222,7 +206,7 @@ class Daemon:
 
     def _poll(self, feed: Feed) -> float:
         """Walk a topic's subreddits together; each alone where that fails, so that the others go on."""
-        if self.held >= MAX_HELD:
+        if self._outbox.held >= MAX_HELD:
             return self._interval()
         self._follow(feed)
         now = self._clock.monotonic()
@@ -264,7 +248,7 @@ class Daemon:
 
     def _interval(self) -> float:
         # A little different each time: the topics then do not all come at once.
-        interval = self._settings.reddit_poll_interval * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+        interval = self._settings.reddit_poll_interval * uniform(0.9, 1.1)
         return interval * (SLOWER if self._pusher.gate.closed else 1)
 
     def _walk(self, tracks: Sequence[Track], deep: bool) -> None:
@@ -288,7 +272,7 @@ class Daemon:
                 raise
             except Fault as fault:
                 self.faults[type(fault).__name__] += 1
-                self._clock.wait(random.uniform(0.5, 1.5))  # noqa: S311 - no secret
+                self._clock.wait(uniform(0.5, 1.5))
         return self._reddit.page(names, after=after)
 
     def _hold_walk(self, found: Walk, tracks: Sequence[Track]) -> None:
@@ -314,15 +298,8 @@ class Daemon:
             track.watermark = max(track.watermark or 0.0, found.newest)
             track.beginning = beginnings.get(track.name, track.beginning)
         if changed or gaps or ahead:
-            self._held.append(
-                Batch(
-                    changed,
-                    fresh,
-                    walked=True,
-                    begin=partial(self._begin, beginnings, gaps),
-                    end=partial(self._state.advance, ahead),
-                )
-            )
+            begin, end = partial(self._begin, beginnings, gaps), partial(self._state.advance, ahead)
+            self._outbox.hold(Batch(changed, fresh, walked=True, begin=begin, end=end))
 
     def _begin(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
         if not beginnings and not gaps:
@@ -339,37 +316,16 @@ class Daemon:
 
     def _hold_seen(self, items: Sequence[Item], end: Callable[[], None]) -> None:
         """Hold posts that were looked at again: the pusher knows whose text has changed."""
-        self._held.append(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
-
-    # What is sent.
-
-    @property
-    def held(self) -> int:
-        """Posts that were read and are not in the queue yet."""
-        return sum(batch.left for batch in self._held)
+        self._outbox.hold(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
 
     def _publish(self) -> None:
         """Send what is held, as far as the queue has room."""
         try:
-            while self._held and (room := self._pusher.gate.room()):
-                self._send(self._held[0], room * self._settings.posts_per_message)
+            self._outbox.send()
         except (RedisFault, OperationalError) as error:
             self._clock.wait(self._without_redis(error))
         else:
             self._redis_resting.failures = 0
-
-    def _send(self, batch: Batch, room: int) -> None:
-        if batch.done is None:
-            batch.begin()
-            batch.done = 0
-        part = batch.items[batch.done : batch.done + min(room, PART)]
-        self._pusher.push(item.post for item in part if item.post and not item.gone)
-        fresh = [item.fullname for item in part if item.fullname in batch.fresh and item.post and not item.gone]
-        self._state.commit(part if batch.walked else (), fresh, self._clock.time())
-        batch.done += len(part)
-        if batch.done == len(batch.items):
-            batch.end()
-            self._held.popleft()
 
     # What is told.
 
@@ -382,7 +338,7 @@ class Daemon:
             "polls": self.polls,
             "sent": self._pusher.sent,
             "skipped": self._pusher.skipped,
-            "held": self.held,
+            "held": self._outbox.held,
             "paused": self._pusher.gate.closed,
             "looked": self._looks.looked,
             "purged": self._looks.purged,

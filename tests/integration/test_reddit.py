@@ -331,6 +331,17 @@ def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
     assert daemon.hindrance == ""
 
 
+def test_a_mistake_of_ours_in_one_job_ends_no_other(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    expected = house.publish("cooking")
+    with monkeypatch.context() as patched:
+        patched.setattr(State, "due", lambda *_: 1 / 0)
+        house.run(daemon, 5 * MINUTE)
+    assert set(expected) <= set(house.ids())
+    assert daemon.faults["unexpected"] > 1
+
+
 # A full queue.
 
 
@@ -344,14 +355,14 @@ def test_a_full_queue_is_waited_for_and_nothing_is_lost(house: House, monkeypatc
         house.run(daemon, 3 * MINUTE)
     assert queue_depth(house.redis.client, "feedmill").waiting == 4
     assert daemon.status()["paused"]
-    assert 40 <= daemon.held <= 60
+    assert 40 <= daemon.status()["held"] <= 60
     seen: set[str] = set()
     while not expected <= seen:
         seen |= set(house.ids())
         house.redis.client.delete("feedmill")
         house.run(daemon, MINUTE)
         assert queue_depth(house.redis.client, "feedmill").waiting <= 4
-    assert daemon.held == 0
+    assert daemon.status()["held"] == 0
     assert not daemon.status()["paused"]
 
 
@@ -367,7 +378,7 @@ def test_what_is_held_when_it_is_killed_is_read_again(house: House) -> None:
     daemon = house.daemon(queue_limit=1, posts_per_message=2)
     expected = house.publish("cooking", 30)
     house.run(daemon, 5 * MINUTE)
-    assert daemon.held > 0
+    assert daemon.status()["held"] > 0
     house.run(house.daemon(queue_limit=1000), 5 * MINUTE)
     assert set(expected) <= set(house.ids())
     assert len(house.ids()) == len(set(house.ids()))
