@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.settings import Settings
 from workers.window import Window
 
 
@@ -113,7 +114,9 @@ def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: flo
         return min(256, title + body)
 
     tokens = padded = 0
-    for _ in range(512):
+    # As many as the worker's window holds unless it is set otherwise: half as many pad more than this where long posts
+    # are rare (0.924 where one in two hundred has a body).
+    for _ in range(Settings().window_rows):
         window.add(Row(length()))
     for _ in range(200):
         batch = window.take(1024, 256)
@@ -121,4 +124,4 @@ def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: flo
         padded += len(batch) * batch[-1].length
         for _ in batch:
             window.add(Row(length()))
-    assert tokens / padded >= 0.93
+    assert tokens / padded >= 0.94
