@@ -24,6 +24,7 @@ from feedmill.flags import AsJson, Labels, MultiLabel, RedisUrl, Template, optio
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
 from producers.reddit.clock import Clock, Stopped
+from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
 from shared.broker import connect, make_app, told_plainly
 from shared.errors import UserError
@@ -139,19 +140,11 @@ def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, li
 
 def _measured(settings: Settings) -> Callable[["Daemon"], None]:
     """What hands the daemon's figures to Prometheus, where a port was set."""
-    if settings.metrics_port is None:
+    if not settings.metrics_port:
         return lambda _: None
-    try:
-        from producers.reddit.metrics import Metrics  # noqa: PLC0415
-    except ModuleNotFoundError:
-        raise UserError("Metrics need prometheus-client: `pip install 'feedmill[monitor]'` brings it.") from None
-    metrics = Metrics()
-    metrics.serve(settings.metrics_port)
-
-    def measure(daemon: "Daemon") -> None:
-        metrics.status = daemon.status()
-
-    return measure
+    metrics = Metrics(settings)
+    metrics.serve()
+    return lambda daemon: metrics.tell(daemon.status())
 
 
 @contextmanager

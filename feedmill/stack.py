@@ -24,6 +24,7 @@ from typing import IO
 
 from redis.exceptions import RedisError as RedisFault
 
+from feedmill.flower_command import is_file, password_of
 from feedmill.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from shared.broker import connect, make_app
 from shared.errors import StackError
@@ -135,6 +136,7 @@ class Stack:
         self.settings = Settings(**(settings.model_dump() | {"redis_url": url, "data_folder": folder}))
         self._flower_port = free_port()
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
+        self.flower_password = password_of(settings)
         # Passwords travel in the environment and through a pipe: `ps` shows neither.
         self._environment = os.environ | {
             f"{PREFIX}REDIS_URL": url,
@@ -157,8 +159,8 @@ class Stack:
         yield from self._await_worker(self.worker)
         yield f"worker {WORKER_NODE}"
         flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
-        yield f"Flower at {self.flower_url}"
         self._announce()
+        yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_told()}"
 
     def _take_folder(self) -> None:
         """Only one stack may work in a folder; the lock goes with this process."""
@@ -218,7 +220,13 @@ class Stack:
 
     def _start_flower(self) -> Child:
         command = [*python_command(), "flower", "--port", str(self._flower_port)]
-        flower = Child("flower", command, self._folder, self._environment)
+        # Flower's own variables, such as one for TLS, are meant for another than this one on loopback.
+        environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
+        environment |= {
+            f"{PREFIX}FLOWER_USER": self.settings.flower_user,
+            f"{PREFIX}FLOWER_PASSWORD": self.flower_password,
+        }
+        flower = Child("flower", command, self._folder, environment)
         self._children.insert(0, flower)
         return flower
 
@@ -233,8 +241,23 @@ class Stack:
     def _announce(self) -> None:
         """Tell other `feedmill` commands of this user where the stack is."""
         path = self._folder / STACK_FILE
+        path.unlink(missing_ok=True)  # of a stack that was killed
         path.touch(mode=0o600)
-        path.write_text(json.dumps({"redis_url": self.settings.broker_url, "flower_url": self.flower_url}))
+        found = {
+            "redis_url": self.settings.broker_url,
+            "flower_url": self.flower_url,
+            "flower_user": self.settings.flower_user,
+            "flower_password": self.flower_password,
+        }
+        path.write_text(json.dumps(found))
+
+    def _password_told(self) -> str:
+        """Flower's password for whoever looks on; not where a log file would keep it."""
+        if self.settings.flower_password is not None:
+            return f"password as {PREFIX}FLOWER_PASSWORD has it"
+        if is_file(sys.stderr):
+            return f"password in {self._folder / STACK_FILE}"
+        return f"password {self.flower_password}"
 
     def _replace(self, ended: Child) -> None:
         now = time.monotonic()

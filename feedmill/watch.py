@@ -1,13 +1,28 @@
-"""What the running system says of itself: the queue, the workers, the results, the Reddit daemon."""
+"""What the running system says of itself (queue, workers, results, Reddit daemon), and whether it is well.
 
+`status` looks once. `Lookout` looks again and again, and knows how fast things go in between. `examine` says of each
+thing whether it is as it should be.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from celery import Celery
+from redis import Redis
 
-from producers.reddit.state import State
-from shared.broker import QueueDepth, connect, make_app, queue_depth
+from producers.reddit.state import STATUS_TTL, State
+from shared.broker import QueueDepth, connect, make_app, queue_depth, told_plainly
+from shared.errors import RedisError
+from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
+from shared.metrics import connect_briefly, oldest_seconds
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
+
+#: Seconds over which rates are taken while somebody watches.
+PACE = 60.0
 
 
 class Status(NamedTuple):
@@ -18,14 +33,26 @@ class Status(NamedTuple):
     results: Counters
     #: What the Reddit daemon says of itself; None where none runs.
     reddit: dict[str, Any] | None
+    #: Age of the waiting message that was sent first; None where none waits.
+    oldest_seconds: float | None
+    #: Times of which posts were out of reach, that nobody has cleared.
+    gaps: int
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"queue": self.queue._asdict(), "results": self.results._asdict()}
 
 
 def status(settings: Settings) -> Status:
     """Ask Redis and every worker, for about a second. Raises redis.exceptions.RedisError."""
-    redis = connect(settings)
+    return _look(connect(settings), make_app(settings), settings)
+
+
+def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     depth = queue_depth(redis, settings.queue)
+    oldest = oldest_seconds(redis, settings.queue)
     results = ResultsStore(redis, settings).counters()
-    return Status(depth, worker_statistics(make_app(settings)), results, State(redis).told())
+    gaps: Any = redis.hlen(REDDIT_GAPS)
+    return Status(depth, worker_statistics(app), results, State(redis).told(), oldest, gaps)
 
 
 def worker_statistics(app: Celery) -> dict[str, dict[str, Any]]:
@@ -33,3 +60,133 @@ def worker_statistics(app: Celery) -> dict[str, dict[str, Any]]:
     answers = app.control.inspect(timeout=1).stats() or {}
     pools = {node: answer["pool"] for node, answer in sorted(answers.items())}
     return {node: pool for node, pool in pools.items() if pool.get("implementation") == "workers.pool:DevicePool"}
+
+
+class Pace:
+    """How fast a count grew lately, from looks at it."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, float]] = deque()
+
+    def look(self, count: float, now: float) -> float | None:
+        """What it grew by each second, over the last PACE seconds; None at the first look, or after it fell."""
+        if self._looks and count < self._looks[-1][1]:
+            self._looks.clear()  # another worker bears the name now, or the store is a new one
+        self._looks.append((now, count))
+        while now - self._looks[0][0] > PACE:
+            self._looks.popleft()
+        since, before = self._looks[0]
+        return (count - before) / (now - since) if now > since else None
+
+
+class Seen(NamedTuple):
+    """A look, with what came of the looks before; None, or a node that is missing: not known yet."""
+
+    status: Status
+    #: Results a second.
+    results: float | None
+    #: By worker: posts a second, and the share of the time in which its device computed.
+    posts: dict[str, float]
+    busy: dict[str, float]
+
+
+class Lookout:
+    """Looks at one system again and again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._redis = connect_briefly(settings)
+        self._app = make_app(settings)
+        self._results = Pace()
+        self._posts: dict[str, Pace] = {}
+        self._busy: dict[str, Pace] = {}
+
+    def look(self) -> Seen:
+        """Ask Redis and every worker, for about a second. Raises redis.exceptions.RedisError."""
+        found = _look(self._redis, self._app, self._settings)
+        now = time.monotonic()
+        return Seen(
+            found,
+            self._results.look(found.results.stored, now),
+            _paces(self._posts, {node: pool["posts"] for node, pool in found.workers.items()}, now),
+            _paces(self._busy, {node: pool["device_seconds"] for node, pool in found.workers.items()}, now),
+        )
+
+
+def _paces(paces: dict[str, Pace], counts: dict[str, float], now: float) -> dict[str, float]:
+    """How fast each of the counts grew; those that are gone are forgotten."""
+    for gone in paces.keys() - counts.keys():
+        del paces[gone]
+    found = {name: paces.setdefault(name, Pace()).look(count, now) for name, count in counts.items()}
+    return {name: pace for name, pace in found.items() if pace is not None}
+
+
+class Part(StrEnum):
+    """What can be well or not."""
+
+    REDIS = "redis"
+    QUEUE = "queue"
+    WORKERS = "workers"
+    ROWS = "rows"
+    REDDIT = "reddit"
+
+
+class Finding(NamedTuple):
+    """Whether a part is well, and a sentence about it."""
+
+    part: Part
+    well: bool
+    said: str
+
+
+def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
+    """Whether these parts are well. Without Redis nothing is known of the others: then it is the only finding."""
+    redis = connect_briefly(settings)
+    try:
+        with told_plainly(settings):
+            redis.ping()
+            depth = queue_depth(redis, settings.queue)
+            told, ever = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
+            asked = not {Part.WORKERS, Part.ROWS}.isdisjoint(parts)
+            workers = worker_statistics(make_app(settings)) if asked else {}
+    except RedisError as error:
+        yield Finding(Part.REDIS, False, str(error))
+        return
+    found = {
+        Part.REDIS: (True, f"Redis at {settings.redis_address} answers"),
+        Part.QUEUE: _queue(depth, settings),
+        Part.WORKERS: _workers(workers),
+        Part.ROWS: _rows(workers, settings),
+        Part.REDDIT: _reddit(told, ever),
+    }
+    for part, (well, said) in found.items():
+        if part in parts:
+            yield Finding(part, well, said)
+
+
+def _queue(depth: QueueDepth, settings: Settings) -> tuple[bool, str]:
+    said = f"{depth.waiting:,} messages wait, of at most {settings.queue_limit:,}; {depth.held:,} are held by workers"
+    return depth.waiting <= settings.queue_limit, said
+
+
+def _workers(workers: dict[str, dict[str, Any]]) -> tuple[bool, str]:
+    return bool(workers), f"{', '.join(workers)}" or "none answers: `feedmill worker` starts one"
+
+
+def _rows(workers: dict[str, dict[str, Any]], settings: Settings) -> tuple[bool, str]:
+    """A forward pass that hangs ends its worker after forward_timeout; no row may wait for longer."""
+    ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
+    stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
+    if stuck:
+        return False, f"rows wait for longer than a forward pass may take: {', '.join(stuck)}"
+    return True, f"the oldest in a worker waits for {max(ages.values()):.1f} s" if ages else "no worker holds any"
+
+
+def _reddit(told: dict[str, Any] | None, ever: bool) -> tuple[bool, str]:
+    if told is not None:
+        return True, f"the daemon reads {told['subreddits']} subreddits" + (
+            f", but: {told['hindrance']}" if told["hindrance"] else ""
+        )
+    if ever:
+        return False, f"no word of the daemon for {STATUS_TTL} s: `feedmill ingest reddit` starts it"
+    return True, "no daemon has read it yet"

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
+from producers import exported
 from producers.records import EVERYTHING, NAMES, BadRecord, Filters, Item, LeftOut, is_removed, post_of, with_plain_keys
 from producers.unpack import CHUNK, CountedFile, unpacked
 from shared.errors import InputError, json_problem, printable
@@ -78,7 +79,8 @@ class Source:
                         elif is_removed(fields):
                             yield LeftOut.REMOVED
                         else:
-                            yield from post_of(fields, f"{self._name}:{place}")
+                            read_post = exported.post_of if exported.is_exported(fields) else post_of
+                            yield from read_post(fields, f"{self._name}:{place}")
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}.") from None
         except (OSError, EOFError, zlib.error) as error:
@@ -88,6 +90,8 @@ class Source:
         """(place, record) for each record, in the format that the file's first character tells."""
         binary = unpacked(self._open(opened), self._name, opened)
         head = binary.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+        if head.startswith(b"PAR1"):
+            raise InputError(f"{self._name} is Parquet. Give the same as JSONL or CSV, as docs/export.md shows.")
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
         if not is_array and not is_lines:
             beginning = head.decode(errors="replace")
@@ -100,7 +104,10 @@ class Source:
             is_lines = b"\n{" in head and not _posts_columns(beginning.partition("\n")[0])
         if is_lines:
             return _json_lines(binary, self._filters, self._start)
-        text = opened.enter_context(TextIOWrapper(binary, encoding="utf-8-sig", errors="replace"))
+        # In an export every line end within a text is kept as it is; elsewhere \r\n and \r count as \n.
+        is_export = exported.is_exported(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
+        newline = "" if is_export else None
+        text = opened.enter_context(TextIOWrapper(binary, encoding="utf-8-sig", errors="replace", newline=newline))
         records: Iterator[tuple[Place, Record]] = _json_array(text) if is_array else _csv(text, self._name)
         return islice(records, self._start, None)
 
@@ -206,6 +213,7 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
             f"{name} is no JSON, and as CSV it has no column for a title or a body. Its columns: "
             f"{printable(', '.join(header)):.200}. Name one of them {' or '.join(NAMES['title'] + NAMES['body'])}."
         )
+    is_exported = exported.is_exported(header)
     csv.field_size_limit(MAX_RECORD)
     # Strict: else a quotation mark that is never closed would swallow every row after it, and say nothing.
     rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter, strict=True)
@@ -222,7 +230,7 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
         if len(row) > len(header):
             yield line, f"{len(row)} fields under {len(header)} columns; is a quotation mark missing?"
         elif row:
-            yield line, dict(zip(header, row, strict=False))
+            yield line, dict(zip(header, map(exported.unescaped, row) if is_exported else row, strict=False))
 
 
 def _columns(header_line: str) -> tuple[str, list[str]]:

@@ -5,8 +5,9 @@ JSON only: no process of ours reads or writes pickle.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -17,8 +18,8 @@ from redis.exceptions import AuthenticationError, OutOfMemoryError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from shared.errors import RedisError
-from shared.messages import ClassifyOptions, Post
+from shared.errors import RedisError, printable
+from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
 
 #: The one task. Producers send it by this name; only workers hold its code.
@@ -30,6 +31,9 @@ RETRY_PAUSES = (0.1, 0.5, 2.0)
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
+#: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
+#: characters.
+SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
 
 
 class Application(Celery):
@@ -123,19 +127,57 @@ def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOp
 def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
     with app.producer_or_acquire() as producer, producer.batch():
         for posts in messages:
+            kwargs = {
+                "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
+                **options.arguments(),
+            }
             app.send_task(
                 CLASSIFY_TASK,
-                kwargs={
-                    "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
-                    **options.arguments(),
-                },
+                kwargs=kwargs | {"version": MESSAGE_VERSION},
                 headers={SENT_AT: time.time()},
                 ignore_result=True,
                 producer=producer,
-                # What events and Flower show instead of the posts: short, and nobody's words.
                 argsrepr="()",
-                kwargsrepr=f"{{'posts': <{len(posts)} posts>}}",
+                kwargsrepr=shown_arguments(kwargs),
             )
+
+
+def shown_arguments(kwargs: Mapping[str, object]) -> str:
+    """Arguments of a message as events, logs and Flower show them: short, printable, and nobody's posts."""
+    shown = (f"'{_short(name)}': {shown_argument(name, value)}" for name, value in kwargs.items())
+    return f"{{{_first(shown, SHOWN_ARGUMENTS, len(kwargs))}}}"
+
+
+def shown_argument(name: object, value: object) -> str:
+    """One of them. What is not known by its name might hold a post: no more than its type is shown."""
+    if value is None or isinstance(value, bool | int | float):
+        return _short(value)
+    if name == "posts" and isinstance(value, list):
+        return _listed(name, (post.get("id") if isinstance(post, dict) else None for post in value), len(value))
+    if name == "labels" and isinstance(value, list | dict):
+        return _listed(name, value, len(value))
+    if name == "template" and isinstance(value, str):
+        return f"'{_short(value)}'"
+    return f"<{type(value).__name__}>"
+
+
+def _listed(what: str, names: Iterable[object], count: int) -> str:
+    shown = _first((_short(name) if isinstance(name, str | int) else "?" for name in names), SHOWN_ITEMS, count)
+    counted = f"{count} {what.removesuffix('s') if count == 1 else what}"
+    return f"<{counted}: {shown}>" if shown else f"<{counted}>"
+
+
+def _first(shown: Iterable[str], limit: int, count: int) -> str:
+    first = list(islice(shown, limit))
+    return ", ".join(first if count <= limit else [*first, "…"])
+
+
+def _short(value: object) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # a number of thousands of digits
+        return "…"
+    return printable(text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…")
 
 
 class QueueDepth(NamedTuple):

@@ -11,8 +11,10 @@ RESULTS_STREAM = "feedmill:results"
 #: Stream of dead letters, newest last; one entry for each post that could not be classified.
 DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label), `gone`
-#: (purged before they could be stored).
+#: (purged before they could be stored), `answered` (found there), `trimmed` (results cut from their stream's old end).
 COUNTERS = "feedmill:counters"
+#: Hash: consumer group of the stream of results -> its place there, to tell what was trimmed before the group read it.
+GROUPS = "feedmill:groups"
 #: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
 CELERY_RESULTS = "celery-task-meta-*"
 
@@ -73,7 +75,8 @@ class Key(NamedTuple):
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
-    Key(COUNTERS, "hash", "shared/results.py", "four fields"),
+    Key(COUNTERS, "hash", "shared/results.py", "six fields"),
+    Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),

@@ -27,6 +27,9 @@ from pydantic_core import from_json, to_json
 
 from shared.errors import PostRefused, RequestRefused, first_problem
 
+#: Raised only when an older worker would read a message wrongly; a worker reads this version and all below it. Within a
+#: version only optional fields are added. Docs: docs/messages.md; schema: shared/schema/.
+MESSAGE_VERSION = 1
 #: Raised whenever `clean` gives another text for the same post: results of another version are not reused.
 CLEANING_VERSION = 1
 #: Posts in one message, at most: bounds what one message can hold a worker up with.
@@ -176,6 +179,15 @@ def _has_a_place(template: str) -> str:
     return template
 
 
+def _is_read_here(version: int) -> int:
+    if version > MESSAGE_VERSION:
+        raise ValueError(
+            f"the message is of version {version}, and this worker reads none above {MESSAGE_VERSION}; "
+            f"update the worker, or send version {MESSAGE_VERSION}"
+        )
+    return version
+
+
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
 Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
 Descriptions = Annotated[
@@ -185,6 +197,8 @@ Descriptions = Annotated[
 Labels = Annotated[dict[Label, Descriptions], AfterValidator(_some), BeforeValidator(_described)]
 #: The sentence that a label is put into.
 Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
+#: What a message was written for. Never dumped: it says how to read the options, and is none of them.
+Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_is_read_here)]
 
 
 class ClassifyOptions(BaseModel):
@@ -192,6 +206,8 @@ class ClassifyOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    #: Of the message; absent means 1. A newer one is refused before anything else that may be wrong with it.
+    version: Version = 1
     labels: Labels | None = None
     template: Template | None = None
     multi_label: bool = False

@@ -32,6 +32,7 @@ from shared.settings import Settings
 #: Returns how many of the results were new.
 WRITE = """
 local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
+local length = redis.call('XLEN', KEYS[1])
 for i = 1, results do
   local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
   if redis.call('EXISTS', tombstone) == 1 then
@@ -63,7 +64,7 @@ for i = 5 + 2 * results, #KEYS do
   end
   at = at + 2
 end
-counts.failed, counts.gone = failed, gone
+counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
@@ -132,6 +133,8 @@ class Counters(NamedTuple):
     gone: int = 0
     #: Asked for again, and answered with the result that was there.
     answered: int = 0
+    #: Trimmed from the stream; whoever had not read them by then is told (shared/readers.py).
+    trimmed: int = 0
 
 
 class Score(NamedTuple):
@@ -222,26 +225,7 @@ class ResultsStore:
 
     def latest(self, count: int) -> list[Result]:
         """The newest `count` entries of the stream, oldest of them first."""
-        return [_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
-
-    def follow(self, history: int = 0, block_ms: int = 1000) -> Iterator[Result | None]:
-        """The newest `history` entries, then those that come, each once.
-
-        Yields None whenever none came for `block_ms` milliseconds, so that the caller can stop.
-        """
-        # One entry more than asked for nothing: its id says where the stream ends now.
-        newest = self._newest(RESULTS_STREAM, max(history, 1))
-        cursor = newest[-1][0] if newest else "0"
-        for _, fields in newest[:history]:
-            yield _entry(fields)
-        while True:
-            answer: Any = self._redis.xread({RESULTS_STREAM: cursor}, count=500, block=block_ms)
-            if not answer:
-                yield None
-            for _, entries in answer or ():
-                for entry_id, fields in entries:
-                    yield _entry(fields)
-                    cursor = entry_id
+        return [read_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
 
     def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
         """(id, fields) of a stream's newest entries, oldest of them first."""
@@ -272,7 +256,7 @@ class ResultsStore:
         start, end = f"{int(since * 1000)}", "+" if until is None else f"({int(until * 1000)}"
         while entries := cast(list[Any], self._redis.xrange(RESULTS_STREAM, start, end, count=count)):
             for entry_id, fields in entries:
-                yield entry_id, _entry(fields)
+                yield entry_id, read_entry(fields)
             start = f"({entries[-1][0]}"
 
     def counters(self) -> Counters:
@@ -281,7 +265,7 @@ class ResultsStore:
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
 
 
-def _entry(fields: dict[str, str]) -> Result:
+def read_entry(fields: dict[str, str]) -> Result:
     """A stream entry. The post was valid when it was written, and may have been clipped since."""
     post = Post.model_construct(**json.loads(fields["post"]))
     return Result(post, Classification.model_validate_json(fields["classification"]))

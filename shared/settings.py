@@ -154,8 +154,19 @@ class Settings(BaseSettings):
 
     # What is told.
 
-    #: Port on loopback where the Reddit daemon serves its metrics to Prometheus. Unset: none.
-    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    #: Port where a worker, or the Reddit daemon, serves its metrics to Prometheus, and says whether it is well: each
+    #: process needs one of its own. Unset, or 0: none.
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    #: Address that metrics are served on; whoever reaches it can read them. Unset: this machine alone.
+    metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "an address or a name of this machine")] = (
+        "127.0.0.1"
+    )
+    #: User of Flower's pages and of its REST API.
+    flower_user: Annotated[
+        str, _form(r"[!-9;-~]{1,64}", "1 to 64 printable ASCII characters, no space and no colon among them")
+    ] = "feedmill"
+    #: That user's password. Unset: made anew at each start of Flower, and shown once.
+    flower_password: SecretStr | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -169,6 +180,13 @@ class Settings(BaseSettings):
             return json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"begins as JSON, but is none: {json_problem(error)}") from None
+
+    @field_validator("flower_password")
+    @classmethod
+    def _is_ascii(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[ -~]{1,256}", value.get_secret_value()):
+            raise ValueError("should be 1 to 256 printable ASCII characters")
+        return value
 
     @field_validator("redis_url")
     @classmethod

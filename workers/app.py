@@ -24,7 +24,9 @@ def classify(
     multi_label: bool = False,  # noqa: ARG001
     strict: bool = False,  # noqa: ARG001
     top_k: int | None = None,  # noqa: ARG001
-    **unknown: Any,  # noqa: ARG001 - refused by the message itself, in its own words
+    *surplus: Any,  # noqa: ARG001 - refused by the message itself, in its own words, and so is what is unknown
+    version: int = 1,  # noqa: ARG001
+    **unknown: Any,  # noqa: ARG001
 ) -> list[dict[str, Any]] | str:
     """The body of `feedmill.classify`: one outcome per post, in order; where nobody gets them, how many there are.
 
@@ -54,7 +56,10 @@ def make_worker_app(settings: Settings) -> Application:
     )
     app.steps["consumer"].add("workers.consumer:ConsumerFit")
     # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.
-    app.task(name=CLASSIFY_TASK, throws=(MessageFailed, RequestRefused))(classify)
+    declared = app.task(
+        name=CLASSIFY_TASK, throws=(MessageFailed, RequestRefused), Request="workers.request:ClassifyRequest"
+    )
+    declared(classify)
     app.finalize()
     return app
 

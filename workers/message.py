@@ -55,11 +55,12 @@ class Message:
 
     def read(self) -> list[Post | PostError]:
         """Its posts, each read or refused; its options from now on. Raises RequestRefused."""
+        # First: of a newer version, the posts may look different as well.
+        self.options = ClassifyOptions.parse(self.arguments)
         if not self.raw_posts:
             raise RequestRefused("posts: expected a list of at least one post")
         if len(self.raw_posts) > MAX_POSTS_PER_MESSAGE:
             raise RequestRefused(f"posts: {len(self.raw_posts)} in one message; at most {MAX_POSTS_PER_MESSAGE}")
-        self.options = ClassifyOptions.parse(self.arguments)
         return parse_posts(self.raw_posts)
 
     def settle(self, index: int, outcome: Outcome) -> bool:

@@ -351,7 +351,10 @@ class Pipeline:
                 self.statistics.totals.failed += len(dead)
                 if dead:
                     logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
+                stored_at = time.time()
                 for message in complete:
+                    if message.sent_at is not None:
+                        self.statistics.lag.add(max(0.0, stored_at - message.sent_at))
                     self._complete(message)
 
     def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:
@@ -364,7 +367,7 @@ class Pipeline:
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
         else:
             scored = self._classifier.finish(rows, outputs)
-            self.statistics.count(rows, outputs.seconds * share)
+            self.statistics.count(rows, outputs.seconds, share)
             outcomes = [(row.owner, self._outcome(row, scores)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:

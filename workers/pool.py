@@ -45,6 +45,7 @@ from workers.app import IN_HAND
 from workers.calibration import calibrate
 from workers.classifiers.choose import load_classifier
 from workers.message import Message
+from workers.metrics import TURN, WorkerMetrics
 from workers.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,9 @@ class DevicePool(BasePool):
         self.limit = 1
         self.settings: Settings = self.app.settings
         self._hub: Any = None
+        #: None where no port is set, and then nobody is told anything.
+        self._metrics: WorkerMetrics | None = None
+        self._ticking: Any = None
         #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
         #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
@@ -92,6 +96,9 @@ class DevicePool(BasePool):
         """Load the model; a worker that cannot classify must not take a message."""
         _, worker = self.options["initargs"]
         try:
+            if self.settings.metrics_port:  # a port that is taken is told before anything takes long
+                self._metrics = WorkerMetrics(self.settings, worker)
+                self._metrics.serve()
             self._device = device.choose(self.settings.device, self.settings.dtype, self.settings.engine)
             logger.info("device %s", self._device)
             began = time.monotonic()
@@ -114,9 +121,16 @@ class DevicePool(BasePool):
             self._on_failure,
         )
         self.pipeline.start()
+        if self._metrics:
+            self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
 
     def register_with_event_loop(self, loop: Any) -> None:
+        """Called anew after each lost connection."""
         self._hub = loop
+        if self._metrics:
+            if self._ticking:
+                self._ticking.cancel()
+            self._ticking = loop.call_repeatedly(TURN, self._metrics.turn)
 
     # From Celery: a request comes.
 
@@ -253,10 +267,12 @@ class DevicePool(BasePool):
 def _arguments(request: dict[str, Any]) -> dict[str, Any]:
     """The task's arguments by name, however they were sent; none where they are no arguments at all.
 
-    What does not fit the task's signature fails later, in the tracer, with Python's own words.
+    One position too many becomes an option that nobody knows. What is named twice fails later, in the tracer, with
+    Python's own words.
     """
     args, kwargs = request["args"], request["kwargs"]
     if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
         return {}
     names = ("posts", "labels", "template", "multi_label", "strict", "top_k")
-    return dict(zip(names, args, strict=False)) | kwargs
+    surplus = {f"argument {number}": value for number, value in enumerate(args[len(names) :], len(names) + 1)}
+    return dict(zip(names, args, strict=False)) | surplus | kwargs

@@ -1,9 +1,19 @@
-"""What a worker has done, and how fast: for `inspect stats`, and for a line in its log now and then."""
+"""What a worker has done, and how fast: for `inspect stats`, for Prometheus, and for a line in its log now and then."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from workers.window import HasLength
+
+#: Upper bounds of the histograms' buckets, each bound within its bucket. Rows and tokens go by powers of two.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = tuple(2**power for power in range(7, 19))
+PADDING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+#: Seconds: of a forward pass, from a small batch on a GPU to a large one on a CPU; and from sending to storing, from an
+#: idle system's milliseconds to a backlog of a day.
+FORWARD = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LAG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
 
 
 @dataclass(slots=True)
@@ -74,27 +84,55 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+class Histogram:
+    """How many values fell between each two bounds, and above the last; and their sum. One thread adds, others read."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
 class Statistics:
-    """A worker's totals, and its rates over the last whole interval.
+    """A worker's totals, its rates over the last whole interval, and how its micro-batches are spread.
 
     interval: seconds. now: seconds of a clock that only goes forward, here and below.
     """
 
     def __init__(self, interval: float, now: float) -> None:
         self.totals = Totals()
+        #: Written by the writer alone. Of micro-batches: their rows, their tokens with the padding, the share of those
+        #: that is padding, and the seconds of their forward passes.
+        self.batch_rows = Histogram(ROWS)
+        self.batch_tokens = Histogram(TOKENS)
+        self.padding = Histogram(PADDING)
+        self.forward_seconds = Histogram(FORWARD)
+        #: Seconds from a message's sending until the last of its results was stored.
+        self.lag = Histogram(LAG)
         self._interval = interval
         self._since = now
         self._earlier = Totals()
         self._last: Rates | None = None
 
-    def count(self, rows: Sequence[HasLength], device_seconds: float) -> None:
-        """Count a micro-batch that was computed."""
+    def count(self, rows: Sequence[HasLength], seconds: float, share: float) -> None:
+        """Count a micro-batch whose forward pass took so many seconds of a share of the device."""
         lengths = [row.length for row in rows]
+        tokens, padded = sum(lengths), len(lengths) * max(lengths)
         self.totals.batches += 1
         self.totals.rows += len(lengths)
-        self.totals.tokens += sum(lengths)
-        self.totals.padded_tokens += len(lengths) * max(lengths)
-        self.totals.device_seconds += device_seconds
+        self.totals.tokens += tokens
+        self.totals.padded_tokens += padded
+        self.totals.device_seconds += seconds * share
+        self.batch_rows.add(len(lengths))
+        self.batch_tokens.add(padded)
+        self.padding.add(1 - tokens / padded if padded else 0.0)
+        self.forward_seconds.add(seconds)
 
     def turn(self, now: float) -> Rates | None:
         """Begin a new interval where the last is over; its rates, if anything was classified in it."""

@@ -1,64 +1,84 @@
-"""The daemon's figures for Prometheus, from the last word it gave of itself."""
+"""The Reddit daemon's figures for Prometheus, and whether it is well: from the last word it gave of itself."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from shared.metrics import Figure, Kind, RedisFigures, Sample, Server, serve
+from shared.settings import Settings
 
-from shared.errors import UserError
-from shared.settings import PREFIX
+#: Seconds after which a daemon that has not come round counts as stuck. In the middle of a job it may have to wait for
+#: the end of Reddit's window, ten minutes; its requests have time limits.
+STUCK = 900.0
 
-#: Where they are served: to whoever is on this machine.
-ADDRESS = "127.0.0.1"
-#: Name without prefix, what it is, and how it is read from `Daemon.status`. Counters count from the process's start.
-COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("posts_sent", "Posts put into the queue.", "sent"),
-    ("posts_skipped", "Posts that were sent before.", "skipped"),
-    ("posts_looked_at_again", "Second looks at posts that were sent.", "looked"),
-    ("posts_purged", "Posts purged since they are gone from Reddit.", "purged"),
-    ("polls", "Walks through a topic's new posts.", "polls"),
-    ("gaps", "Times of which a subreddit's posts were out of reach.", "gaps"),
-    ("requests", "Requests made to Reddit.", "requests"),
+Status = Mapping[str, Any]
+
+
+def _counter(name: str, what: str) -> Figure:
+    return Figure(f"feedmill_reddit_{name}_total", Kind.COUNTER, what)
+
+
+def _gauge(name: str, what: str) -> Figure:
+    return Figure(f"feedmill_reddit_{name}", Kind.GAUGE, what)
+
+
+#: Each with how it is read from `Daemon.status`; None: not known. Counters count from the process's start.
+READ: tuple[tuple[Figure, Callable[[Status], float | None]], ...] = (
+    (_counter("posts_sent", "Posts put into the queue."), lambda status: status["sent"]),
+    (_counter("posts_skipped", "Posts that were sent before."), lambda status: status["skipped"]),
+    (_counter("posts_looked_at_again", "Second looks at posts that were sent."), lambda status: status["looked"]),
+    (_counter("posts_purged", "Posts purged since they are gone from Reddit."), lambda status: status["purged"]),
+    (_counter("polls", "Walks through a topic's new posts."), lambda status: status["polls"]),
+    (_counter("gaps", "Times of which a subreddit's posts were out of reach."), lambda status: status["gaps"]),
+    (_counter("requests", "Requests made to Reddit."), lambda status: status["requests"]),
+    (_gauge("subreddits", "Subreddits that are read."), lambda status: status["subreddits"]),
+    (_gauge("subreddits_failing", "Subreddits that failed last time."), lambda status: len(status["failing"])),
+    (_gauge("posts_held", "Posts read that wait for room in the queue."), lambda status: status["held"]),
+    (_gauge("paused", "1 while the queue is full, else 0."), lambda status: status["paused"]),
+    (_gauge("hindered", "1 while Reddit, or Redis, is away, else 0."), lambda status: bool(status["hindrance"])),
+    (
+        _gauge("budget_remaining_requests", "Requests left in Reddit's window, as it states; absent where it is over."),
+        lambda status: status["budget"],
+    ),
 )
-GAUGES: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
-    ("subreddits", "Subreddits that are read.", lambda status: status["subreddits"]),
-    ("subreddits_failing", "Subreddits that failed last time.", lambda status: len(status["failing"])),
-    ("posts_held", "Posts read that wait for room in the queue.", lambda status: status["held"]),
-    ("paused", "1 while the queue is full.", lambda status: status["paused"]),
-    ("hindered", "1 while Reddit, or Redis, is away.", lambda status: bool(status["hindrance"])),
-    ("budget_remaining_requests", "Requests left in Reddit's window, as it states.", lambda status: status["budget"]),
-)
+FAULTS = Figure("feedmill_reddit_faults_total", Kind.COUNTER, "Requests that failed.", ("kind",))
+FIGURES = (*(figure for figure, _ in READ), FAULTS)
 
 
-class Metrics(Collector):
-    """Serves what `status` was set to last."""
+class Metrics:
+    """Tells what the daemon said of itself last."""
 
-    def __init__(self) -> None:
-        #: As `Daemon.status` gives it. Replaced, never changed: another thread reads it.
-        self.status: Mapping[str, Any] = {}
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._redis = RedisFigures(settings)
+        #: As `Daemon.status` gives it. Replaced, never changed: other threads read it.
+        self._status: Status = {}
+        self._turned = time.monotonic()
 
-    def serve(self, port: int) -> None:
-        """Serve /metrics on loopback, from a thread that ends with the process. Raises UserError."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        try:
-            start_http_server(port, ADDRESS, registry)
-        except OSError as error:
-            raise UserError(
-                f"Metrics cannot be served on {ADDRESS}:{port}: {error.strerror}. Choose another {PREFIX}METRICS_PORT."
-            ) from None
+    def serve(self) -> Server:
+        """Answer whoever asks, from now on. Raises UserError."""
+        return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
-    def collect(self) -> Iterator[Metric]:
-        if not (status := self.status):
+    def tell(self, status: Status) -> None:
+        """The daemon has come round, and this is how it fares."""
+        self._status, self._turned = status, time.monotonic()
+
+    def samples(self) -> Iterator[Sample]:
+        if not (status := self._status):
             return
-        for name, what, key in COUNTERS:
-            yield CounterMetricFamily(f"feedmill_reddit_{name}", what, value=status[key])
-        for name, what, value in GAUGES:
-            if (found := value(status)) is not None:
-                yield GaugeMetricFamily(f"feedmill_reddit_{name}", what, value=float(found))
-        faults = CounterMetricFamily("feedmill_reddit_faults", "Requests that failed.", labels=["kind"])
+        for figure, read in READ:
+            if (value := read(status)) is not None:
+                yield Sample(figure, float(value))
         for kind, count in status["faults"].items():
-            faults.add_metric([kind], count)
-        yield faults
+            yield Sample(FAULTS, count, (kind,))
+
+    def unhealthy(self) -> list[str]:
+        """What only a new process can mend. That Reddit or Redis is away is no such thing."""
+        quiet = time.monotonic() - self._turned
+        return [f"the daemon has not come round for {quiet:.0f} s"] if quiet > STUCK else []
+
+    def unready(self) -> list[str]:
+        """Why no post would come now."""
+        if not self._status.get("polls"):
+            return [self._status.get("hindrance") or "it has not read any topic yet"]
+        return self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.away()

@@ -15,7 +15,7 @@ from celery import Celery
 
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
-from shared.messages import Classification, DeadLetter, Post
+from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, as_jsonl, feedmill, make_posts, running, wait_until
@@ -193,7 +193,6 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         ),
         (["enqueue", "-", "--subreddit", "a, b c"], "--subreddit: 'b c' is no subreddit's name; write"),
         (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is no subreddit's name; write"),
-        (["results", "--failed", "--follow"], "leave out --follow or --failed"),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
         (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'"),
@@ -202,7 +201,8 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
     ],
 )
 def test_mistakes_are_one_sentence(redis: RedisServer, tmp_path: Path, arguments: list[str], words: str) -> None:
-    said = feedmill(*arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    url = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    said = feedmill(*arguments, cwd=tmp_path, **url)
     assert said.returncode == 2
     assert words in said.stderr
     assert "Traceback" not in said.stderr
@@ -231,7 +231,8 @@ def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path, password: s
 
 def test_flower_on_a_port_that_is_taken(redis: RedisServer, tmp_path: Path) -> None:
     port = redis.url.rpartition(":")[2].removesuffix("/0")
-    said = feedmill("flower", "--port", port, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    said = feedmill("flower", "--port", port, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **data)
     assert said.returncode == 2
     assert said.stderr == (
         f"feedmill: Flower cannot listen on 127.0.0.1:{port}: Address already in use. "
@@ -243,24 +244,6 @@ def test_a_variable_that_is_no_setting_is_told_once(redis: RedisServer, tmp_path
     said = feedmill("results", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_MODLE="x")
     assert said.returncode == 0
     assert said.stderr.count("FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?") == 1
-
-
-def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
-    letters = [
-        DeadLetter(id=name, reason=reason, post=None, options=None, message="m", worker="worker@here", failed_at=0.0)
-        for name, reason in (("a1", "no \x1b[31mtext"), (None, "a post must be a JSON object"))
-    ]
-    ResultsStore(redis.client, Settings()).write([], letters)
-    said = feedmill("results", "--failed", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert said.stdout == (
-        "a1           1970-01-01 00:00:00+00:00  worker@here  no \\x1b[31mtext\n"
-        "-            1970-01-01 00:00:00+00:00  worker@here  a post must be a JSON object\n"
-    )
-    newest = feedmill(
-        "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
-    ).stdout
-    assert json.loads(newest) == letters[1].model_dump()
-    assert "`feedmill results --failed`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
 
 
 def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
@@ -289,10 +272,7 @@ def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
     assert max(map(len, told.splitlines())) <= 80
 
 
-def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:
-    said = feedmill("results", "get", "nobody", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout) == (1, "")
-    assert "No result of a post 'nobody'" in said.stderr
+def test_nobody_works(redis: RedisServer, tmp_path: Path) -> None:
     assert "none answers" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
 
 
@@ -328,19 +308,6 @@ def stored(redis: RedisServer, *ids: str) -> ResultsStore:
     )  # fmt: skip
     store.write([Result(Post(id=name, title="t"), found.model_copy(update={"id": name})) for name in ids])
     return store
-
-
-def test_a_result_with_the_posts_latest_score(redis: RedisServer, tmp_path: Path) -> None:
-    store = stored(redis, "a1")
-    get = ["results", "get", "a1"]
-    assert "score" not in feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.replace(
-        "scores", ""
-    )
-    store.refresh_scores({"a1": 123}, 1_795_255_200.0)
-    said = feedmill(*get, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
-    assert said.endswith("   0.900  food\nscore 123, seen 2026-11-21 10:00:00+00:00\n")
-    shown = json.loads(feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
-    assert shown == store.get("a1")[0].model_dump() | {"score": 123, "score_seen_at": 1_795_255_200.0}
 
 
 def test_purging(redis: RedisServer, tmp_path: Path) -> None:

@@ -102,13 +102,16 @@ def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, s
     with running("ingest", "reddit", "--metrics-port", str(port), cwd=tmp_path, **environment):
         wait_until(lambda: "feedmill_reddit_posts_sent_total 33.0" in _metrics(port), "the metrics tell what was sent")
         text = _metrics(port)
+        assert _metrics(port, "readyz") == _metrics(port, "healthz") == "ok\n"
+    assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} ' in text
+    assert "feedmill_redis_up 1.0" in text
     assert "feedmill_reddit_gaps_total 0.0" in text
     assert "feedmill_reddit_paused 0.0" in text
     assert "feedmill_reddit_budget_remaining_requests 9" in text
 
 
-def _metrics(port: int) -> str:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+def _metrics(port: int, page: str = "metrics") -> str:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=5) as answer:
         return str(answer.read().decode())
     return ""
 

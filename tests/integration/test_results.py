@@ -96,25 +96,6 @@ def test_failed_posts_are_counted(store: ResultsStore) -> None:
     assert store.write([]) == 0
 
 
-def test_following(store: ResultsStore) -> None:
-    def ids(count: int) -> list[str | None]:
-        return [found and found.post.id for found in (next(followed) for _ in range(count))]
-
-    store.write([result("1"), result("2")])
-    followed = store.follow(history=1, block_ms=10)
-    assert ids(2) == ["2", None]
-    store.write([result("3"), result("4")])
-    assert ids(3) == ["3", "4", None]
-
-
-def test_following_from_now_on(store: ResultsStore) -> None:
-    store.write([result("1")])
-    followed = store.follow(block_ms=10)
-    assert next(followed) is None
-    store.write([result("2")])
-    assert [found.post.id for found in (next(followed),) if found] == ["2"]
-
-
 def test_entries_bear_the_posts_id(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2")], [letter(" 3 "), letter(None)])
     for stream, ids in ((RESULTS_STREAM, ["1", "2"]), (DEAD_LETTERS, ["3", ""])):

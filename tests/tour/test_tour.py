@@ -14,6 +14,7 @@ from producers import files
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.messages import ClassifyOptions, Post
+from shared.readers import Follower, batches
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until
@@ -118,8 +119,9 @@ def test_8_a_reader_finds_it(classifier: Similarity, settings: Settings, post: P
     )
     pipeline.start()
     pipeline.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
-    followed = store.follow(history=1, block_ms=100)
-    found = next(result for result in followed if result)
+    reading = batches(Follower(connect(settings), history=1))
+    found = next(read.item for batch in reading for read in batch)
+    assert isinstance(found, Result)
     wait_until(lambda: done, "the message is finished")
     pipeline.stop()
     assert found.classification.label == "tea"

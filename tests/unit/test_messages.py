@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import MessageFailed, PostRefused, RequestRefused
-from shared.messages import ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
+from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,32 @@ def test_options_travel_without_their_defaults() -> None:
     assert ClassifyOptions().arguments() == {}
     asked = ClassifyOptions.parse({"labels": "a", "strict": True})
     assert asked.arguments() == {"labels": {"a": ["a"]}, "strict": True}
+
+
+@pytest.mark.parametrize("version", [1, "1", 1.0])
+def test_a_message_of_this_version_is_read_and_the_version_goes_no_further(version: object) -> None:
+    options = ClassifyOptions.parse({"version": version, "labels": "a"})
+    assert options.version == MESSAGE_VERSION
+    assert options == ClassifyOptions.parse({"labels": "a"})
+    # Producers remember what they sent by these: another version of the message is no other question.
+    assert "version" not in options.model_dump_json()
+    assert options.arguments() == {"labels": {"a": ["a"]}}
+
+
+@pytest.mark.parametrize("others", [{}, {"of_tomorrow": 1}, {"labels": 7, "top_k": -1}])
+def test_a_newer_message_is_refused_for_that_first(others: dict[str, object]) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        ClassifyOptions.parse({**others, "version": MESSAGE_VERSION + 1})
+    assert str(refused.value) == (
+        f"version: the message is of version {MESSAGE_VERSION + 1}, and this worker reads none above "
+        f"{MESSAGE_VERSION}; update the worker, or send version {MESSAGE_VERSION}"
+    )
+
+
+@pytest.mark.parametrize("version", [0, -1, None, "one", 1.5])
+def test_what_is_no_version(version: object) -> None:
+    with pytest.raises(RequestRefused, match="version: input should be"):
+        ClassifyOptions.parse({"version": version})
 
 
 def test_fingerprints_tell_apart_what_differs() -> None:

@@ -1,6 +1,11 @@
-"""workers/statistics.py: rates of an interval, and of what there is before the first is over."""
+"""workers/statistics.py: rates of an interval, and of what there is before the first is over; and histograms."""
 
-from workers.statistics import Statistics, Totals, rates
+import math
+from typing import NamedTuple
+
+import pytest
+
+from workers.statistics import Histogram, Statistics, Totals, rates
 
 
 def test_rates_are_those_between_two_moments() -> None:
@@ -36,3 +41,35 @@ def test_an_interval_after_the_other() -> None:
     assert statistics.recent(now=161.0) == turned
     assert statistics.turn(now=220.0) is None, "a quiet interval is not worth a line"
     assert statistics.recent(now=221.0).posts == 0
+
+
+class Row(NamedTuple):
+    length: int
+
+
+def test_micro_batches_are_spread_over_buckets() -> None:
+    statistics = Statistics(interval=60.0, now=0.0)
+    statistics.count([Row(10), Row(6)], seconds=0.02, share=0.5)
+    statistics.count([Row(100)] * 64, seconds=0.2, share=1.0)
+    totals = statistics.totals
+    assert (totals.batches, totals.rows, totals.tokens, totals.padded_tokens) == (2, 66, 6416, 6420)
+    assert totals.device_seconds == pytest.approx(0.21)
+    assert spread(statistics.batch_rows) == {2: 1, 64: 1}
+    assert spread(statistics.batch_tokens) == {128: 1, 8192: 1}
+    assert spread(statistics.padding) == {0.01: 1, 0.2: 1}
+    assert spread(statistics.forward_seconds) == {0.025: 1, 0.25: 1}
+    assert statistics.forward_seconds.total == pytest.approx(0.22)
+
+
+def spread(histogram: Histogram) -> dict[float, int]:
+    """Counts by the upper bound of their bucket, where there are any."""
+    bounds = [*histogram.bounds, math.inf]
+    return {bound: count for bound, count in zip(bounds, histogram.counts, strict=True) if count}
+
+
+def test_a_bound_lies_within_its_bucket() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.5):
+        histogram.add(value)
+    assert spread(histogram) == {1.0: 1, 2.0: 2, math.inf: 1}
+    assert histogram.total == 7.0

@@ -1,0 +1,169 @@
+"""How fast results are exported, and with how much memory.
+
+    python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3]
+
+A real Redis is filled with results of the sixteen topics, whose texts are the bundled posts' or a file's, and
+`feedmill export` is run as a process for each format, round by round. Rows/s count from the process' start to its end,
+so that the second in which it starts is in them; CPU time and peak memory are the process' own. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.throughput import read_posts
+from feedmill.stack import Stack, python_command
+from shared.broker import connect
+from shared.errors import StackError, UserError
+from shared.messages import Classification, Post, digest
+from shared.results import Result, ResultsStore
+from shared.settings import Settings, load
+from shared.topics import TOPICS
+
+FORMATS = ("parquet", "csv", "jsonl")
+#: Results written together.
+WRITTEN_TOGETHER = 200
+#: Posts that are read of a file; each is used many times, under ids of their own.
+POSTS = 2000
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--posts", help="a file of posts; default: the bundled ones")
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(given.posts, given.count, given.rounds, Path(folder))
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
+    # Redis trims by whole nodes: at least so many are left.
+    settings = load(results_stream_length=count)
+    posts = read_posts(file, min(count, POSTS))
+    stack = Stack(settings, folder / "stack", durable=False)
+    next(stack.start())  # its Redis alone
+    try:
+        began = time.perf_counter()
+        size = fill(stack.settings, posts, count)
+        console.print(
+            f"{count:,} results in Redis, {size / count:,.0f} bytes each, in {time.perf_counter() - began:.0f} s; "
+            f"{os.cpu_count()} CPUs"
+        )
+        found: dict[str, Any] = {"results": count, "entry_bytes": round(size / count)}
+        for form in FORMATS:
+            measured = [_export(stack.settings, form, count, folder / f"{form}-{number}") for number in range(rounds)]
+            found[form] = {name: round(median(each[name] for each in measured), 1) for name in measured[0]}
+            each = found[form]
+            console.print(
+                f"{form:<8} {each['rows_per_second']:>8,.0f} rows/s in {each['seconds']:.1f} s, of which "
+                f"{each['cpu_seconds']:.1f} s of CPU time; peak memory {each['peak_mb']:.0f} MB; "
+                f"{each['bytes_per_row']:,.0f} bytes a row on disk"
+            )
+    finally:
+        stack.stop()
+    return found
+
+
+def fill(settings: Settings, posts: Sequence[Post], count: int) -> int:
+    """Write so many results; returns the bytes of their texts."""
+    store = ResultsStore(connect(settings), settings)
+    numbers = random.Random(1)
+    size = 0
+    results = (_result(numbers, number, posts[number % len(posts)]) for number in range(count))
+    while some := list(islice(results, WRITTEN_TOGETHER)):
+        store.write(some)
+        size += sum(
+            len(each.classification.model_dump_json()) + len(each.post.model_dump_json(exclude_defaults=True))
+            for each in some
+        )
+    return size
+
+
+def _result(numbers: random.Random, number: int, post: Post) -> Result:
+    weights = sorted((numbers.random() ** 4 for _ in TOPICS), reverse=True)
+    labels = numbers.sample(TOPICS, len(TOPICS))
+    scores = {label: weight / sum(weights) for label, weight in zip(labels, weights, strict=True)}
+    post = post.model_copy(update={"id": f"t3_{number:07x}", "body": post.body[:500]})
+    found = Classification(
+        id=post.id,
+        label=labels[0],
+        scores=scores,
+        model="sentence-transformers/all-MiniLM-L6-v2",
+        revision=None,
+        weights=digest("weights") * 2,
+        fingerprint=digest(post.id),
+        classified_at=time.time(),
+        worker="worker@host",
+        device="cpu: 2 threads",
+        queued_seconds=numbers.random() * 10,
+    )
+    return Result(post, found)
+
+
+def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, float]:
+    """One run of the command, as a process."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [*python_command(), "export", "--format", form, "--json", str(out)],
+        env=os.environ | {"FEEDMILL_REDIS_URL": settings.broker_url},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    peak, ended = 0, 0
+    while not ended:
+        peak = max(peak, _peak(process.pid))
+        time.sleep(0.02)
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    took = time.perf_counter() - began
+    said = process.stdout.read() if process.stdout else ""
+    rows = json.loads(said)["rows"] if process.returncode == 0 else 0
+    if rows != count:
+        raise StackError(f"{form}: {rows} rows of {count} were exported.")
+    files = [out] if out.is_file() else [path for path in out.rglob("part-*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    return {
+        "rows_per_second": count / took,
+        "seconds": took,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+        "peak_mb": peak / 1024,
+        "bytes_per_row": size / count,
+    }
+
+
+def _peak(pid: int) -> int:
+    """The most memory, in KiB, that a process has had since its program began; 0 where it is gone.
+
+    What getrusage says of a child begins with what its parent had when it was forked.
+    """
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

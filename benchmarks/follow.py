@@ -1,0 +1,194 @@
+"""Milliseconds from writing a result to a reader's having it: `feedmill results --follow --json`, as a process.
+
+    python -m benchmarks.follow [--count 1000] [--rate 50] [--group]
+
+Results are written as workers write them, by ResultsStore, into a Redis of its own, at random times (Poisson); the
+clock runs from just before the writing until this process has read the result's line from the reader's standard output.
+Then as many again in micro-batches of 32, at the same times. --group: the reader is a member of a consumer group, and
+acknowledges. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from statistics import median, quantiles
+
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+from rich.console import Console
+from rich.table import Table
+
+from feedmill.prerequisites import server_version
+from feedmill.stack import Child, ended_by_signals, find_redis_server, free_port, python_command
+from shared.broker import connect
+from shared.errors import StackError, UserError
+from shared.messages import Classification, Post
+from shared.results import Result, ResultsStore
+from shared.settings import PREFIX, Settings, load
+
+#: Results in one writing of the second part, as in a worker's micro-batch.
+BATCH = 32
+#: Results that warm everything up, and those of one part, at least: percentiles need some.
+WARM_UP, FEWEST = 20, 2
+#: Seconds without a result after which the run is given up.
+STALLED = 60.0
+#: What a post and its scores take: the shape of the sixteen default topics.
+TITLE, BODY, TOPICS = "A title of the usual length, which is some sixty characters long", "word " * 100, 16
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+class Following:
+    """The reader's process, and when this one read each line of it."""
+
+    def __init__(self, settings: Settings, arguments: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [*python_command(), "results", "--follow", "--json", *arguments],
+            stdout=subprocess.PIPE,
+            env=os.environ | {f"{PREFIX}REDIS_URL": settings.broker_url},
+        )
+        #: Each result's post id, with the moment at which its line was read.
+        self.read_at: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101 - it was asked for above
+        for line in self._process.stdout:
+            now = time.perf_counter()
+            self.read_at[json.loads(line)["id"]] = now
+
+    def wait_for(self, count: int) -> None:
+        """Return when so many results in all have been read. Raises StackError when none comes any more."""
+        before, last = len(self.read_at), time.monotonic()
+        while len(self.read_at) < count:
+            time.sleep(0.01)
+            if len(self.read_at) != before:
+                before, last = len(self.read_at), time.monotonic()
+            if self._process.poll() is not None or time.monotonic() - last > STALLED:
+                raise StackError(f"the reader has ended or stands still; {before} of {count} results have come.")
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        self._thread.join()
+
+
+def made(name: str) -> Iterator[Result]:
+    """Results without end, each of a post of its own."""
+    scores = {f"topic {number}": 1 / TOPICS for number in range(TOPICS)}
+    number = 0
+    while True:
+        post = Post(id=f"{name}-{number}", title=TITLE, body=BODY, subreddit="python")
+        found = Classification(
+            id=post.id, label="topic 0", scores=scores, model="m", revision=None, weights="0" * 64,
+            fingerprint="f" * 32, classified_at=time.time(), worker="w", device="cpu", queued_seconds=0.1,
+        )  # fmt: skip
+        yield Result(post, found)
+        number += 1
+
+
+def measure(store: ResultsStore, following: Following, name: str, count: int, rate: float, batch: int) -> list[float]:
+    """Write `count` results, `batch` at a time, at `rate` writings a second; milliseconds of each."""
+    source = random.Random(7)
+    results = made(name)
+    before = len(following.read_at)
+    written: dict[str, float] = {}
+    due = time.perf_counter()
+    while len(written) < count:
+        due += source.expovariate(rate)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        some = [next(results) for _ in range(min(batch, count - len(written)))]
+        began = time.perf_counter()
+        store.write(some)
+        written.update((result.post.id, began) for result in some)
+    following.wait_for(before + count)
+    return [1000 * (following.read_at[post_id] - began) for post_id, began in written.items()]
+
+
+def told(waits: list[float]) -> dict[str, float]:
+    hundredths = quantiles(waits, n=100)
+    return {"p50_ms": round(median(waits), 2), "p90_ms": round(hundredths[89], 2), "p99_ms": round(hundredths[98], 2)}
+
+
+def answers(redis: Redis) -> bool:
+    with suppress(RedisFault):
+        return bool(redis.ping())
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help=f"results of each part, at least {FEWEST}")
+    parser.add_argument("--rate", type=float, default=50.0, help="writings a second, on average")
+    parser.add_argument("--group", action="store_true", help="read as a member of a consumer group")
+    arguments = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="feedmill-benchmark-") as folder, ended_by_signals():
+            run(arguments, Path(folder))
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> None:
+    server, port = find_redis_server(), free_port()
+    settings = load(redis_url=f"redis://127.0.0.1:{port}/0")
+    configuration = f'bind 127.0.0.1\nport {port}\nsave ""\ndir "{folder}"\n'
+    child = Child("redis", [server, "-"], folder, dict(os.environ), stdin=configuration)
+    following = None
+    try:
+        redis = connect(settings)
+        child.wait_until(lambda: answers(redis))
+        version = ".".join(map(str, server_version(server)))
+        console.print(f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writings a second")
+        following = Following(settings, ["--group", "benchmark"] if arguments.group else ["--limit", "0"])
+        store = ResultsStore(redis, settings)
+        warm(store, following)
+        count = max(arguments.count, FEWEST)
+        found = {
+            "single": told(measure(store, following, "single", count, arguments.rate, 1)),
+            "batches": told(measure(store, following, "batches", count, arguments.rate, BATCH)),
+        }
+    finally:
+        if following is not None:
+            following.stop()
+        child.stop(10)
+    table = Table("written", "p50", "p90", "p99", title="ms from writing to reading", title_justify="left")
+    for name, figures in found.items():
+        table.add_row(name, *(f"{value:.2f}" for value in figures.values()))
+    console.print(table)
+    print(json.dumps(found | {"count": count, "rate": arguments.rate, "group": arguments.group, "redis": version}))
+
+
+def warm(store: ResultsStore, following: Following) -> None:
+    """Write until the reader, which begins at the stream's end, has read some."""
+    deadline = time.monotonic() + STALLED
+    for result in made("warm"):
+        store.write([result])
+        time.sleep(0.05)
+        if len(following.read_at) >= WARM_UP:
+            break
+        if time.monotonic() > deadline:
+            raise StackError("the reader reads nothing.")
+    # Those that were written last may still be on their way.
+    written = len(following.read_at)
+    time.sleep(0.5)
+    while len(following.read_at) != written:
+        written = len(following.read_at)
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What keeping results costs beside computing them.
+
+    python -m benchmarks.store [--posts FILE] [--count 1500] [--rounds 3]
+
+Posts are classified by the worker's own pipeline without a queue, and the same results are then written to a real
+Redis, a micro-batch's number at a time, and looked up, a message's number at a time, as the worker does; alternating,
+some rounds. In a worker both happen on other threads than the device's, so that a share is an upper bound of what the
+device loses. The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.hardware import describe
+from benchmarks.throughput import read_posts
+from feedmill.stack import Stack
+from shared.broker import connect
+from shared.errors import StackError, UserError
+from shared.keys import result_key
+from shared.messages import Classification
+from shared.results import Result, ResultsStore
+from shared.settings import load
+from workers import device, offline
+from workers.calibration import calibrate
+from workers.classifiers.choose import load_classifier
+
+#: Posts written together: about what a micro-batch of the default model holds on a CPU.
+WRITTEN_TOGETHER = 40
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--count", type=int, default=1500)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(given.posts, given.count, given.rounds, Path(folder))
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
+    settings = load()
+    posts = read_posts(file, count)
+    where = device.choose(settings.device, settings.dtype, settings.engine)
+    console.print(describe(where))
+    classifier = load_classifier(settings, where)
+    budget = calibrate(classifier, settings)
+    stack = Stack(settings, folder, durable=False)
+    next(stack.start())  # its Redis alone
+    try:
+        redis = connect(stack.settings)
+        store = ResultsStore(redis, stack.settings)
+        computed, written, found = [], [], []
+        for number in range(rounds):
+            began = perf_counter()
+            outcomes = list(offline.classify(posts, classifier, settings, budget))
+            computed.append((perf_counter() - began) / len(posts))
+            results = [Result(post, outcome) for post, outcome in outcomes if isinstance(outcome, Classification)]
+            if len(results) < len(posts):
+                raise StackError(f"{len(posts) - len(results)} posts could not be classified.")
+            written.append(_seconds(store.write, results, WRITTEN_TOGETHER))
+            wanted = [(result.post.id, result.classification.fingerprint) for result in results]
+            found.append(_seconds(store.find, wanted, settings.posts_per_message))
+            for post in posts:
+                redis.unlink(result_key(post.id))
+            console.print(
+                f"round {number + 1}: {1 / computed[-1]:.1f} posts/s computed; writing a post takes "
+                f"{written[-1] / computed[-1]:.2%} of that time, looking one up {found[-1] / computed[-1]:.2%}"
+            )
+    finally:
+        stack.stop()
+    return {
+        "posts": len(posts),
+        "posts_per_second": round(1 / median(computed), 1),
+        "write_us": round(1e6 * median(written), 1),
+        "find_us": round(1e6 * median(found), 1),
+        "write_share": round(median(w / c for w, c in zip(written, computed, strict=True)), 4),
+        "find_share": round(median(f / c for f, c in zip(found, computed, strict=True)), 4),
+    }
+
+
+def _seconds(call: Any, items: Sequence[Any], together: int) -> float:
+    """Seconds that each item takes."""
+    began = perf_counter()
+    for start in range(0, len(items), together):
+        call(items[start : start + together])
+    return (perf_counter() - began) / len(items)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Labels over HTTP. It needs `pip install 'celery[redis]' fastapi uvicorn`.
+
+    FEEDMILL_REDIS_URL=redis://:password@127.0.0.1:6379/0 uvicorn fastapi_endpoint:app
+
+    curl http://127.0.0.1:8000/classify --json '{"posts": [{"id": "a1", "title": "The keeper saved two penalties"}]}'
+
+POST /classify takes the arguments of `feedmill.classify` and answers 200 with one outcome per post; 422 with the
+reason where the message failed; 202 with the address of its result where that takes longer than `PATIENCE`.
+"""
+
+import os
+from typing import Annotated, Any
+
+from celery import Celery
+from celery.exceptions import TimeoutError as TooSlow
+from celery.result import AsyncResult
+from fastapi import Body, FastAPI, HTTPException, Response
+
+URL = os.environ["FEEDMILL_REDIS_URL"]
+#: Seconds that a request waits for its outcomes.
+PATIENCE = float(os.environ.get("PATIENCE", "30"))
+#: What a sender can mend: wrong options; posts that all failed, or any with `strict`.
+REFUSALS = {"RequestRefused", "MessageFailed"}
+
+celery = Celery(broker=URL, backend=URL)
+app = FastAPI(title="Labels")
+
+
+@app.post("/classify")
+def classify(arguments: Annotated[dict[str, Any], Body()], response: Response) -> dict[str, Any]:
+    sent = celery.send_task("feedmill.classify", kwargs=arguments, queue="feedmill")
+    try:
+        sent.get(timeout=PATIENCE, propagate=False)
+    except TooSlow:
+        sent.backend.remove_pending_result(sent)  # nobody listens for it any more
+    return answer(sent, response)
+
+
+@app.get("/results/{message_id}")
+def result(message_id: str, response: Response) -> dict[str, Any]:
+    """What has become of a message. Celery knows no difference between one that waits and one that never was."""
+    return answer(AsyncResult(message_id, app=celery), response)
+
+
+def answer(sent: AsyncResult[Any], response: Response) -> dict[str, Any]:
+    if not sent.ready():
+        response.status_code = 202
+        response.headers["Location"] = f"/results/{sent.id}"
+        return {"id": sent.id}
+    if sent.failed():
+        name = type(sent.result).__name__
+        raise HTTPException(422 if name in REFUSALS else 502, f"{name}: {sent.result}")
+    return {"id": sent.id, "outcomes": sent.result}

@@ -1,0 +1,137 @@
+"""An export's rows as Parquet, by pyarrow, which the extra `export` brings; imported late, since few have it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic_core import to_json
+
+from feedmill.export_text import COLUMNS, Writer
+from feedmill.rows import Row
+
+TEXT, TIME = pa.string(), pa.timestamp("us", tz="UTC")
+TYPES = {
+    "id": TEXT,
+    "Topic": TEXT,
+    "Title": TEXT,
+    "Body": TEXT,
+    "Subreddit": TEXT,
+    "Score": pa.int64(),
+    "URL": TEXT,
+    "Date": TIME,
+    "permalink": TEXT,
+    "edited": TIME,
+    "stickied": pa.bool_(),
+    "nsfw": pa.bool_(),
+    "spoiler": pa.bool_(),
+    "extra": TEXT,
+    "label": TEXT,
+    "label_score": pa.float64(),
+    "scores": pa.map_(TEXT, pa.float64()),
+    "model": TEXT,
+    "revision": TEXT,
+    "weights": TEXT,
+    "fingerprint": TEXT,
+    "classified_at": TIME,
+    "queued_seconds": pa.float64(),
+}
+SCHEMA = pa.schema([pa.field(column, TYPES[column]) for column in COLUMNS])
+#: A group of rows, which readers skip or read as a whole, is closed at so many rows, or so many bytes.
+GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
+#: Rows that are held together when a file is copied.
+COPIED_AT_ONCE = 5000
+#: Columns whose values repeat; the others are written as they come, without a dictionary that would be given up.
+REPEATING = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
+
+
+class Parquet:
+    """Columns of Arrow's types, compressed with zstd; scores are a map."""
+
+    name = "parquet"
+
+    def create(self, path: Path) -> Writer:
+        return _ParquetWriter(path)
+
+    def ids(self, path: Path) -> Iterator[str]:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(COPIED_AT_ONCE, columns=["id"]):
+                yield from batch.column(0).to_pylist()
+
+    def copy(self, path: Path, target: Path, without: Collection[str]) -> int:
+        left_out = pa.array(sorted(without), TEXT)
+        rows = 0
+        with pq.ParquetFile(path) as file, _open(target) as copied:
+            for batch in file.iter_batches(COPIED_AT_ONCE):
+                kept = batch.filter(pc.invert(pc.is_in(batch.column("id"), left_out)))
+                copied.write_batch(kept)
+                rows += kept.num_rows
+        return rows
+
+
+def _open(path: Path) -> Any:
+    return pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=REPEATING)
+
+
+class _ParquetWriter:
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path)
+        self._held: list[Any] = []
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._held.append(batch_of(rows))
+        many = sum(batch.num_rows for batch in self._held) >= GROUP_ROWS
+        if many or sum(batch.nbytes for batch in self._held) >= GROUP_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        if self._held:
+            self._file.write_table(pa.Table.from_batches(self._held, SCHEMA))
+            self._held.clear()
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+
+def batch_of(rows: Sequence[Row]) -> Any:
+    """Rows as Arrow's columns. Column by column: a tenth of what it takes row by row."""
+    posts, found = [row.post for row in rows], [row.found for row in rows]
+    scores = [each["scores"] for each in found]
+    offsets = list(accumulate(map(len, scores), initial=0))
+    labels, values = list(chain.from_iterable(scores)), list(chain.from_iterable(map(dict.values, scores)))
+    label_scores = [each[one["label"]] for each, one in zip(scores, found, strict=True)]
+    columns = {
+        "id": [post["id"] for post in posts],
+        "Topic": [post.get("topic") for post in posts],
+        "Title": [post.get("title", "") for post in posts],
+        "Body": [post.get("body", "") for post in posts],
+        "Subreddit": [post.get("subreddit") for post in posts],
+        "Score": [post.get("score") for post in posts],
+        "URL": [post.get("url") for post in posts],
+        "Date": [_microseconds(post.get("created_utc")) for post in posts],
+        "permalink": [post.get("permalink") for post in posts],
+        "edited": [_microseconds(post.get("edited_utc")) for post in posts],
+        "stickied": [post.get("stickied", False) for post in posts],
+        "nsfw": [post.get("nsfw", False) for post in posts],
+        "spoiler": [post.get("spoiler", False) for post in posts],
+        "extra": [None if (extra := post.get("extra")) is None else to_json(extra).decode() for post in posts],
+        "label": [each["label"] for each in found],
+        "label_score": label_scores,
+        "model": [each["model"] for each in found],
+        "revision": [each["revision"] for each in found],
+        "weights": [each["weights"] for each in found],
+        "fingerprint": [each["fingerprint"] for each in found],
+        "classified_at": [_microseconds(each["classified_at"]) for each in found],
+        "queued_seconds": [each["queued_seconds"] for each in found],
+    }
+    arrays = {column: pa.array(values, TYPES[column]) for column, values in columns.items()}
+    arrays["scores"] = pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(values, pa.float64()))
+    return pa.RecordBatch.from_arrays([arrays[column] for column in COLUMNS], schema=SCHEMA)
+
+
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1_000_000)

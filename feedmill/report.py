@@ -1,0 +1,133 @@
+"""What a report says, in figures: read from Redis once, in one pass over the results of some hours.
+
+Knows nothing of how it is shown (report_page.py, report_charts.py).
+"""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+from redis import Redis
+
+from feedmill.rows import Place, Row, RowReader, just_before
+from producers.reddit.state import Gap, State
+from shared.messages import DeadLetter
+from shared.results import HOUR, ResultsStore
+from shared.settings import Settings
+
+#: Labels that are told apart by a colour; the others are one.
+COLOURS = 8
+OTHERS = "others"
+#: Subreddits that are shown, and dead letters, gaps and examples.
+SUBREDDITS, DEAD_LETTERS, GAPS = 20, 20, 20
+#: Bars of a distribution of scores, from 0 to 1.
+BINS = 20
+#: Columns of what is shown over time, at most: hours are joined where there are more.
+COLUMNS = 72
+#: Waits of one column that are kept, to tell quantiles by.
+WAITS = 2000
+
+
+@dataclass
+class Column:
+    """A span of time: some hours, from `hour` on, counted since 1970."""
+
+    hour: int
+    #: New results by label, as the store counted them: also those that are not in the stream any more.
+    labels: Counter[str] = field(default_factory=Counter)
+    #: Results that were read from the stream.
+    read: int = 0
+    waits: list[float] = field(default_factory=list)
+
+    @property
+    def posts(self) -> int:
+        return self.labels.total()
+
+    def wait(self, percent: int) -> float | None:
+        """A percentile of the seconds from sending to the result; None where no sender said when."""
+        if len(self.waits) < 2:
+            return self.waits[0] if self.waits else None
+        return quantiles(self.waits, n=100, method="inclusive")[percent - 1]
+
+
+@dataclass
+class Report:
+    """The figures of `hours` hours up to `made_at`, in seconds since 1970."""
+
+    made_at: float
+    hours: int
+    #: Hours of one column.
+    width: int
+    columns: list[Column]
+    #: Results in the stream, of these hours; fewer than `posts` where older ones were trimmed.
+    read: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    #: Subreddit -> label -> results.
+    subreddits: dict[str, Counter[str]] = field(default_factory=dict)
+    #: Label -> the scores with which it was the best one, counted in `BINS` bars.
+    scores: dict[str, list[int]] = field(default_factory=dict)
+    #: Label -> the title of the newest post that has it.
+    examples: dict[str, str] = field(default_factory=dict)
+    models: Counter[str] = field(default_factory=Counter)
+    gaps: list[Gap] = field(default_factory=list)
+    dead: list[DeadLetter] = field(default_factory=list)
+    #: Dead letters of these hours by their reason.
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def posts(self) -> int:
+        return self.labels.total()
+
+    @property
+    def shown_labels(self) -> list[str]:
+        """Those that have a colour, the most frequent first."""
+        return [label for label, _ in self.labels.most_common(COLOURS)]
+
+
+def gather(redis: Redis, settings: Settings, hours: int) -> Report:
+    """Raises redis.exceptions.RedisError. Nothing of posts that were purged is in it."""
+    store = ResultsStore(redis, settings)
+    now = time.time()
+    last = int(now // HOUR)
+    width = -(-hours // COLUMNS)
+    first = last - hours + 1
+    columns = [Column(hour) for hour in range(first, last + 1, width)]
+    report = Report(now, hours, width, columns)
+    for hour, counts in store.labels(hours).items():
+        if hour >= first:  # an hour may have begun since
+            columns[min((hour - first) // width, len(columns) - 1)].labels.update(counts)
+            report.labels.update(counts)
+    for chunk in RowReader(redis).chunks(Place(just_before(first * HOUR))):
+        for row in chunk.rows:
+            _count(report, row, columns[min((int(row.found["classified_at"] // HOUR) - first) // width, len(columns) - 1)])
+    report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR]
+    letters = store.dead_letters(settings.dead_letters_length)
+    recent = [letter for letter in letters if letter.failed_at >= first * HOUR]
+    report.reasons.update(letter.reason for letter in recent)
+    report.dead = recent[: -DEAD_LETTERS - 1 : -1]
+    return report
+
+
+def _count(report: Report, row: Row, column: Column) -> None:
+    found, post = row.found, row.post
+    label = found["label"]
+    report.read += 1
+    column.read += 1
+    report.models[found["model"]] += 1
+    report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
+    bars = report.scores.setdefault(label, [0] * BINS)
+    bars[min(max(int(found["scores"][label] * BINS), 0), BINS - 1)] += 1
+    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())
+    if found["queued_seconds"] is not None and len(column.waits) < WAITS:
+        column.waits.append(found["queued_seconds"])
+
+
+def title_of(letter: DeadLetter) -> str:
+    """What can be said of a dead letter's post."""
+    try:
+        post = json.loads(letter.post or "{}")
+    except ValueError:
+        return ""
+    return str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""

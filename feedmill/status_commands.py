@@ -1,0 +1,191 @@
+"""`feedmill status` and `feedmill health`: how the running system fares, for people and for whoever restarts things."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError as RedisFault
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from feedmill import ingest_commands, watch
+from feedmill.flags import AsJson, RedisUrl, settings_of
+from feedmill.stack import ended_by_signals
+from feedmill.watch import Finding, Lookout, Part, Seen
+from shared.broker import told_plainly
+from shared.errors import printable
+from shared.metrics import connect_briefly
+from shared.settings import Settings
+
+#: Seconds between two looks; asking the workers takes one of them.
+REFRESH = 2.0
+
+app = typer.Typer()
+
+
+@app.command()
+def status(
+    watched: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show how much waits, who works, and what is stored."""
+    settings = settings_of(redis_url=redis_url)
+    if not watched:
+        with told_plainly(settings):
+            seen = watch.status(settings)
+        typer.echo(json.dumps(seen.as_json()) if as_json else _told(seen))
+        return
+    with told_plainly(settings):
+        connect_briefly(settings).ping()  # later Redis may go and come; one that was never there is a mistake
+    with ended_by_signals():
+        try:
+            _watch(settings, as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
+def _told(seen: watch.Status) -> str:
+    lines = [
+        f"queue    {seen.queue.waiting:,} messages waiting, {seen.queue.held:,} held by workers",
+        f"results  {seen.results.stored:,} stored, {seen.results.repeated:,} came again, "
+        f"{seen.results.failed:,} failed",
+    ]
+    if seen.oldest_seconds is not None:
+        lines.insert(1, f"         the oldest was sent {_span(seen.oldest_seconds)} ago")
+    if seen.results.failed:
+        lines.append("         `feedmill results --failed` shows the newest that failed, and why")
+    if not seen.workers:
+        lines.append("workers  none answers: `feedmill worker` starts one, `feedmill up` everything")
+    if seen.reddit:
+        lines.append(f"reddit   {ingest_commands.described(seen.reddit)}")
+    if seen.gaps:
+        lines.append(f"gaps     {seen.gaps:,}: `feedmill ingest gaps` lists them")
+    # A block for each: a table of all this is wider than many a terminal.
+    for node, pool in seen.workers.items():
+        lines += [
+            f"worker   {node} on {_device(pool)}",
+            f"         {pool['model']}",
+            f"         {pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting; lately "
+            f"{pool['recent']['posts_per_second']:.1f} posts/s, device busy {pool['recent']['device_busy']:.2f}",
+            f"         padding efficiency {pool['padding_efficiency']:.2f}",
+        ]
+    return "\n".join(lines)
+
+
+def _watch(settings: Settings, as_json: bool) -> None:
+    """Until Ctrl-C: one screen that is written over; where there is no terminal, one block after the other."""
+    console = Console(highlight=False)
+    looks = _looks(settings)
+    if as_json:
+        for seen in looks:
+            entry: dict[str, Any] = {"at": time.time()}
+            if isinstance(seen, Seen):
+                entry |= seen.status.as_json()
+                entry |= {"results_per_second": seen.results, "posts_per_second": seen.posts, "device_busy": seen.busy}
+            else:
+                entry["error"] = seen
+            typer.echo(json.dumps(entry))
+    elif console.is_terminal:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for seen in looks:
+                live.update(_screen(seen, settings), refresh=True)
+    else:
+        for seen in looks:
+            console.print(_screen(seen, settings), end="\n\n")
+
+
+def _looks(settings: Settings) -> Iterator[Seen | str]:
+    """A look every two seconds, for ever; a sentence where Redis does not answer."""
+    lookout = Lookout(settings)
+    while True:
+        began = time.monotonic()
+        try:
+            yield lookout.look()
+        except (RedisFault, OperationalError) as fault:
+            yield f"Redis at {settings.redis_address} does not answer ({fault})"
+        time.sleep(max(0.0, began + REFRESH - time.monotonic()))
+
+
+def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
+    """For 80 columns, and lines that are no more than there are workers and ten."""
+    head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C ends", style="bold")
+    if isinstance(seen, str):
+        return Group(head, Text(), Text(seen, style="red"))
+    found = seen.status
+    facts = Table.grid(padding=(0, 2))
+    oldest = "" if found.oldest_seconds is None else f" · the oldest sent {_span(found.oldest_seconds)} ago"
+    facts.add_row("queue", f"{found.queue.waiting:,} waiting · {found.queue.held:,} held by workers{oldest}")
+    pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
+    facts.add_row("results", f"{pace} a minute · {found.results.stored:,} stored · {found.results.answered:,} answered")
+    failed = f"{found.results.failed:,}"
+    facts.add_row("dead letters", f"{failed} · `feedmill results --failed`" if found.results.failed else failed)
+    if found.reddit:
+        facts.add_row("reddit", printable(ingest_commands.described(found.reddit)))
+    facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
+    if not found.workers:
+        return Group(head, Text(), facts, Text(), Text("no worker answers: `feedmill worker` starts one", style="red"))
+    return Group(head, Text(), facts, Text(), _workers(seen))
+
+
+def _workers(seen: Seen) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=32)
+    table.add_column("device", no_wrap=True)
+    for name in ("posts/s", "busy", "waiting", "posts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for node, pool in seen.status.workers.items():
+        recent = pool["recent"]
+        table.add_row(
+            Text(node),
+            Text(_device(pool)),
+            f"{seen.posts.get(node, recent['posts_per_second']):,.1f}",
+            f"{seen.busy.get(node, recent['device_busy']):.2f}",
+            f"{pool['rows_waiting']:,}",
+            f"{pool['posts']:,}",
+        )
+    return table
+
+
+def _device(pool: dict[str, Any]) -> str:
+    return str(pool["device"]).partition(": ")[0]
+
+
+def _span(seconds: float) -> str:
+    """So many seconds, for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+@app.command()
+def health(
+    parts: Annotated[
+        list[Part] | None, typer.Option("--check", help="Look at this alone; may be given again.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Say whether all is well: exit status 0 where it is, 1 where it is not."""
+    settings = settings_of(redis_url=redis_url)
+    findings = list(watch.examine(settings, parts or tuple(Part)))
+    well = all(finding.well for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"healthy": well, "checks": [_entry(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            typer.echo(_line(finding))
+    raise typer.Exit(0 if well else 1)
+
+
+def _entry(finding: Finding) -> dict[str, Any]:
+    return {"check": finding.part, "healthy": finding.well, "said": finding.said}
+
+
+def _line(finding: Finding) -> str:
+    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {finding.said}"

@@ -1,0 +1,219 @@
+"""docs/examples, run as they stand against a real worker and a real Flower."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from feedmill.stack import Child, free_port
+from tests.support import RedisServer, running, wait_until
+
+EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
+POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"}, {"id": "x"}]
+
+
+def environment(redis: RedisServer, **more: str) -> dict[str, str]:
+    return os.environ | {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"} | more
+
+
+def fetch(url: str, body: object = None) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON and headers. A body is posted."""
+    request = urllib.request.Request(  # noqa: S310 - on loopback
+        url,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return answer.status, json.load(answer), dict(answer.headers)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error), dict(error.headers)
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):  # noqa: S310 - on loopback
+        return True
+    return False
+
+
+def test_the_examples_import_nothing_of_feedmill() -> None:
+    allowed = {*sys.stdlib_module_names, "celery", "fastapi"}
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_plain_python(served: RedisServer, tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, EXAMPLES / "plain_python.py"],
+        cwd=tmp_path,
+        env=environment(served),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert said.stdout.splitlines() == [
+        "a1: sport",
+        "a2: kitchen",
+        "a3: no label, since neither title nor body holds any text",
+    ], said.stderr
+
+
+@contextmanager
+def web_server(folder: Path, environment: dict[str, str]) -> Iterator[str]:
+    """docs/examples/fastapi_endpoint.py, served."""
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_endpoint:app"]
+    child = Child("uvicorn", command, folder, environment)
+    try:
+        child.wait_until(lambda: answers(f"http://127.0.0.1:{port}/openapi.json"))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.stop(10)
+
+
+@pytest.fixture(scope="module")
+def endpoint(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with web_server(tmp_path_factory.mktemp("web"), environment(served)) as url:
+        yield url
+
+
+def test_the_endpoint_answers_with_outcomes(endpoint: str) -> None:
+    status, answer, _ = fetch(f"{endpoint}/classify", {"posts": POSTS, "labels": ["tea", "football"]})
+    assert status == 200
+    good, bad = answer["outcomes"]
+    assert (good["label"], bad["error"]) == ("football", "neither title nor body holds any text")
+    assert fetch(f"{endpoint}/results/{answer['id']}")[:2] == (200, answer)
+
+
+def test_the_endpoint_serves_many_at_once(endpoint: str) -> None:
+    def ask(number: int) -> Any:
+        return fetch(f"{endpoint}/classify", {"posts": [{"id": str(number), "title": f"Match number {number}"}]})
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(ask, range(40)))
+    assert [answer["outcomes"][0]["id"] for _, answer, _ in found] == [str(number) for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "detail"),
+    [
+        ({"posts": 7}, "RequestRefused: posts: expected a list of at least one post"),
+        ({"posts": POSTS, "lables": "a"}, "RequestRefused: lables: extra inputs are not permitted"),
+        (
+            {"posts": POSTS, "strict": True},
+            "MessageFailed: 1 of 2 posts failed: x: neither title nor body holds any text",
+        ),
+    ],
+)
+def test_the_endpoint_refuses_with_the_reason(endpoint: str, arguments: dict[str, Any], detail: str) -> None:
+    assert fetch(f"{endpoint}/classify", arguments)[:2] == (422, {"detail": detail})
+
+
+def test_the_endpoint_refuses_what_is_no_object(endpoint: str) -> None:
+    assert fetch(f"{endpoint}/classify", [1])[0] == 422
+
+
+def test_the_endpoint_does_not_wait_for_ever(redis: RedisServer, tmp_path: Path) -> None:
+    with web_server(tmp_path, environment(redis, PATIENCE="0.1")) as url:  # no worker serves this queue
+        status, answer, headers = fetch(f"{url}/classify", {"posts": POSTS})
+        assert status == 202
+        assert headers["location"] == f"/results/{answer['id']}"
+        assert fetch(f"{url}{headers['location']}")[:2] == (202, answer)
+
+
+USER, PASSWORD = "some-body", 'a "quoted" \\ password: of words'
+
+
+@contextmanager
+def flower(redis: RedisServer, folder: Path, **environment: str) -> Iterator[str]:
+    port = free_port()
+    with running("flower", "--port", str(port), cwd=folder, FEEDMILL_REDIS_URL=redis.url, **environment) as process:
+        wait_until(lambda: process.says("") and answers(f"http://127.0.0.1:{port}/healthcheck"), "Flower answers")
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def guarded(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Flower that asks for a password."""
+    logins = {"FEEDMILL_FLOWER_USER": USER, "FEEDMILL_FLOWER_PASSWORD": PASSWORD}
+    with flower(served, tmp_path_factory.mktemp("flower"), **logins) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def unguarded(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A plain Flower, not Feedmill's, that asks for none."""
+    port = free_port()
+    command = [sys.executable, "-m", "celery", "--broker", served.url, "--result-backend", served.url, "flower"]
+    child = Child(
+        "flower",
+        [*command, "--address=127.0.0.1", f"--port={port}"],
+        tmp_path_factory.mktemp("flower"),
+        dict(os.environ) | {"FLOWER_UNAUTHENTICATED_API": "true"},
+    )
+    try:
+        child.wait_until(lambda: answers(f"http://127.0.0.1:{port}/healthcheck"))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.stop(10)
+
+
+def curl(url: str, folder: Path, *arguments: str, **login: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [EXAMPLES / "flower_curl.sh", *arguments],
+        cwd=folder,
+        env=os.environ | {"FLOWER_URL": url} | login,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_flower_with_a_password(guarded: str, tmp_path: Path) -> None:
+    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_USER=USER, FEEDMILL_FLOWER_PASSWORD=PASSWORD)
+    assert said.returncode == 0, said
+    (outcome,) = json.loads(said.stdout)["result"]
+    assert (outcome["id"], outcome["label"]) == ("c1", "sport")
+    assert list(outcome["scores"]) == ["sport", "kitchen"]
+
+
+def test_flower_with_another_password(guarded: str, tmp_path: Path) -> None:
+    said = curl(guarded, tmp_path, FEEDMILL_FLOWER_USER=USER, FEEDMILL_FLOWER_PASSWORD="another")
+    assert said.returncode == 1
+    assert said.stdout == ""
+    assert "401" in said.stderr
+
+
+def test_flower_without_a_password(unguarded: str, tmp_path: Path) -> None:
+    said = curl(unguarded, tmp_path, json.dumps({"posts": POSTS}))
+    assert said.returncode == 0, said
+    good, bad = json.loads(said.stdout)["result"]
+    assert (good["label"], bad["error"]) == ("sports", "neither title nor body holds any text")
+
+
+def test_flower_says_why_a_message_failed(unguarded: str, tmp_path: Path) -> None:
+    said = curl(unguarded, tmp_path, json.dumps({"posts": POSTS, "lables": "a"}))
+    assert said.returncode == 1
+    assert json.loads(said.stdout)["result"] == "RequestRefused('lables: extra inputs are not permitted')"
+
+
+def test_what_is_no_json_is_refused_by_flower(unguarded: str, tmp_path: Path) -> None:
+    said = curl(unguarded, tmp_path, "{")
+    assert said.returncode == 1
+    assert "Flower says: " in said.stderr

@@ -1,0 +1,408 @@
+"""Flower as people see it, in a real browser, and as programs do; and what it must not show."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from celery import Celery
+
+from feedmill.demo import sample_posts
+from feedmill.stack import WORKER_NODE, Stack
+from producers.push import Pusher
+from shared.broker import CLASSIFY_TASK, connect, make_app
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.support import Feedmill, RedisServer, feedmill, processes_in, running, wait_until
+
+#: Words of posts: nowhere may they turn up.
+WORDS = "Rhubarb and custard"
+#: What another application sends, with Celery's own description of the arguments: their beginning.
+FOREIGN: list[tuple[list[Any], dict[str, Any]]] = [
+    ([], {"posts": [{"id": "t3_one", "title": WORDS, "body": WORDS}], "labels": ["food", "sports"]}),
+    ([[{"id": "t3_two", "title": WORDS}]], {"top_k": 1}),
+]
+#: One of whose posts none can be classified.
+HOPELESS = {"posts": [{"id": "t3_bad", "title": " ", "body": ""}]}
+#: Messages of our own.
+OURS = 10
+MESSAGES = OURS + len(FOREIGN) + 1
+
+
+class Visitor:
+    """Someone who asks Flower for pages, with a password or without."""
+
+    def __init__(self, url: str, password: str | None = None, user: str = "feedmill", **headers: str) -> None:
+        self.url, self.user, self.password = url, user, password
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if password:
+            credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
+            self.headers["Authorization"] = f"Basic {credentials}"
+
+    def ask(self, path: str) -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, headers=self.headers)  # noqa: S310 - our own
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def json(self, path: str) -> Any:
+        status, text = self.ask(path)
+        assert status == 200, (path, text)
+        return json.loads(text)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return list(self.json("/api/tasks?limit=1000").values())
+
+    def see(self, path: str, folder: Path) -> str:
+        """The page as a browser has it once its scripts have run: its text, one space between words."""
+        browser = shutil.which("chromium")
+        if browser is None:
+            pytest.skip("needs a browser: apt install chromium")
+        parts = urlsplit(self.url)
+        said = subprocess.run(
+            [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
+             "--virtual-time-budget=10000", "--dump-dom",
+             f"http://{self.user}:{quote(self.password or '', safe='')}@{parts.netloc}{path}"],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        text = re.sub(r"<(script|style).*?</\1>|<[^>]*>", " ", said.stdout, flags=re.DOTALL)
+        return " ".join(unescape(text).split())
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A Redis, a worker and Flower, which have seen some messages; one waits for its time."""
+    folder = tmp_path_factory.mktemp("stack")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
+        patched.setenv("FEEDMILL_CACHE_FOLDER", str(folder / "cache"))
+        patched.delenv("FEEDMILL_FLOWER_PASSWORD", raising=False)
+        made = Stack(Settings(), folder / "data", durable=False)
+    try:
+        list(made.start())
+        _send(made)
+        visitor = visitor_of(made)
+        wait_until(lambda: _ended(visitor) == MESSAGES, "Flower has seen all messages end")
+        yield made
+    finally:
+        made.stop()
+
+
+def _send(stack: Stack) -> None:
+    settings = stack.settings.model_copy(update={"posts_per_message": 160 // OURS})
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(sample_posts())
+    sender = Celery(broker=settings.broker_url, backend=settings.broker_url, set_as_current=False)
+    sender.conf.task_send_sent_event = True
+    for args, kwargs in FOREIGN:
+        sender.send_task(CLASSIFY_TASK, args, kwargs, queue=settings.queue)
+    sender.send_task(CLASSIFY_TASK, kwargs=HOPELESS, queue=settings.queue)
+    sender.send_task(CLASSIFY_TASK, *FOREIGN[0], queue=settings.queue, countdown=3600)
+    sender.close()
+
+
+def _ended(visitor: Visitor) -> int:
+    return sum(task["state"] in ("SUCCESS", "FAILURE") for task in visitor.tasks())
+
+
+def visitor_of(stack: Stack) -> Visitor:
+    return Visitor(stack.flower_url, stack.flower_password)
+
+
+def test_the_list_of_messages_in_a_browser(stack: Stack, tmp_path: Path) -> None:
+    visitor = visitor_of(stack)
+    page = visitor.see("/tasks", tmp_path)
+    assert f"Showing 1 to {MESSAGES + 1} of {MESSAGES + 1} tasks" in page
+    assert page.count("SUCCESS") == MESSAGES - 1
+    assert page.count("'16 of 16 posts classified'") == OURS
+    assert "{'posts': <16 posts: s001, s002, s003, …>" in page
+    assert page.count(f"{WORKER_NODE[:-12]} {WORKER_NODE[-12:]}") == MESSAGES + 1  # Flower sets the end apart
+    assert re.search(r"RECEIVED \{'posts': <1 post: t3_one>, 'labels': <2 labels: food, sports>\}", page)
+    failed = visitor.see("/tasks?state=FAILURE", tmp_path)
+    assert "Showing 1 to 1 of 1 tasks" in failed
+    reason = "MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')"
+    assert f"FAILURE {{'posts': <1 post: t3_bad>}} {reason}" in failed
+    for shown in (page, failed):
+        assert WORDS not in shown
+
+
+def test_a_failed_message_in_a_browser(stack: Stack, tmp_path: Path) -> None:
+    visitor = visitor_of(stack)
+    (failed,) = [task for task in visitor.tasks() if task["state"] == "FAILURE"]
+    page = visitor.see(f"/task/{failed['uuid']}", tmp_path)
+    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')" in page
+    assert re.search(r"Runtime [\d.]+ m?s ", page)
+
+
+def test_the_worker_in_a_browser(stack: Stack, tmp_path: Path) -> None:
+    page = visitor_of(stack).see(f"/worker/{WORKER_NODE}", tmp_path)
+    answers = make_app(stack.settings).control.inspect(destination=[WORKER_NODE]).stats()
+    assert answers
+    pool = answers[WORKER_NODE]["pool"]
+    assert pool["posts"] == 160 + len(FOREIGN)
+    # "Max concurrency" is Flower's way to write max-concurrency.
+    for name in ("implementation", "device", "model", "token_budget", "posts", "failed", "messages", "batches", "rows"):
+        assert f"{name.replace('_', ' ').capitalize()} {pool[name]} " in page
+
+
+def test_the_queue_in_a_browser(stack: Stack, tmp_path: Path) -> None:
+    assert re.search(r"Idle since feedmill 0 ", visitor_of(stack).see("/broker", tmp_path))
+
+
+def test_every_message_has_its_times_and_its_runtime(stack: Stack) -> None:
+    for task in visitor_of(stack).tasks():
+        assert task["received"]
+        if task["state"] != "RECEIVED":
+            assert task["started"]
+            assert task["succeeded"] or task["failed"]
+            assert task["runtime"] > 0
+            assert task["worker"] == WORKER_NODE
+
+
+def test_nothing_shows_posts_or_passwords(stack: Stack) -> None:
+    visitor = visitor_of(stack)
+    tasks = [task["uuid"] for task in visitor.tasks()]
+    password = str(urlsplit(stack.settings.broker_url).password)
+    paths = [
+        "/", "/?json=1", "/tasks", "/broker", f"/worker/{WORKER_NODE}", "/metrics", "/api/tasks", "/api/task/types",
+        "/api/workers?refresh=1", f"/api/workers?workername={WORKER_NODE}", "/api/queues/length",
+        *(f"/task/{task}" for task in tasks), *(f"/api/task/info/{task}" for task in tasks),
+    ]  # fmt: skip
+    for path in paths:
+        status, shown = visitor.ask(path)
+        assert status == 200, path
+        for secret in (WORDS, "custard", password, stack.flower_password):
+            assert secret not in shown, path
+    # The page was not empty: what is held for later is on it.
+    assert "t3_one" in visitor.ask(f"/worker/{WORKER_NODE}")[1]
+    inspect = make_app(stack.settings).control.inspect(destination=[WORKER_NODE])
+    assert WORDS not in str(inspect.scheduled())
+    for log in stack.settings.data_folder.glob("*.log"):
+        for secret in (WORDS, password, stack.flower_password):
+            assert secret not in log.read_text(), log
+
+
+def test_who_may_see_what(stack: Stack) -> None:
+    nobody = Visitor(stack.flower_url)
+    for stranger in (nobody, Visitor(stack.flower_url, "wrong"), Visitor(stack.flower_url, stack.flower_password, "x")):
+        for path in ("/", "/tasks", "/tasks/datatable", "/broker", f"/worker/{WORKER_NODE}", "/task/x"):
+            assert stranger.ask(path)[0] == 401, path
+        for path in ("/api/tasks", "/api/workers", "/api/queues/length", "/api/task/info/x"):
+            assert stranger.ask(path)[0] == 401, path
+        assert stranger.ask("/healthcheck") == (200, "OK")
+    assert "flower_events_total" in nobody.ask("/metrics")[1]
+    for header in ("X_Forwarded_For", "X_Real_Ip", "Forwarded", "Via"):
+        proxied = Visitor(stack.flower_url, stack.flower_password, **{header: "127.0.0.1"})
+        assert proxied.ask("/metrics")[0] == 403
+
+
+def test_where_the_password_is(stack: Stack) -> None:
+    kept = stack.settings.data_folder / "stack.json"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert json.loads(kept.read_text())["flower_password"] == stack.flower_password
+    for line in processes_in(stack.settings.data_folder):
+        assert stack.flower_password not in line
+
+
+def test_the_health_checks_of_the_containers(stack: Stack, tmp_path: Path) -> None:
+    services = yaml.safe_load((Path(__file__).parent.parent.parent / "docker" / "compose.yaml").read_text())["services"]
+    line = services["worker"]["healthcheck"]["test"][1].replace("$$", "$")
+    script = services["flower"]["healthcheck"]["test"][3]
+    bins = str(Path(sys.executable).parent)
+    environment = os.environ | {"FEEDMILL_REDIS_URL": stack.settings.broker_url, "PATH": f"{bins}:{os.environ['PATH']}"}
+    for worker, port in ((WORKER_NODE, urlsplit(stack.flower_url).port), ("worker@elsewhere", 1)):
+        checks = (
+            ["sh", "-c", line.replace("worker@$(hostname)", worker)],
+            ["python", "-c", script.replace(":5555", f":{port}")],
+        )
+        for check in checks:
+            said = subprocess.run(
+                check, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert (said.returncode == 0) == (worker == WORKER_NODE), said
+
+
+# Flower by itself: no worker, but events as one would send them.
+
+
+@contextmanager
+def flower(redis: RedisServer, folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[Feedmill, Visitor]]:
+    environment = {"FEEDMILL_FLOWER_PASSWORD": "sesame", "FEEDMILL_DATA_FOLDER": str(folder / "data")} | environment
+    with running(
+        "flower", "--port", "0", *arguments, cwd=folder, FEEDMILL_REDIS_URL=redis.url, **environment
+    ) as command:
+        wait_until(lambda: command.says("Flower at http://"), "Flower listens")
+        found = re.search(r"Flower at (\S+)", command.text())
+        assert found
+        visitor = Visitor(found[1], "sesame")
+        wait_until(lambda: redis.client.pubsub_numpat() >= 1, "Flower hears events")
+        yield command, visitor
+
+
+def tell(redis: RedisServer, event: str, **fields: object) -> None:
+    app = Celery(broker=redis.url, set_as_current=False)
+    with app.connection() as connection, app.events.Dispatcher(connection, hostname="worker@there") as dispatcher:
+        dispatcher.send(event, **fields)
+    app.close()
+
+
+RECEIVED = {"name": CLASSIFY_TASK, "args": "()", "kwargs": "{'posts': <1 post: t3_x>}", "retries": 0}
+
+
+def test_what_it_has_seen_lasts(redis: RedisServer, tmp_path: Path) -> None:
+    for seen in (1, 2):
+        with flower(redis, tmp_path) as (command, visitor):
+            tell(redis, "task-received", uuid=f"message-{seen}", **RECEIVED)
+            wait_until(lambda seen=seen, visitor=visitor: len(visitor.tasks()) == seen, "Flower has seen it")  # type: ignore[misc]
+            assert {task["kwargs"] for task in visitor.tasks()} == {RECEIVED["kwargs"]}
+            # A second one in the same folder keeps out of it.
+            if seen == 1:
+                with flower(redis, tmp_path) as (other, _):
+                    assert "this one keeps nothing" in other.text()
+            assert command.end(signal.SIGTERM) == 0, command.text()
+        state = tmp_path / "data" / "flower.json"
+        assert state.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    # What was seen before goes on where it stopped.
+    with flower(redis, tmp_path) as (_, visitor):
+        tell(redis, "task-succeeded", uuid="message-1", result="'fine'", runtime=0.5)
+        wait_until(lambda: "SUCCESS" in {task["state"] for task in visitor.tasks()}, "Flower has seen it succeed")
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"workers": [], "tasks": [{}], "counter": {}}'])
+def test_a_damaged_state_is_set_aside(redis: RedisServer, tmp_path: Path, content: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "flower.json").write_text(content)
+    with flower(redis, tmp_path) as (command, visitor):
+        assert visitor.tasks() == []
+        assert "is set aside as" in command.text()
+        assert (tmp_path / "data" / "flower.damaged").read_text() == content
+
+
+def test_arguments_of_another_application_s_event_are_dropped(redis: RedisServer, tmp_path: Path) -> None:
+    sent = {"name": CLASSIFY_TASK, "args": "()", "kwargs": f"{{'posts': [{WORDS}]}}"}
+    with flower(redis, tmp_path) as (_, visitor):
+        tell(redis, "task-sent", uuid="ours", queue="feedmill", **sent)
+        tell(redis, "task-sent", uuid="theirs", queue="theirs", **sent)
+        wait_until(lambda: len(visitor.tasks()) == 2, "Flower has seen both")
+        assert {task["uuid"]: task["kwargs"] for task in visitor.tasks()} == {"ours": None, "theirs": sent["kwargs"]}
+
+
+def test_all_priorities_of_the_queue_count(redis: RedisServer, tmp_path: Path) -> None:
+    app = make_app(Settings(redis_url=redis.url))
+    for priority in (0, 3, 6, 9):
+        app.send_task(CLASSIFY_TASK, kwargs=HOPELESS, priority=priority)
+    with flower(redis, tmp_path) as (_, visitor):
+        assert visitor.json("/api/queues/length") == {"active_queues": [{"name": "feedmill", "messages": 4}]}
+        text = " ".join(re.sub("<[^>]*>", " ", visitor.ask("/broker")[1]).split())
+        assert "Idle since feedmill 4 " in text
+        assert "redis://:**@127.0.0.1" in text
+
+
+def own_address() -> str | None:
+    """An address of this machine that is not loopback; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def test_metrics_are_not_for_outside(redis: RedisServer, tmp_path: Path) -> None:
+    outside = own_address()
+    if outside is None:
+        pytest.skip("needs a network address beside loopback")
+    with flower(redis, tmp_path, "--address", "0.0.0.0") as (command, visitor):  # noqa: S104
+        assert "without TLS" in command.text()
+        port = urlsplit(visitor.url).port
+        assert Visitor(f"http://127.0.0.1:{port}").ask("/metrics")[0] == 200
+        for password in (None, "sesame"):
+            status, told = Visitor(f"http://{outside}:{port}", password).ask("/metrics")
+            assert (status, told) == (403, "/metrics answers this machine alone, at its loopback address.\n")
+        assert Visitor(f"http://{outside}:{port}").ask("/")[0] == 401
+        assert Visitor(f"http://{outside}:{port}", "sesame").ask("/")[0] == 200
+
+
+def test_below_a_prefix(redis: RedisServer, tmp_path: Path) -> None:
+    with flower(redis, tmp_path, FLOWER_URL_PREFIX="flower") as (_, visitor):
+        assert visitor.url.endswith("/flower")
+        assert visitor.ask("/broker")[0] == 200
+        assert Visitor(visitor.url, X_Real_Ip="127.0.0.1").ask("/metrics")[0] == 403
+
+
+def test_without_a_password(redis: RedisServer, tmp_path: Path) -> None:
+    with flower(redis, tmp_path, "--no-auth") as (command, visitor):
+        assert "Flower asks for no password" in command.text()
+        assert Visitor(visitor.url).ask("/tasks")[0] == 200
+        assert Visitor(visitor.url).ask("/api/tasks")[0] == 401
+
+
+def test_a_password_is_made_and_shown_once(redis: RedisServer, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    environment |= {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
+    command = subprocess.Popen(
+        [str(Path(sys.executable).parent / "feedmill"), "flower", "--port", "0"],
+        stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    try:
+        assert command.stderr
+        line = command.stderr.readline()
+        found = re.fullmatch(r"Flower at (\S+), user feedmill, password (\S{24}) \(made for this run; .*\)\n", line)
+        assert found, line
+        wait_until(lambda: Visitor(found[1], found[2]).ask("/tasks")[0] == 200, "Flower lets in")
+        assert Visitor(found[1]).ask("/tasks")[0] == 401
+        assert found[2] not in " ".join(processes_in(tmp_path))
+    finally:
+        command.terminate()
+        rest = command.communicate(timeout=30)[1]
+    assert found[2] not in rest
+
+
+def test_a_password_is_not_written_to_a_file(redis: RedisServer, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        ended = subprocess.run(
+            [str(Path(sys.executable).parent / "feedmill"), "flower", "--port", "0"],
+            stdout=log, stderr=log, cwd=tmp_path, env=os.environ | {"FEEDMILL_REDIS_URL": redis.url}, timeout=60,
+            check=False, start_new_session=True,  # without a terminal
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert (tmp_path / "log").read_text().endswith("which would keep it. Set FEEDMILL_FLOWER_PASSWORD.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth would open Flower, which can stop workers, to whoever"),  # noqa: S104
+        ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII characters, no"),
+        ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: should be 1 to 256 printable ASCII"),
+        ([], {"FLOWER_MAX_TASKS": "many"}, "One of the FLOWER_ variables cannot be read: "),
+        ([], {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "Flower cannot start: certfile "),
+    ],
+)
+def test_mistakes(
+    redis: RedisServer, tmp_path: Path, arguments: list[str], environment: dict[str, str], words: str
+) -> None:
+    environment = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")} | environment
+    said = feedmill("flower", "--port", "0", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **environment)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+    assert "schlüssel" not in said.stderr

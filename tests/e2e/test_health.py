@@ -1,0 +1,179 @@
+"""How the system tells that it is well: a worker's port, `feedmill health`, `feedmill status --watch`."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from feedmill.stack import free_port
+from producers.push import Pusher
+from shared.broker import connect, make_app
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests.support import PASSWORD, RedisServer, feedmill, last_json, make_posts, running, wait_until, working
+
+
+def ask(port: int, path: str) -> tuple[int, str]:
+    """Status and text; (0, "") where nobody answers."""
+    with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    return 0, ""
+
+
+def test_a_worker_tells_prometheus_and_whether_it_is_well(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    port = free_port()
+    with working(redis, tmp_path, FEEDMILL_METRICS_PORT=str(port)) as worker:
+        assert f"metrics at http://127.0.0.1:{port}/metrics" in worker.text()
+        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready")
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
+        wait_until(
+            lambda: 'feedmill_worker_posts_total{state="classified"} 40.0' in ask(port, "/metrics")[1],
+            "the metrics tell that all is done",
+        )
+        text = ask(port, "/metrics")[1]
+        assert "feedmill_redis_up 1.0" in text
+        assert "feedmill_worker_batch_rows_sum 40.0" in text
+        wait_until(lambda: "feedmill_results_lag_seconds_count 2.0" in ask(port, "/metrics")[1], "the lag is told")
+        assert "feedmill_results_stored_total 40.0" in text
+        assert 'device="cpu"' in text
+        # Every connection is cut, and the worker comes back.
+        redis.client.client_kill_filter(_type="normal", skipme=True)
+        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready again")
+        assert ask(port, "/healthz") == (200, "ok\n")
+        assert PASSWORD not in ask(port, "/metrics")[1]
+        assert worker.end() == 0, worker.text()
+    assert ask(port, "/metrics") == (0, "")
+
+
+def test_a_worker_whose_port_is_taken_loads_no_model(redis: RedisServer, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = feedmill(
+            "worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_METRICS_PORT=port, FEEDMILL_MODEL="/nothere"
+        )
+    assert ended.returncode == 1
+    assert f"Metrics cannot be served on 127.0.0.1:{port}: Address already in use. Choose another" in ended.stderr
+    assert "/nothere" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tmp_path: Path) -> None:
+    well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert [line.split()[:2] for line in well.stdout.splitlines()] == [
+        ["✓", "redis"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"], ["✓", "reddit"],
+    ]  # fmt: skip
+    alone = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert alone.returncode == 1
+    assert "✗ workers  none answers: `feedmill worker` starts one\n" in alone.stdout
+    said = feedmill("health", "--json", "--check", "workers", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 1
+    assert json.loads(said.stdout) == {
+        "healthy": False,
+        "checks": [
+            {"check": "workers", "healthy": False, "said": "none answers: `feedmill worker` starts one"},
+        ],
+    }
+    without = feedmill("health", "--check", "queue", "--check", "redis", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (without.returncode, len(without.stdout.splitlines())) == (0, 2)
+
+
+def test_health_without_redis(tmp_path: Path) -> None:
+    said = feedmill("health", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
+    assert (said.returncode, said.stderr) == (1, "")
+    found = json.loads(said.stdout)
+    assert [check["check"] for check in found["checks"]] == ["redis"]
+    assert "does not answer" in found["checks"][0]["said"]
+    assert "hunter2" not in said.stdout
+
+
+def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) -> None:
+    with running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
+        wait_until(lambda: len(command.text().splitlines()) >= 2, "it has looked twice")
+        assert command.end(signal.SIGINT) == 0
+    lines = [json.loads(line) for line in command.text().splitlines()]
+    assert list(lines[0]["workers"]) == list(lines[1]["workers"]) != []
+    assert lines[0]["results_per_second"] is None
+    assert lines[1]["results_per_second"] == 0
+    assert lines[0]["at"] < lines[1]["at"]
+    once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
+    assert set(once) == {"queue", "workers", "results", "reddit", "oldest_seconds", "gaps"}
+
+
+def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
+    with running("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
+        wait_until(lambda: command.text().count("Ctrl-C ends") >= 2, "it has looked twice")
+        assert command.end(signal.SIGINT) == 0
+    assert "\x1b" not in command.text()
+    assert "Traceback" not in command.text()
+    assert max(map(len, command.text().splitlines())) <= 80
+
+
+class Terminal:
+    """A command in a terminal of 80 columns."""
+
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        self._master, terminal = pty.openpty()
+        os.set_blocking(self._master, False)
+        self.process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "feedmill"), *arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            cwd=cwd,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"} | environment,
+        )
+        os.close(terminal)
+        self._said = b""
+
+    def text(self) -> str:
+        """All that it has written so far."""
+        with suppress(BlockingIOError, OSError):  # an ended process closes its side
+            while part := os.read(self._master, 2**16):
+                self._said += part
+        return self._said.decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
+    command = Terminal("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
+    with closing(command):
+        yield command
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_watching_in_a_terminal_ends_quietly(watching: Terminal, how: signal.Signals, status: int) -> None:
+    wait_until(lambda: watching.text().count("Ctrl-C ends") >= 2, "the screen was written over")
+    watching.process.send_signal(how)
+    assert watching.process.wait(30) == status
+    text = watching.text()
+    assert "worker@" in text
+    assert "Traceback" not in text
+    assert "Aborted" not in text
+    assert "\x1b[?1049h" in text, "a screen of its own"
+    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C ends"), "and the old one is back"
+    assert "\x1b[?25h" in text, "with its cursor"
+
+
+def test_watching_what_was_never_there_is_a_mistake(tmp_path: Path) -> None:
+    said = feedmill("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
+    assert said.returncode == 2
+    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr

@@ -1,0 +1,330 @@
+"""Other applications: a virtual environment that holds `celery[redis]` and nothing of ours, against a real worker."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from feedmill.stack import Child
+from shared.broker import connect, make_app, publish, queue_depth
+from shared.messages import MESSAGE_VERSION, ClassifyOptions
+from shared.results import ResultsStore
+from shared.schema import FOLDER
+from shared.settings import Settings
+from tests.support import RedisServer, make_posts, wait_until
+
+#: The first test's includes an installation.
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).parent.parent.parent
+REQUEST, RESULT = (
+    Draft202012Validator(json.loads((FOLDER / name).read_text())) for name in ("request.json", "result.json")
+)
+POSTS: list[dict[str, Any]] = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
+]
+NEXT = MESSAGE_VERSION + 1
+OF_TOMORROW = f"version: the message is of version {NEXT}, and this worker reads none above {MESSAGE_VERSION}; "
+NO_TEXT = "neither title nor body holds any text"
+
+CLIENT = """
+import json, os, sys
+from celery import Celery, chain, chord, group
+
+URL = os.environ["FEEDMILL_REDIS_URL"]
+app = Celery("elsewhere", broker=URL, backend=URL)
+GIVEN = POSTS = json.load(sys.stdin)
+
+def send(*args, **options):
+    return app.send_task("feedmill.classify", *args, queue="feedmill", **options)
+
+def say(found):
+    print(json.dumps(found))
+
+"""
+
+
+class Elsewhere:
+    """Another application's environment, and its way to this Redis."""
+
+    def __init__(self, python: Path, redis: RedisServer, folder: Path) -> None:
+        self.python = python
+        self.folder = folder
+        ours = ("FEEDMILL_", "PYTHON")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        self.environment |= {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(self, *arguments: str, given: object = None) -> str:
+        """What Python says when it runs with these arguments there, and this as JSON on its standard input."""
+        said = subprocess.run(
+            [self.python, *arguments],
+            input=json.dumps(given),
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert said.returncode == 0, said.stderr
+        return said.stdout
+
+    def ask(self, code: str, *arguments: str, given: object = POSTS) -> Any:
+        """What the code has to `say`. It finds CLIENT's names, and what is given as `GIVEN` and as `POSTS`."""
+        return json.loads(self.run("-c", CLIENT + code, *arguments, given=given))
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a virtual environment with `celery[redis]`, as it was tested with Feedmill."""
+    folder = tmp_path_factory.mktemp("elsewhere") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    wanted = ["--constraint", str(ROOT / "constraints.txt"), "celery[redis]"]
+    installed = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", *wanted],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if installed.returncode:
+        pytest.skip(f"needs an index that has celery: {installed.stderr.strip().splitlines()[-1]}")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def elsewhere(python: Path, served: RedisServer, tmp_path: Path) -> Elsewhere:
+    return Elsewhere(python, served, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["feedmill", "shared", "workers", "producers", "pydantic", "torch"])
+def test_nothing_of_ours_is_there(elsewhere: Elsewhere, name: str) -> None:
+    assert elsewhere.ask("import importlib.util; say(importlib.util.find_spec(sys.argv[1]) is None)", name) is True
+
+
+def test_one_outcome_per_post(elsewhere: Elsewhere) -> None:
+    found = elsewhere.ask("say(send(kwargs={'posts': POSTS}).get(timeout=60))", given=[POSTS[0], {"id": "x"}, POSTS[1]])
+    assert [outcome.get("label") for outcome in found] == ["sports", None, "food"]
+    assert found[1] == {"id": "x", "error": NO_TEXT}
+    RESULT.validate(found)
+
+
+def test_custom_labels(elsewhere: Elsewhere) -> None:
+    options = {"labels": {"tea": "tea", "ball": ["football", "a match"]}, "template": "On {}.", "multi_label": True}
+    found = elsewhere.ask(f"say(send((POSTS,), {options!r}).get(timeout=60))")
+    assert [list(outcome["scores"]) for outcome in found] == [["ball", "tea"], ["tea", "ball"]]
+    by_position = elsewhere.ask("say(send((POSTS, 'tea, ball, car', None, False, False, '2')).get(timeout=60))")
+    assert [len(outcome["scores"]) for outcome in by_position] == [2, 2]
+    RESULT.validate(found)
+    RESULT.validate(by_position)
+
+
+def test_a_group_answers_in_its_order(elsewhere: Elsewhere) -> None:
+    code = """
+def classify(post):
+    return app.signature("feedmill.classify", kwargs={"posts": [post]}, queue="feedmill")
+
+say(group(classify(post) for post in POSTS).apply_async().get(timeout=60))
+"""
+    posts = [post.model_dump(mode="json", exclude_defaults=True) for post in make_posts(30)]
+    found = elsewhere.ask(code, given=posts)
+    assert [outcome["id"] for (outcome,) in found] == [post["id"] for post in posts]
+    for outcomes in found:
+        RESULT.validate(outcomes)
+
+
+def test_a_result_that_is_ignored_is_stored(elsewhere: Elsewhere, served: RedisServer) -> None:
+    code = "sent = send(kwargs={'posts': POSTS}, ignore_result=True); say([sent.id, sent.get(timeout=60)])"
+    message, result = elsewhere.ask(code, given=[{"id": "ignored", "title": "A goal in the last minute"}])
+    assert result is None
+    store = ResultsStore(served.client, Settings())
+    wait_until(lambda: store.get("ignored"), "the post is classified")
+    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "the message is done")
+    assert not list(served.client.scan_iter(f"*{message}*"))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "name", "words"),
+    [
+        ([], {}, "RequestRefused", "posts: expected a list of at least one post"),
+        ([7], {}, "RequestRefused", "posts: expected a list of at least one post"),
+        ([POSTS[0]], {}, "RequestRefused", "posts: expected a list of at least one post"),
+        ([POSTS[:1] * 1001], {}, "RequestRefused", "posts: 1001 in one message; at most 1000"),
+        ([POSTS], {"lables": "a"}, "RequestRefused", "lables: extra inputs are not permitted"),
+        ([POSTS], {"labels": 5}, "RequestRefused", "labels: expected a list, names separated by commas, or an object"),
+        ([POSTS], {"top_k": "a"}, "RequestRefused", "top_k: input should be a valid integer"),
+        ([POSTS, None, None, 0, 0, None, 1], {}, "RequestRefused", "argument 7: extra inputs are not permitted"),
+        ([POSTS], {"version": NEXT, "of_tomorrow": 1}, "RequestRefused", OF_TOMORROW),
+        ([POSTS], {"posts": POSTS}, "TypeError", "classify() got multiple values for argument 'posts'"),
+        ([[{"id": "x"}]], {}, "MessageFailed", f"1 of 1 posts failed: x: {NO_TEXT}"),
+        ([[*POSTS, 5]], {"strict": True}, "MessageFailed", "1 of 3 posts failed: None: a post must be a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    elsewhere: Elsewhere, args: list[Any], kwargs: dict[str, Any], name: str, words: str
+) -> None:
+    """Raised and returned: an exception of a class of that name, with a sentence."""
+    code = """
+sent = send(*GIVEN)
+found = sent.get(timeout=60, propagate=False)
+try:
+    sent.get(timeout=60)
+except Exception as error:
+    say([[type(each).__name__, str(each)] for each in (found, error)])
+"""
+    returned, raised = elsewhere.ask(code, given=[args, kwargs])
+    assert returned == raised
+    assert raised[0] == name
+    assert raised[1].startswith(words)
+
+
+def test_an_application_that_has_a_package_of_our_name(elsewhere: Elsewhere) -> None:
+    (elsewhere.folder / "shared").mkdir()
+    (elsewhere.folder / "shared" / "errors.py").write_text("class Other(Exception): pass")
+    code = (
+        "import shared.errors; error = send().get(timeout=60, propagate=False); say([type(error).__name__, str(error)])"
+    )
+    assert elsewhere.ask(code) == ["RequestRefused", "posts: expected a list of at least one post"]
+
+
+def test_a_message_of_another_version_is_a_dead_letter(elsewhere: Elsewhere, served: RedisServer) -> None:
+    code = f"sent = send((POSTS,), {{'version': {NEXT}}}); sent.get(timeout=60, propagate=False); say(sent.id)"
+    message = elsewhere.ask(code)
+    store = ResultsStore(served.client, Settings())
+    letters = [letter for letter in store.dead_letters(100) if letter.message == message]
+    assert sorted(str(letter.id) for letter in letters) == ["1", "2"]
+    assert letters[0].reason.startswith(OF_TOMORROW)
+    assert json.loads(letters[0].options or "") == {"version": NEXT}
+
+
+@pytest.mark.parametrize("version", ["1", "'1'"])
+def test_a_message_of_this_version(elsewhere: Elsewhere, version: str) -> None:
+    (found, _) = elsewhere.ask(f"say(send((POSTS,), {{'version': {version}}}).get(timeout=60))")
+    assert found["label"] == "sports"
+
+
+def test_what_is_no_json_is_not_sent(elsewhere: Elsewhere) -> None:
+    code = """
+try:
+    send(([{"id": "1", "title": object()}],))
+except Exception as error:
+    say([type(error).__name__, str(error)])
+"""
+    name, words = elsewhere.ask(code)
+    assert name == "EncodeError"
+    assert "not JSON serializable" in words
+
+
+def test_pickle_is_not_read(elsewhere: Elsewhere, served: RedisServer) -> None:
+    """The message goes, what is in it is not run, and the next one is served."""
+    code = """
+class Bomb:
+    def __reduce__(self):
+        return open, (sys.argv[1], "w")
+
+sent = send(([{"id": "1", "title": Bomb()}],), serializer="pickle")
+good = send((POSTS,)).get(timeout=60)
+say([sent.state, good[0]["label"]])
+"""
+    trace = elsewhere.folder / "trace"
+    assert elsewhere.ask(code, str(trace)) == ["PENDING", "sports"]
+    assert not trace.exists()
+    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "the queue is empty")
+
+
+# Its own tasks, on its own worker: docs/examples/own_tasks.py.
+
+
+@pytest.fixture(scope="module")
+def own_worker(python: Path, served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """The other application's worker, on its own queue, in a folder with its tasks."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_tasks.py").write_text((ROOT / "docs" / "examples" / "own_tasks.py").read_text())
+    there = Elsewhere(python, served, folder)
+    command = [str(python), "-m", "celery", "-A", "own_tasks", "worker", "--pool", "solo", "--loglevel", "info"]
+    worker = Child("own", command, folder, there.environment)
+    try:
+        wait_until(lambda: " ready." in (folder / "own.log").read_text(), "the other application's worker is ready")
+        yield there
+    finally:
+        worker.stop(20)
+
+
+def test_the_example_of_own_tasks(own_worker: Elsewhere) -> None:
+    assert own_worker.run("own_tasks.py").splitlines() == [
+        "group: [2, 1]",
+        "chain: {'b1': 'sports', 'b2': 'sports'}",
+        "chord: {'sports': 2, 'food': 1}",
+    ]
+
+
+def test_a_callback_gets_the_outcomes(own_worker: Elsewhere) -> None:
+    code = """
+from own_tasks import classify, labels, own
+
+after = own(labels)
+known = after.freeze()
+classify(POSTS).apply_async(link=after)
+say(known.get(timeout=60))
+"""
+    assert own_worker.ask(code) == {"1": "sports", "2": "food"}
+
+
+def test_an_errback_gets_the_messages_id(own_worker: Elsewhere) -> None:
+    code = """
+from own_tasks import classify, failed, own
+
+after = own(failed)
+known = after.freeze()
+classify(POSTS, lables="a").apply_async(link_error=after)
+say(known.get(timeout=60))
+"""
+    assert own_worker.ask(code) == "RequestRefused: lables: extra inputs are not permitted"
+
+
+def test_a_chord_with_a_message_that_is_refused_says_so(own_worker: Elsewhere) -> None:
+    code = """
+from own_tasks import classify, count, own
+
+sent = chord([classify(POSTS), classify(POSTS, lables="a")], own(count)).apply_async()
+error = sent.get(timeout=60, propagate=False)
+say([type(error).__name__, str(error)])
+"""
+    name, words = own_worker.ask(code)
+    assert name == "ChordError"
+    assert "RequestRefused('lables: extra inputs are not permitted')" in words
+
+
+def test_a_chain_into_feedmill(own_worker: Elsewhere) -> None:
+    """What comes before it gives it the posts."""
+    code = """
+from own_tasks import classify
+
+again = app.signature("feedmill.classify", kwargs={"labels": "tea, football"}, queue="feedmill")
+say(str(chain(classify(POSTS), again).apply_async().get(timeout=60, propagate=False)))
+"""
+    # Outcomes are no posts, they have no text: the error is the second message's.
+    assert own_worker.ask(code).startswith(f"2 of 2 posts failed: 1: {NO_TEXT}")
+
+
+def test_what_the_producers_send(settings: Settings) -> None:
+    """Real messages, as they lie in Redis."""
+    options = ClassifyOptions.parse(
+        {"labels": {"tea": ["tea", "a cup"]}, "template": "On {}.", "strict": True, "top_k": 3}
+    )
+    publish(make_app(settings), [make_posts(40), make_posts(1)], options)
+    publish(make_app(settings), [make_posts(2)], ClassifyOptions())
+    messages = [json.loads(each) for each in connect(settings).lrange("feedmill", 0, -1)]
+    assert len(messages) == 3
+    for message in messages:
+        args, kwargs, _ = json.loads(base64.b64decode(message["body"]))
+        assert args == []
+        assert kwargs["version"] == MESSAGE_VERSION
+        REQUEST.validate(kwargs)

@@ -1,0 +1,328 @@
+"""`feedmill results` as people and pipes meet it: what it prints, where, and its exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from feedmill.stack import Child, free_port
+from shared.keys import RESULTS_STREAM
+from shared.messages import Classification, DeadLetter, Post
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import Feedmill, RedisServer, feedmill, redis_servers, running, wait_until
+
+DOCUMENTATION = Path(__file__).parent.parent.parent / "docs" / "results.md"
+
+
+def result(post_id: str, label: str = "food", score: float = 0.9, subreddit: str | None = None) -> Result:
+    found = Classification(
+        id=post_id, label=label, scores={label: score}, model="m", revision=None, weights="00",
+        fingerprint=f"f{post_id}", classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    return Result(Post(id=post_id, title="t", subreddit=subreddit), found)
+
+
+def stored(redis: RedisServer, *ids: str, length: int = 100_000) -> ResultsStore:
+    """A store with a result of each of these posts."""
+    store = ResultsStore(redis.client, Settings.model_validate({"results_stream_length": length}))
+    for start in range(0, len(ids), 10):
+        store.write([result(post_id) for post_id in ids[start : start + 10]])
+    return store
+
+
+@contextmanager
+def piped(redis: RedisServer, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`feedmill results` into a pipe."""
+    process = subprocess.Popen(
+        [str(Path(sys.executable).parent / "feedmill"), "results", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def shown(text: str) -> list[str]:
+    return [json.loads(line)["id"] for line in text.splitlines()]
+
+
+def waits(redis: RedisServer) -> bool:
+    """Whether a reader waits for the next result."""
+    clients = redis.client.client_list()
+    return any(client["cmd"] == "xread" for client in clients)
+
+
+def owed(redis: RedisServer, group: str) -> int:
+    groups = redis.client.xinfo_groups(RESULTS_STREAM)
+    return sum(each["pending"] for each in groups if each["name"] == group)
+
+
+def test_the_newest_that_are_wanted(redis: RedisServer, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    store = stored(redis, *map(str, range(30)))
+    store.write([result("b1", "books"), result("b2", "books", 0.2, "Python"), result("\x1b[31m")])
+    assert len(feedmill("results", cwd=tmp_path, **url).stdout.splitlines()) == 20
+    newest = feedmill("results", "--limit", "2", cwd=tmp_path, **url).stdout
+    assert newest == "b2           books            0.20  t\n\\x1b[31m     food             0.90  t\n"
+    for flags, ids in (
+        (["--label", "books"], ["b1", "b2"]),
+        (["--label", "books", "--min-score", "0.5"], ["b1"]),
+        (["--subreddit", "r/python"], ["b2"]),
+        (["--label", "none"], []),
+        (["--limit", "0"], []),
+    ):
+        assert shown(feedmill("results", "--json", *flags, cwd=tmp_path, **url).stdout) == ids
+
+
+def test_following_what_is_wanted(redis: RedisServer, tmp_path: Path) -> None:
+    store = stored(redis, "a1", "a2")
+    flags = ["--limit", "1", "--label", "food", "--json"]
+    with running("results", "--follow", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+        wait_until(lambda: following.says('"a2"'), "the newest result is shown")
+        store.write([result("a3", "books"), result("a4")])
+        wait_until(lambda: following.says('"a4"'), "the next is shown")
+        assert shown(following.text()) == ["a2", "a4"]
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize("group", [[], ["--group", "g"]])
+def test_a_signal_ends_it(
+    redis: RedisServer, tmp_path: Path, group: list[str], how: signal.Signals, status: int
+) -> None:
+    with running("results", "--follow", *group, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+        wait_until(lambda: waits(redis), "it waits")
+        assert following.end(how) == status
+        assert following.text() == ""
+
+
+@pytest.mark.parametrize("group", [[], ["--group", "g", "--from-start"]])
+def test_a_pipe_that_closes(redis: RedisServer, tmp_path: Path, group: list[str]) -> None:
+    stored(redis, *map(str, range(5)))
+    with piped(redis, tmp_path, "--follow", "--json", *group) as following:
+        assert following.stdout
+        assert following.stderr
+        assert [json.loads(following.stdout.readline())["id"] for _ in range(3)] == ["0", "1", "2"]
+        following.stdout.close()
+        # Nothing more is written: it notices all the same.
+        assert following.wait(60) == 0
+        assert following.stderr.read() == ""
+        following.stdout = None
+
+
+def test_a_pipe_that_was_closed_before(redis: RedisServer, tmp_path: Path) -> None:
+    stored(redis, *map(str, range(3000)))
+    with piped(redis, tmp_path, "--limit", "3000", "--json") as listing:
+        assert listing.stdout
+        assert listing.stderr
+        listing.stdout.close()
+        assert listing.wait(60) == 0
+        assert listing.stderr.read() == ""
+        listing.stdout = None
+
+
+def test_a_group_goes_on_where_it_stopped(redis: RedisServer, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    store = stored(redis, "a1")
+    group = ["results", "--json", "--group", "archive", "--consumer", "one"]
+    assert feedmill(*group, cwd=tmp_path, **url).stdout == ""  # new: from now on
+    store.write([result("a2"), result("a3")])
+    assert shown(feedmill(*group, cwd=tmp_path, **url).stdout) == ["a2", "a3"]
+    with running(*group, "--follow", cwd=tmp_path, **url) as following:
+        wait_until(lambda: waits(redis), "it waits")
+        store.write([result("a4")])
+        wait_until(lambda: following.says('"a4"') and not owed(redis, "archive"), "it is acknowledged")
+        following.end(signal.SIGKILL)
+    other = ["results", "--json", "--group", "other", "--from-start"]
+    assert shown(feedmill(*other, cwd=tmp_path, **url).stdout) == ["a1", "a2", "a3", "a4"]
+    assert (owed(redis, "archive"), owed(redis, "other")) == (0, 0)
+
+
+def test_what_was_not_written_comes_again(redis: RedisServer, tmp_path: Path) -> None:
+    """A reader that is killed in the middle of its output, which nobody reads, has acknowledged nothing of it."""
+    ids = [str(number) for number in range(90)]
+    ResultsStore(redis.client, Settings()).write(
+        [Result(Post(id=post_id, title="t" * 4000), result(post_id).classification) for post_id in ids]
+    )
+    group = ["--json", "--group", "g", "--from-start"]
+    with piped(redis, tmp_path, *group, "--consumer", "killed", "--follow") as reader:
+        wait_until(lambda: redis.client.exists(RESULTS_STREAM) and owed_at_all(redis), "it was given results")
+        reader.kill()
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    again = feedmill("results", *group, "--consumer", "next", "--claim-after", "0.001", cwd=tmp_path, **url)
+    found = [json.loads(line)["post"]["id"] for line in again.stdout.splitlines()]
+    assert (found, again.stderr, owed(redis, "g")) == (ids, "", 0)
+
+
+def owed_at_all(redis: RedisServer) -> bool:
+    return bool(redis.client.xinfo_groups(RESULTS_STREAM)) and owed(redis, "g") > 0
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_what_was_missed_is_told(redis: RedisServer, tmp_path: Path, flags: list[str]) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    group = ["results", *flags, "--group", "g", "--consumer", "me"]
+    stored(redis, "first", length=100)
+    assert feedmill(*group, "--from-start", cwd=tmp_path, **url).returncode == 0
+    stored(redis, *map(str, range(2000)), length=100)
+    said = feedmill(*group, cwd=tmp_path, **url)
+    missed = 2000 - len(said.stdout.splitlines())
+    if flags:
+        told = json.loads(said.stderr)
+        assert (told["missed"], told["at_most"]) == (missed, missed)
+        assert told["since"] < told["until"]
+    else:
+        assert re.fullmatch(
+            rf"feedmill: missed {missed:,} results between [-0-9: +]+ and [-0-9: +]+: reading was slower than "
+            r"trimming; raise FEEDMILL_RESULTS_STREAM_LENGTH or read faster\n",
+            said.stderr,
+        )
+    assert feedmill(*group, cwd=tmp_path, **url).stderr == ""
+
+
+def test_redis_is_started_again_meanwhile(tmp_path: Path) -> None:
+    server, port = next(iter(redis_servers().values())), free_port()
+    configuration = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly yes\nappendfsync always\ndir "{tmp_path}"\n'
+    client = Redis(port=port, decode_responses=True)
+    store = ResultsStore(client, Settings())
+
+    def start() -> Child:
+        child = Child("redis", [server, "-"], tmp_path, dict(os.environ), stdin=configuration)
+        child.wait_until(lambda: "eady to accept connections" in child.said())
+        return child
+
+    def readers() -> list[str]:
+        return [each["cmd"] for each in client.client_list() if each["cmd"] == "xread"]
+
+    child = start()
+    url = {"FEEDMILL_REDIS_URL": f"redis://127.0.0.1:{port}/0"}
+    try:
+        with (
+            running("results", "--follow", "--json", cwd=tmp_path, **url) as alone,
+            running("results", "--follow", "--json", "--group", "g", cwd=tmp_path, **url) as member,
+        ):
+            both: tuple[Feedmill, ...] = (alone, member)
+            wait_until(lambda: len(readers()) == 2, "both wait")
+            store.write([result("a1")])
+            wait_until(lambda: all(each.says('"a1"') for each in both), "both have read")
+            child.stop(10)
+            wait_until(lambda: all(each.says("trying again until it does") for each in both), "both have noticed")
+            child = start()
+            store.write([result("a2")])
+            wait_until(lambda: all(each.says('"a2"') for each in both), "both go on")
+            for each in both:
+                assert shown("\n".join(line for line in each.text().splitlines() if line[0] == "{")) == ["a1", "a2"]
+    finally:
+        client.close()
+        child.stop(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--failed", "--follow"], "leave out --follow or --failed"),
+        (["--failed", "--label", "food"], "give --failed with --limit alone"),
+        (["--consumer", "me"], "A consumer is a member of a group: name the group as well"),
+        (["--from-start"], "--from-start and --claim-after are for groups"),
+        (["--group", "g", "--limit", "3"], "leave out --limit or --group"),
+        (["--group", "a b"], "'a b' is no name of a group: give 1 to 64 letters, digits, or any of - _ . : @"),
+        (["--group", "g", "--claim-after", "-1"], "-1.0 is no time after which to take over"),
+        (["--min-score", "nan"], "nan is no score that results could have"),
+        (["--min-score", "high"], "--min-score"),
+        (["--subreddit", ""], "'' is no subreddit's name"),
+    ],
+)
+def test_mistakes_are_one_sentence(redis: RedisServer, tmp_path: Path, arguments: list[str], words: str) -> None:
+    said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+    assert redis.client.keys() == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--follow"], ["--group", "g"]])
+def test_a_name_that_another_application_uses(redis: RedisServer, tmp_path: Path, arguments: list[str]) -> None:
+    redis.client.set(RESULTS_STREAM, "mine")
+    said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 2
+    assert said.stderr.startswith(f"feedmill: Redis at {redis.url.partition('@')[2]} holds something else under a name")
+    assert "Traceback" not in said.stderr
+
+
+def test_without_a_redis_nothing_is_followed(tmp_path: Path) -> None:
+    for arguments in (["--follow"], ["--group", "g"]):
+        said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
+        assert said.returncode == 2
+        assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+        assert "hunter2" not in said.stderr
+
+
+def test_the_documentations_example(redis: RedisServer, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (text for language, text in blocks if language == "python")
+    printed = next(text for language, text in blocks if not language)
+    store = ResultsStore(redis.client, Settings())
+    store.write([result("a1", "sport", 0.91), result("a2", "kitchen", 0.84)])
+    for _ in range(2):  # again: nothing is new
+        said = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (said.stdout, said.stderr) == (printed, "")
+
+
+def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
+    letters = [
+        DeadLetter(id=name, reason=reason, post=None, options=None, message="m", worker="worker@here", failed_at=0.0)
+        for name, reason in (("a1", "no \x1b[31mtext"), (None, "a post must be a JSON object"))
+    ]
+    ResultsStore(redis.client, Settings()).write([], letters)
+    said = feedmill("results", "--failed", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.stdout == (
+        "a1           1970-01-01 00:00:00+00:00  worker@here  no \\x1b[31mtext\n"
+        "-            1970-01-01 00:00:00+00:00  worker@here  a post must be a JSON object\n"
+    )
+    newest = feedmill(
+        "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
+    ).stdout
+    assert json.loads(newest) == letters[1].model_dump()
+    assert "`feedmill results --failed`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+
+
+def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:
+    said = feedmill("results", "get", "nobody", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert "No result of a post 'nobody'" in said.stderr
+
+
+def test_a_result_with_the_posts_latest_score(redis: RedisServer, tmp_path: Path) -> None:
+    store = stored(redis, "a1")
+    get = ["results", "get", "a1"]
+    assert "score" not in feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout.replace(
+        "scores", ""
+    )
+    store.refresh_scores({"a1": 123}, 1_795_255_200.0)
+    said = feedmill(*get, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+    assert said.endswith("   0.900  food\nscore 123, seen 2026-11-21 10:00:00+00:00\n")
+    found = json.loads(feedmill(*get, "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout)
+    assert found == store.get("a1")[0].model_dump() | {"score": 123, "score_seen_at": 1_795_255_200.0}

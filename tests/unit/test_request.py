@@ -1,0 +1,91 @@
+"""workers/request.py, and shared/broker.py's words for arguments: what is shown of a message, and what never is."""
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.broker import CLASSIFY_TASK, shown_arguments
+from shared.settings import Settings
+from workers.app import make_worker_app
+from workers.request import ClassifyRequest
+
+BODY = "nobody's business"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "shown"),
+    [
+        ({"posts": [{"id": f"t{name}", "body": BODY} for name in "abcd"]}, "{'posts': <4 posts: ta, tb, tc, …>}"),
+        ({"posts": [{"id": 7}, {"id": [BODY]}, BODY]}, "{'posts': <3 posts: 7, ?, ?>}"),
+        ({"posts": [{"id": "x" * 1000}]}, "{'posts': <1 post: " + "x" * 39 + "…>}"),
+        ({"posts": [{"id": "a\x1b[31m\ud800"}]}, "{'posts': <1 post: a\\x1b[31m\\ud800>}"),
+        ({"posts": []}, "{'posts': <0 posts>}"),
+        ({"posts": BODY, "text": BODY, "more": {"x": BODY}}, "{'posts': <str>, 'text': <str>, 'more': <dict>}"),
+        ({"labels": ["a", "b"], "template": "On {}."}, "{'labels': <2 labels: a, b>, 'template': 'On {}.'}"),
+        ({"labels": {"a": BODY}, "template": [BODY]}, "{'labels': <1 label: a>, 'template': <list>}"),
+        ({"multi_label": True, "top_k": 3, "strict": None}, "{'multi_label': True, 'top_k': 3, 'strict': None}"),
+        ({"top_k": 10**5000}, "{'top_k': …}"),
+        ({f"name{number}": 0 for number in range(9)}, "{" + "".join(f"'name{n}': 0, " for n in range(8)) + "…}"),
+        ({}, "{}"),
+    ],
+)  # fmt: skip
+def test_what_is_shown_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
+    assert shown_arguments(kwargs) == shown
+
+
+def request(args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None) -> ClassifyRequest:
+    """A request as Celery makes it, its sender's description of the arguments included."""
+    app = make_worker_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    message = SimpleNamespace(
+        headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs)},
+        body=json.dumps([args, kwargs, {}]),
+        payload=[args, kwargs, {}],
+        content_type="application/json",
+        content_encoding="utf-8",
+        delivery_info={},
+        properties={},
+    )
+    told = [] if events is None else events
+    eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: told.append((type, fields)))  # noqa: A006
+    task = app.tasks[CLASSIFY_TASK]
+    assert task.Request == "workers.request:ClassifyRequest"
+    return ClassifyRequest(message, app=app, task=task, eventer=eventer, hostname="worker@here")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "shown"),
+    [
+        ([], {"posts": [{"id": "a", "body": BODY}]}, ("()", "{'posts': <1 post: a>}")),
+        ([[{"id": "a", "body": BODY}]], {}, ("(<1 post: a>,)", "{}")),
+        ([[{"id": "a"}], ["x", "y"]], {}, ("(<1 post: a>, <2 labels: x, y>)", "{}")),
+        (BODY, BODY, ("<str>", "<str>")),
+    ],
+)
+def test_whoever_sent_it_no_post_is_shown(args: object, kwargs: object, shown: tuple[str, str]) -> None:
+    made = request(args, kwargs)
+    assert (made.argsrepr, made.kwargsrepr) == shown
+    assert (made.request_dict["argsrepr"], made.request_dict["kwargsrepr"]) == shown
+    for said in (repr(made), str(made), str(made.info()), str(made.info(safe=True))):
+        assert BODY not in said
+    # The arguments themselves are what they were.
+    assert (made.args, made.kwargs) == (args, kwargs)
+
+
+@pytest.mark.parametrize("ending", ["task-succeeded", "task-failed"])
+def test_the_runtime_counts_from_the_first_forward_pass(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    made = request([], {"posts": []}, events)
+    made.send_event(ending, runtime=0.001)
+    made.on_accepted(1, 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 102.5)
+    made.send_event(ending, runtime=0.001)
+    made.send_event("task-rejected")
+    assert [(name, fields.get("runtime")) for name, fields in events] == [
+        (ending, 0.001),  # it never started: the tracer's own
+        ("task-started", None),
+        (ending, 2.5),
+        ("task-rejected", None),
+    ]
