@@ -115,6 +115,9 @@ def worker(
     dtype: Dtype = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens of one micro-batch, padding included.")] = None,
     name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve metrics to Prometheus, on loopback.", show_default=False)
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
@@ -126,6 +129,7 @@ def worker(
         device=device,
         dtype=dtype,
         token_budget=token_budget,
+        metrics_port=metrics_port,
         redis_url=redis_url,
     )
     try:
