@@ -22,6 +22,8 @@ CELERY_RESULTS = "celery-task-meta-*"
 REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
 #: Hash: subreddit -> when the oldest post was created that the daemon promised to send.
 REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
+#: Hash: topic -> when its listings were last walked to their end.
+REDDIT_DEEP = "feedmill:reddit:deep"
 #: Hash: subreddit and beginning -> a gap, posts that were out of reach, as JSON.
 REDDIT_GAPS = "feedmill:reddit:gaps"
 #: Hash: subreddit -> why it is not read, and who stands in for it, as JSON.
@@ -82,6 +84,7 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
+    Key(REDDIT_DEEP, "hash", "producers/reddit/state.py", "one field a topic of the topics file"),
     Key(REDDIT_GAPS, "hash", "producers/reddit/state.py", "MAX_GAPS fields"),
     Key(REDDIT_REPLACED, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
     Key(REDDIT_LOOKS, "zset", "producers/reddit/state.py", "ttl LOOKS_TTL; one member a post, until its last look"),

@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     reddit_client_id: SecretStr | None = None
     reddit_client_secret: SecretStr | None = None
     #: Who asks, as Reddit wants it: <platform>:<app ID>:<version> (by /u/<user>).
-    reddit_user_agent: str | None = None
+    reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
     #: Section of praw.ini with the credentials. Unset: DEFAULT.
     reddit_site: str | None = None
     #: Another server that speaks Reddit's API; it is sent the credentials. Unset: Reddit's own.

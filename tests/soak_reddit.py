@@ -132,7 +132,8 @@ class Soak:
         burst = [self._publish(name) for _ in range(BURST)]
         time.sleep(1.1)
         self._unreachable |= set(burst[:-LISTING])
-        self._expected.append((name, self._reddit.ledger.published[burst[-LISTING]].created_utc))
+        # Reddit tells whole seconds: the gap goes to the end of the one in which the listing begins.
+        self._expected.append((name, self._reddit.ledger.published[burst[-LISTING]].created_utc + 1))
         self._start(server)
         wait_until(
             lambda: len(state.gaps()) > gaps and burst[-1] in _known(server, name), f"r/{name} is read again", 240

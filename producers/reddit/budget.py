@@ -10,6 +10,8 @@ BURST = 30
 #: Requests of the stated budget that are left over: for a process that has just been started again, and knows nothing
 #: of what this one has spent, and for whoever else uses the same credentials.
 RESERVE = 5
+#: Seconds that Reddit may have us wait, at most; its windows last ten minutes.
+LONGEST_WAIT = 3600.0
 #: What a sum of parts of tokens may lack to be a whole one: else it is waited for in ever smaller parts.
 ROUNDING = 1e-6
 
@@ -60,7 +62,7 @@ class Budget:
 
     def pause(self, seconds: float) -> None:
         """No request for so long: Reddit said so (429)."""
-        self._paused_until = max(self._paused_until, self._clock.monotonic() + seconds)
+        self._paused_until = max(self._paused_until, self._clock.monotonic() + min(seconds, LONGEST_WAIT))
 
     def learn(self, headers: Mapping[str, str]) -> None:
         """Read what an answer says of Reddit's budget; strange values count as not said."""
@@ -68,7 +70,7 @@ class Budget:
         resets = number(headers.get("x-ratelimit-reset"))
         if remaining is not None and resets is not None:
             self.remaining = remaining
-            self._resets = self._clock.monotonic() + resets
+            self._resets = self._clock.monotonic() + min(resets, LONGEST_WAIT)
 
 
 def number(text: str | None) -> float | None:

@@ -26,8 +26,9 @@ from prawcore.const import ACCESS_TOKEN_PATH
 from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from requests.structures import CaseInsensitiveDict
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import HTTPError, NewConnectionError
 
+from producers.records import BadRecord, post_of
 from producers.reddit.budget import Budget, number
 from producers.reddit.things import (
     PAGE,
@@ -43,7 +44,7 @@ from producers.reddit.things import (
     Unreadable,
     Why,
 )
-from shared.errors import PostRefused, UserError
+from shared.errors import UserError
 from shared.messages import GONE, Post
 from shared.settings import PREFIX, Settings
 
@@ -57,6 +58,8 @@ CONNECT_TIMEOUT = 5.0
 WHOLE_ANSWER = 4
 #: Statuses by which a server says that it cannot now.
 UNABLE = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
+#: Seconds since 1970 at the end of the year 9999.
+LATEST = 253_402_300_799.0
 #: Headers that PRAW may see. Reddit's budget is ours to keep to, and what PRAW makes of odd values is an exception.
 KEPT_HEADERS = ("content-type", "location", "www-authenticate")
 
@@ -87,12 +90,15 @@ class Requestor(prawcore.Requestor):
                 body = self._body(response)
         except requests.RequestException as error:
             raise _connection_fault(error) from error
+        except HTTPError as error:  # in the midst of the answer
+            raise Fault(f"the connection failed ({type(error).__name__})") from error
         return _checked(response, body)
 
     def _body(self, response: requests.Response) -> bytes:
         body = bytearray()
         deadline = time.monotonic() + WHOLE_ANSWER * self._timeout
-        for part in response.iter_content(2**16):
+        # Whatever has come, not a whole part: else one that comes a byte at a time is waited for.
+        while part := response.raw.read1(2**16, decode_content=True):
             body += part
             if len(body) > MAX_ANSWER:
                 raise Fault(f"the answer is longer than {MAX_ANSWER >> 20} MiB")
@@ -196,10 +202,20 @@ class Reddit:
         for thing in things:
             if isinstance(thing, Submission):
                 # Not by attributes: PRAW would make a request for each that is not there.
-                yield self._item(vars(thing))
+                said = vars(thing)
+                try:
+                    yield self._item(said)
+                except (KeyError, TypeError, ValueError) as error:
+                    # One that is broken must not cost the others of its page.
+                    logger.warning("a post that cannot be read (%s %.40r) is left out", error, said.get("name"))
 
     def _item(self, said: Mapping[str, Any]) -> Item:
         fullname = said.get("name") or f"t3_{said['id']}"
+        if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
+            raise ValueError("no fullname")
+        created = float(said["created_utc"])
+        if not 0 <= created < LATEST:
+            raise ValueError("no time")
         subreddit = str(said["subreddit"])
         body = said.get("selftext") or ""
         gone = bool(said.get("removed_by_category")) or body.strip() in GONE
@@ -212,28 +228,26 @@ class Reddit:
             "score": said.get("score"),
             "url": said.get("url"),
             "permalink": f"https://www.reddit.com{said['permalink']}" if said.get("permalink") else None,
-            "created_utc": said["created_utc"],
+            "created_utc": created,
             # False, or when; True of posts of Reddit's first years.
             "edited_utc": said["edited"] if type(said.get("edited")) in (int, float) else None,
             "stickied": bool(said.get("stickied")),
             "nsfw": bool(said.get("over_18")),
             "spoiler": bool(said.get("spoiler")),
         }
-        post, problem = None, ""
-        try:
-            post = Post.parse(fields)
-        except PostRefused as refused:
-            problem = str(refused)
+        # Its text is what counts: a post is not refused for its score, or for an address.
+        *_, read = post_of(fields, fullname)
+        post = read if isinstance(read, Post) else None
         score = said.get("score")
         return Item(
             fullname,
             subreddit,
-            float(said["created_utc"]),
+            created,
             bool(said.get("stickied")),
             gone,
             score if isinstance(score, int) else 0,
             post,
-            problem,
+            read.reason if isinstance(read, BadRecord) else "",
         )
 
 
@@ -312,8 +326,8 @@ def _praw(settings: Settings, budget: Budget, session: requests.Session) -> praw
         raise CredentialsError(
             f"praw.ini has no section [{settings.reddit_site}]. Name one that it has with {PREFIX}REDDIT_SITE."
         ) from None
-    except configparser.Error as error:
-        raise CredentialsError(f"praw.ini cannot be read: {error.message.splitlines()[0]}") from None
+    except (configparser.Error, ValueError) as error:
+        raise CredentialsError(f"praw.ini cannot be read: {str(error).splitlines()[0]}") from None
     reddit.read_only = True  # whatever account a praw.ini may name
     return reddit
 

@@ -64,7 +64,7 @@ class Feed:
     """A topic, and what is known of the subreddits that are read for it."""
 
     topic: str
-    #: When its listings are next walked to their end (monotonic seconds).
+    #: When its listings are next walked to their end (seconds since 1970: a new process goes by it, too).
     deep: float
     tracks: dict[str, Track] = field(default_factory=dict)
     trouble: dict[str, Trouble] = field(default_factory=dict)
@@ -106,15 +106,17 @@ class Daemon:
         self._state = State(redis)
         self._roster = Roster(reddit, topics, self._state, clock)
         self._looks = Looks(reddit, redis, self._state, settings, clock, self._hold_seen)
-        self._feeds = [Feed(topic, deep=clock.monotonic() + DEEP) for topic in topics.topics]
+        walked = self._state.deep_walks()
+        now = clock.time()
+        self._feeds = [Feed(topic, deep=walked.get(topic, now) + DEEP) for topic in topics.topics]
         self._outbox = Outbox(pusher, self._state, settings, clock)
         self._resting = Backoff()
         self._redis_resting = Backoff(longest=30.0)
         #: Walks and gaps since the start, and faults by their kind.
         self.polls = self.gaps = 0
         self.faults: Counter[str] = Counter()
-        #: What keeps it from working, for people; "" while nothing does.
-        self.hindrance = ""
+        #: What Reddit, and Redis, do to keep it from working; "" while they do nothing.
+        self._reddit_trouble = self._redis_trouble = ""
         start = clock.monotonic()
         # The first time in this order.
         self._jobs = [Job(self._tell, start, asks=False)]
@@ -133,9 +135,10 @@ class Daemon:
         now = self._clock.monotonic()
         job = min(self._jobs, key=lambda job: job.due)
         pause = job.due - now
-        if pause <= 0 and job.asks:
-            # Waiting for a token in the middle of a job would keep what is held from being sent.
-            pause = self._budget.pending()
+        if pause <= 0 and job.asks and (pause := self._budget.pending()) > 0:
+            # Waiting for a token in the middle of a job would keep the others from their work.
+            job = min((job for job in self._jobs if not job.asks), key=lambda job: job.due)
+            pause = min(pause, max(0.0, job.due - now))
         if pause > 0:
             return min(pause, FULL_QUEUE_PAUSE) if self._outbox.held else pause
         job.due = now + self._guarded(job)
@@ -161,15 +164,23 @@ class Daemon:
             return self._resting.next()
         if self._budget.spent > asked:
             self._resting.failures = 0
-            if self.hindrance:
-                logger.info("it goes on")
-            self.hindrance = ""
+            if self._reddit_trouble:
+                logger.info("Reddit answers again")
+            self._reddit_trouble = ""
+        if not job.asks:
+            self._redis_answers()  # that is whom the others ask
         return pause
+
+    def _redis_answers(self) -> None:
+        self._redis_resting.failures = 0
+        if self._redis_trouble:
+            logger.info("Redis answers again")
+        self._redis_trouble = ""
 
     def _without_redis(self, error: Exception) -> float:
         if not self._redis_resting.failures:
             logger.error("Redis at %s does not answer (%s); waiting for it", self._settings.redis_address, error)
-        self.hindrance = "Redis does not answer"
+        self._redis_trouble = "Redis does not answer"
         return self._redis_resting.next()
 
     def _without_reddit(self, fault: Outage) -> float:
@@ -179,9 +190,10 @@ class Daemon:
             raise CredentialsError(refused_credentials(self._settings)) from fault
         pause = self._resting.next()
         if isinstance(fault, TooMany) and fault.retry_after is not None:
-            pause = fault.retry_after
-        self.hindrance = refused_credentials(self._settings) if isinstance(fault, CredentialsRefused) else str(fault)
-        logger.warning("%s; Reddit is asked again in %.0f s", self.hindrance.rstrip("."), pause)
+            pause = max(pause, fault.retry_after)
+        refused = isinstance(fault, CredentialsRefused)
+        self._reddit_trouble = refused_credentials(self._settings) if refused else str(fault)
+        logger.warning("%s; Reddit is asked again in %.0f s", self._reddit_trouble.rstrip("."), pause)
         self._budget.pause(pause)
         return 0.0  # the budget lets nothing pass until then
 
@@ -195,7 +207,7 @@ class Daemon:
             self.faults[type(fault).__name__] += 1
             logger.warning("%s: the subreddits could not be checked (%s); that is tried again", feed.topic, fault)
             return CHECK_AGAIN
-        return CHECK
+        return CHECK if self._roster.active[feed.topic] else CHECK_AGAIN
 
     def _follow(self, feed: Feed) -> None:
         """Read what the roster says."""
@@ -210,12 +222,13 @@ class Daemon:
             return self._interval()
         self._follow(feed)
         now = self._clock.monotonic()
-        deep = now >= feed.deep
+        deep = self._clock.time() >= feed.deep
         well = [track for name, track in feed.tracks.items() if name not in feed.trouble]
         alone = [feed.tracks[name] for name, trouble in feed.trouble.items() if trouble.due <= now]
-        if len(well) > 1:
+        # To the end of a listing each is walked alone: in a joint one a busy one leaves the others no place.
+        if len(well) > 1 and not deep:
             try:
-                self._walk(well, deep)
+                self._walk(feed, well, deep)
             except Fault as fault:
                 self.faults[type(fault).__name__] += 1
                 alone += well
@@ -223,15 +236,16 @@ class Daemon:
             alone += well
         for track in alone:
             self._walk_alone(feed, track, deep)
-        if deep and not feed.trouble:
-            feed.deep = now + DEEP
+        if deep:
+            feed.deep = self._clock.time() + DEEP
+            self._state.walked_deep(feed.topic, self._clock.time())
         self.polls += 1
         pauses = [trouble.due - self._clock.monotonic() for trouble in feed.trouble.values()]
         return max(0.0, min([self._interval(), *pauses]))
 
     def _walk_alone(self, feed: Feed, track: Track, deep: bool) -> None:
         try:
-            self._walk([track], deep)
+            self._walk(feed, [track], deep)
         except Unreadable as fault:
             self.faults[type(fault).__name__] += 1
             self._roster.drop(feed.topic, track.name, fault.why)
@@ -251,17 +265,17 @@ class Daemon:
         interval = self._settings.reddit_poll_interval * uniform(0.9, 1.1)
         return interval * (SLOWER if self._pusher.gate.closed else 1)
 
-    def _walk(self, tracks: Sequence[Track], deep: bool) -> None:
+    def _walk(self, feed: Feed, tracks: Sequence[Track], deep: bool) -> None:
         """Walk these subreddits' joint listing, and hold what is new. Raises Fault."""
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if deep else OVERLAP, depth=self._depth)
         if found.missed and len(tracks) > 1:
             # Together they are too much for one listing; each alone has as many places as all had.
-            self._hold_walk(found, [track for track in tracks if track not in found.missed])
+            self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
-                self._walk([track], deep)
+                self._walk(feed, [track], deep)
         else:
-            self._hold_walk(found, tracks)
+            self._hold_walk(feed, found, tracks)
 
     def _page(self, names: Sequence[str], after: str | None) -> Page:
         """One page. Deep in a walk a fault is not yet the end of it: the pages before would be read once more."""
@@ -275,7 +289,7 @@ class Daemon:
                 self._clock.wait(uniform(0.5, 1.5))
         return self._reddit.page(names, after=after)
 
-    def _hold_walk(self, found: Walk, tracks: Sequence[Track]) -> None:
+    def _hold_walk(self, feed: Feed, found: Walk, tracks: Sequence[Track]) -> None:
         """Hold what a walk found that is new of these subreddits, or edited, with what it says of gaps."""
         if found.empty:
             return
@@ -289,16 +303,18 @@ class Daemon:
         fresh = frozenset(item.fullname for item in changed if item.fullname not in of[item.subreddit.lower()].known)
         now = self._clock.time()
         missed = [track for track in tracks if track in found.missed]
-        gaps = [Gap(track.name, track.watermark or 0.0, found.oldest, now) for track in missed]
+        # Reddit tells whole seconds: of the last one there may be others.
+        gaps = [Gap(track.name, track.watermark or 0.0, found.oldest + 1, now) for track in missed]
         # A first walk promises all that comes after its oldest post, even when it is interrupted.
         beginnings = {track.name: found.oldest for track in tracks if track.beginning is None}
-        ahead = {track.name: found.newest for track in tracks if found.newest > (track.watermark or 0.0)}
+        newest = min(found.newest, now)  # a post of the future must not stand for all that comes until then
+        ahead = [track for track in tracks if newest > (track.watermark or 0.0)]
         for track in tracks:
             track.learn(item for item in items if item.subreddit.lower() == track.name.lower())
-            track.watermark = max(track.watermark or 0.0, found.newest)
+            track.watermark = max(track.watermark or 0.0, newest)
             track.beginning = beginnings.get(track.name, track.beginning)
         if changed or gaps or ahead:
-            begin, end = partial(self._begin, beginnings, gaps), partial(self._state.advance, ahead)
+            begin, end = partial(self._begin, beginnings, gaps), partial(self._advance, feed, ahead, newest)
             self._outbox.hold(Batch(changed, fresh, walked=True, begin=begin, end=end))
 
     def _begin(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
@@ -314,6 +330,10 @@ class Daemon:
                 (gap.until - gap.since) / 60,
             )
 
+    def _advance(self, feed: Feed, tracks: Sequence[Track], until: float) -> None:
+        """All of these subreddits is dealt with until then. Not of one that was closed meanwhile: it begins anew."""
+        self._state.advance({track.name: until for track in tracks if feed.tracks.get(track.name) is track})
+
     def _hold_seen(self, items: Sequence[Item], end: Callable[[], None]) -> None:
         """Hold posts that were looked at again: the pusher knows whose text has changed."""
         self._outbox.hold(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
@@ -321,13 +341,17 @@ class Daemon:
     def _publish(self) -> None:
         """Send what is held, as far as the queue has room."""
         try:
-            self._outbox.send()
+            if self._outbox.send():
+                self._redis_answers()
         except (RedisFault, OperationalError) as error:
             self._clock.wait(self._without_redis(error))
-        else:
-            self._redis_resting.failures = 0
 
     # What is told.
+
+    @property
+    def hindrance(self) -> str:
+        """What keeps it from working, for people; "" while nothing does."""
+        return self._redis_trouble or self._reddit_trouble
 
     def status(self) -> dict[str, Any]:
         """How it goes, in figures."""
@@ -338,6 +362,7 @@ class Daemon:
             "polls": self.polls,
             "sent": self._pusher.sent,
             "skipped": self._pusher.skipped,
+            "refused": self._outbox.refused,
             "held": self._outbox.held,
             "paused": self._pusher.gate.closed,
             "looked": self._looks.looked,

@@ -12,7 +12,7 @@ from redis import Redis
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import LOOKS, Look, State
-from producers.reddit.things import PAGE, Item
+from producers.reddit.things import PAGE, Fault, Item
 from shared.purge import purge
 from shared.results import ResultsStore
 from shared.settings import Settings
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks for what is due.
 PAUSE = 60.0
+#: Of so many posts Reddit knows at least one: else its answer is at fault.
+SEVERAL = 3
 #: Seconds after which a post that Reddit did not know is asked for again, before it counts as gone.
 DOUBT = 600.0
 
@@ -44,6 +46,8 @@ class Looks:
         self._store = ResultsStore(redis, settings)
         self._clock = clock
         self._send = send
+        #: What was looked at last is not all sent yet: it is still due.
+        self._sending = False
         #: Posts looked at, and purged, since the start.
         self.looked = self.purged = 0
 
@@ -52,10 +56,11 @@ class Looks:
 
         Raises Fault and redis.exceptions.RedisError. What was not done then comes again.
         """
-        looks = self._state.due(self._clock.time(), PAGE)
-        if not looks:
+        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE)):
             return PAUSE
         found = self._reddit.info([look.fullname for look in looks])
+        if not found and len(looks) >= SEVERAL:
+            raise Fault(f"Reddit knows none of {len(looks)} posts, which cannot be")
         self._store.refresh_scores({name: item.score for name, item in found.items()}, self._clock.time())
         gone = [look for look in looks if (item := found.get(look.fullname)) and item.gone]
         gone += [look for look in looks if look.fullname not in found and look.absent]
@@ -66,11 +71,14 @@ class Looks:
             logger.info("purged %d posts that were deleted or removed on Reddit", len(gone))
         rest = [look for look in looks if look not in gone]
         again = self._again(rest, found)
-        self._send(
-            [found[look.fullname] for look in rest if look.fullname in found],
-            # Only once edited texts are in the queue: a crash before repeats the look.
-            lambda: self._state.looked(rest, again),
-        )
+
+        def sent() -> None:
+            self._state.looked(rest, again)
+            self._sending = False
+
+        self._sending = True
+        # Done only once edited texts are in the queue: a crash before repeats the look.
+        self._send([found[look.fullname] for look in rest if look.fullname in found], sent)
         self.looked += len(looks)
         return 0.0 if len(looks) == PAGE else PAUSE
 

@@ -87,7 +87,7 @@ class Once:
             left -= len(posts)
             yield posts
             after = page.after
-            if after is None or not page.items:
+            if after is None or not posts:
                 return
 
 

@@ -4,6 +4,7 @@ The oldest post goes first, and is written down as known only when it is in the 
 comes is held here, in memory: a process that is killed reads it again.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from producers.reddit.clock import Clock
 from producers.reddit.state import State
 from producers.reddit.things import Item
 from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 #: Posts that are sent and then written down as known together.
 PART = 256
@@ -47,6 +50,8 @@ class Outbox:
         self._posts_per_message = settings.posts_per_message
         self._clock = clock
         self._batches: deque[Batch] = deque()
+        #: Posts that cannot be classified, since the start.
+        self.refused = 0
 
     @property
     def held(self) -> int:
@@ -57,13 +62,15 @@ class Outbox:
         """Send it after those that came before."""
         self._batches.append(batch)
 
-    def send(self) -> None:
-        """Send what is held, as far as the queue has room.
+    def send(self) -> bool:
+        """Send what is held, as far as the queue has room; whether there was anything to ask Redis about.
 
         Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError; what was not sent then stays held.
         """
+        asked = bool(self._batches)
         while self._batches and (room := self._pusher.gate.room()):
             self._send(self._batches[0], room * self._posts_per_message)
+        return asked
 
     def _send(self, batch: Batch, room: int) -> None:
         if batch.done is None:
@@ -71,6 +78,10 @@ class Outbox:
             batch.done = 0
         part = batch.items[batch.done : batch.done + min(room, PART)]
         wanted = [item for item in part if item.post and not item.gone]
+        for item in part:
+            if not item.post and not item.gone:
+                self.refused += 1
+                logger.warning("%s of r/%s is refused: %s", item.fullname, item.subreddit, item.problem)
         self._pusher.push(item.post for item in wanted if item.post)
         fresh = [item.fullname for item in wanted if item.fullname in batch.fresh]
         self._state.commit(part if batch.walked else (), fresh, self._clock.time())

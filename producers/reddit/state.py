@@ -13,6 +13,7 @@ from producers.reddit.things import Item
 from producers.reddit.walk import KNOWN, Track
 from shared.keys import (
     REDDIT_BEGINNINGS,
+    REDDIT_DEEP,
     REDDIT_GAPS,
     REDDIT_LOOKS,
     REDDIT_REPLACED,
@@ -127,9 +128,9 @@ class State:
             )
 
     def rewind(self, name: str) -> None:
-        """A subreddit cannot be read any more: until its newest known post all is dealt with, and no longer.
+        """A subreddit is read again: until its newest known post all is dealt with, and no longer.
 
-        Joint listings leave such a one out without a word, and the others' posts then set the watermark.
+        Joint listings leave out one that is closed, without a word, and the others' posts then set the watermark.
         """
         newest: Any = self._redis.zrange(reddit_known_key(name.lower()), -1, -1, withscores=True)
         if newest:
@@ -148,13 +149,22 @@ class State:
         found: Any = self._redis.hgetall(REDDIT_REPLACED)
         return {name: Replaced(*json.loads(value)) for name, value in found.items()}
 
-    def replace(self, replaced: Mapping[str, Replaced]) -> None:
-        """Write down which subreddits are not read; others are."""
+    def replace(self, replaced: Mapping[str, Replaced], again: Iterable[str]) -> None:
+        """Write down which subreddits are not read, and which are `again`; by their names in lower case."""
         pipe: Any = self._redis.pipeline()
-        pipe.delete(REDDIT_REPLACED)
         if replaced:
             pipe.hset(REDDIT_REPLACED, mapping={name: json.dumps(entry) for name, entry in replaced.items()})
+        if back := list(again):
+            pipe.hdel(REDDIT_REPLACED, *back)
         pipe.execute()
+
+    def deep_walks(self) -> dict[str, float]:
+        """When each topic's listings were last walked to their end, in seconds since 1970."""
+        found: Any = self._redis.hgetall(REDDIT_DEEP)
+        return {topic: float(when) for topic, when in found.items()}
+
+    def walked_deep(self, topic: str, when: float) -> None:
+        self._redis.hset(REDDIT_DEEP, topic, when)
 
     def due(self, now: float, count: int) -> list[Look]:
         """Up to `count` posts that are to be looked at again by now."""

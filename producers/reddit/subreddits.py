@@ -64,7 +64,8 @@ class Roster:
         self._settle(topic, chosen, self._entries(topic, names, chosen, reasons))
 
     def _of(self, topic: str) -> dict[str, Replaced]:
-        return {lower: entry for lower, entry in self._replaced.items() if entry.topic == topic}
+        names = {name.lower() for name in self._topics.topics[topic]}
+        return {lower: entry for lower, entry in self._replaced.items() if lower in names}
 
     def _choose(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """(names to read, why others are not) of one topic. Sleepers are read where nothing better is left."""
@@ -137,14 +138,15 @@ class Roster:
     def _settle(self, topic: str, active: list[str], replaced: dict[str, Replaced]) -> None:
         before = self._of(topic)
         others = {lower: entry for lower, entry in self._replaced.items() if lower not in before}
-        self._state.replace(others | replaced)
+        back = [entry for lower, entry in before.items() if lower not in replaced]
+        for entry in back:
+            self._state.rewind(entry.subreddit)  # first: a process that is killed in between does it once more
+        self._state.replace(replaced, (entry.subreddit.lower() for entry in back))
         for lower, entry in replaced.items():
             if lower not in before or before[lower].reason != entry.reason:
                 logger.warning("%s: r/%s is %s; %s", topic, entry.subreddit, entry.reason, _instead(entry.by))
-                self._state.rewind(entry.subreddit)
-        for lower, entry in before.items():
-            if lower not in replaced:
-                logger.info("%s: r/%s can be read again", topic, entry.subreddit)
+        for entry in back:
+            logger.info("%s: r/%s can be read again", topic, entry.subreddit)
         if not active and self.active[topic]:
             logger.error("%s: none of its subreddits can be read; the other topics go on", topic)
         self.active[topic] = active

@@ -63,8 +63,8 @@ class Item(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Short digest of what would be classified: differs once the post was edited."""
-        return digest(self.post.text)[:16] if self.post else ""
+        """Short digest of what would be classified: differs once the post was edited, or let in again."""
+        return digest(self.post.text)[:16] if self.post and not self.gone else "gone"
 
 
 class Page(NamedTuple):

@@ -40,8 +40,9 @@ class Topics(BaseModel):
         found: dict[str, str] = {}
         for topic, names in self.topics.items():
             for name in names:
-                if (other := found.setdefault(name.lower(), topic)) != topic or names.count(name) > 1:
-                    raise ValueError(f"r/{name} stands under {other!r} and {topic!r}; a post has one topic")
+                if name.lower() in found:
+                    raise ValueError(f"r/{name} stands under {found[name.lower()]!r} and {topic!r}; once is enough")
+                found[name.lower()] = topic
         return self
 
     @property

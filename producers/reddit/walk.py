@@ -2,8 +2,8 @@
 
 The obvious way, to remember the newest post and ask for what came before it, loses posts without a word once that one
 post is deleted. So a walk goes down page by page until it has met one of *many* known posts of each subreddit, or has
-come to the time until which everything is known; then a little further, since posts can appear late. Knows neither
-Reddit nor Redis: pages come from a function.
+come to the time until which everything is known; and a little below that time, since posts can appear late. Knows
+neither Reddit nor Redis: pages come from a function.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,15 +42,14 @@ class Track:
 
 
 class Walk(NamedTuple):
-    """What a walk found. items: from the oldest to the newest. missed: subreddits whose known posts it did not meet."""
+    """What a walk found. items: from the oldest to the newest. missed: subreddits whose known posts it did not meet.
+
+    oldest: when the last item of the listing was created that is not pinned, which is how far the walk came.
+    """
 
     items: list[Item]
     missed: list[Track]
-
-    @property
-    def oldest(self) -> float:
-        """When the oldest of the items was created, pinned ones apart."""
-        return min(item.created_utc for item in self.items if not item.stickied)
+    oldest: float
 
     @property
     def newest(self) -> float:
@@ -90,7 +89,8 @@ def walk(
             break
     # Nothing was promised of a subreddit that is new.
     missed = [track for track in unmet.values() if track.watermark is not None]
-    return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed)
+    oldest = next((item.created_utc for item in reversed(found.values()) if not item.stickied), 0.0)
+    return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed, oldest)
 
 
 def _met(page: Page, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:

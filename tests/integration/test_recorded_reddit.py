@@ -14,6 +14,7 @@ import pytest
 import requests
 from requests.adapters import BaseAdapter
 from requests.structures import CaseInsensitiveDict
+from urllib3 import HTTPResponse
 
 from producers.reddit.budget import Budget
 from producers.reddit.client import Reddit
@@ -24,6 +25,11 @@ from tests.support import REAL_DATA
 
 RECORDINGS = REAL_DATA / "praw_cassettes"
 TOKEN = {"access_token": "t", "token_type": "bearer", "expires_in": 3600, "scope": "*"}
+
+
+def raw(text: str) -> HTTPResponse:
+    """As an answer comes from the network."""
+    return HTTPResponse(BytesIO(text.encode()), preload_content=False)
 
 
 class Recorded(BaseAdapter):
@@ -44,7 +50,7 @@ class Recorded(BaseAdapter):
         answer.url = request.url or ""
         if answer.url.endswith("access_token"):
             answer.status_code = 200
-            answer.raw = BytesIO(json.dumps(TOKEN).encode())
+            answer.raw = raw(json.dumps(TOKEN))
             return answer
         # An answer is repeated when PRAW asks again, as after a 401.
         recorded = self._answers[min(len(self._answers) - self.left, len(self._answers) - 1)]
@@ -52,7 +58,7 @@ class Recorded(BaseAdapter):
         answer.status_code = recorded["status"]["code"]
         answer.headers = CaseInsensitiveDict({name: values[0] for name, values in recorded["headers"].items()})
         body = recorded["body"]
-        answer.raw = BytesIO((body if isinstance(body, str) else body["string"]).encode())
+        answer.raw = raw(body if isinstance(body, str) else body["string"])
         return answer
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def test_names_may_be_written_as_people_write_them(tmp_path: Path) -> None:
         ("[topics]\n", "topics: "),
         ('[topics]\n"a" = []\n', "topics.a: "),
         ('[topics]\n"a" = ["no spaces here"]\n', "topics.a.0: "),
-        ('[topics]\n"a" = ["x1"]\n"b" = ["X1"]\n', "r/X1 stands under 'a' and 'b'; a post has one topic"),
+        ('[topics]\n"a" = ["x1"]\n"b" = ["X1"]\n', "r/X1 stands under 'a' and 'b'; once is enough"),
         ('[topics]\n"a" = ["x1", "x1"]\n', "r/x1 stands under 'a' and 'a'"),
         ('active = 0\n[topics]\n"a" = ["x1"]\n', "active: "),
         ('actvie = 2\n[topics]\n"a" = ["x1"]\n', "actvie: "),
