@@ -205,7 +205,7 @@ class Reddit:
                 said = vars(thing)
                 try:
                     yield self._item(said)
-                except (KeyError, TypeError, ValueError) as error:
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
                     # One that is broken must not cost the others of its page.
                     logger.warning("a post that cannot be read (%s %.40r) is left out", error, said.get("name"))
 

@@ -106,9 +106,8 @@ class Daemon:
         self._state = State(redis)
         self._roster = Roster(reddit, topics, self._state, clock)
         self._looks = Looks(reddit, redis, self._state, settings, clock, self._hold_seen)
-        walked = self._state.deep_walks()
-        now = clock.time()
-        self._feeds = [Feed(topic, deep=walked.get(topic, now) + DEEP) for topic in topics.topics]
+        walked = self._state.deep_walks(topics.topics, clock.time())
+        self._feeds = [Feed(topic, deep=walked[topic] + DEEP) for topic in topics.topics]
         self._outbox = Outbox(pusher, self._state, settings, clock)
         self._resting = Backoff()
         self._redis_resting = Backoff(longest=30.0)

@@ -158,8 +158,13 @@ class State:
             pipe.hdel(REDDIT_REPLACED, *back)
         pipe.execute()
 
-    def deep_walks(self) -> dict[str, float]:
-        """When each topic's listings were last walked to their end, in seconds since 1970."""
+    def deep_walks(self, topics: Iterable[str], now: float) -> dict[str, float]:
+        """When each topic's listings were last walked to their end, in seconds since 1970.
+
+        One that never was counts from now, and does so still when the process is started again.
+        """
+        for topic in topics:
+            self._redis.hsetnx(REDDIT_DEEP, topic, now)
         found: Any = self._redis.hgetall(REDDIT_DEEP)
         return {topic: float(when) for topic, when in found.items()}
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 #: Seconds without a new post after which a subreddit counts as asleep.
 ASLEEP_AFTER = 30 * 86_400.0
 #: Seconds for which it counts what Reddit said of all names: a round of checks takes less.
-ABOUT_HOLDS = 3600.0
+ABOUT_HOLDS = 300.0
 #: Items of a subreddit that are asked for to see when the newest was posted: more than may be pinned.
 A_FEW = 5
 

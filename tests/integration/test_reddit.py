@@ -3,6 +3,9 @@
 import json
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from producers.reddit.client import CredentialsError, Reddit, told_plainly
 from producers.reddit.daemon import Daemon
 from producers.reddit.once import TRIES, Listing, Once, patiently
 from producers.reddit.state import LOOKS, State
-from producers.reddit.things import Unreachable
+from producers.reddit.things import Fault, Unreachable
 from producers.reddit.topics import Topics
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
@@ -652,3 +655,241 @@ def test_only_reading_is_asked_for(house: House) -> None:
     assert {request.user_agent.split(" PRAW")[0] for request in house.loopback.ledger.requests} == {
         "linux:test:1 (by /u/nobody)"
     }
+
+
+# What goes wrong rarely.
+
+
+def test_looks_wait_for_a_full_queue_and_do_not_pile_up(house: House) -> None:
+    daemon = house.daemon(queue_limit=3, queue_resume=1, posts_per_message=100)
+    house.publish("cooking", 150)
+    house.run(daemon, 5 * MINUTE)
+    house.redis.client.rpush("feedmill", *["x"] * 10)
+    house.clock.wait(LOOKS[0])
+    begun = house.loopback.ledger.total
+    house.run(daemon, 10 * MINUTE)
+    asked = list(house.loopback.ledger.requests)[begun - house.loopback.ledger.total :]
+    assert len([request for request in asked if "/api/info" in request.path]) == 1
+    assert daemon.status()["held"] <= 100
+
+
+def test_a_post_held_back_beside_a_busy_neighbour_is_found(house: House) -> None:
+    """In the joint listing it lies deeper than the thousand places that Reddit gives."""
+    daemon = house.daemon(reddit_poll_interval=900.0)
+    house.publish("cooking", 5)
+    house.run(daemon, 20 * MINUTE)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
+    for _ in range(14):
+        house.publish("baking", 250)
+        house.run(daemon, HOUR)
+    assert house.ids().count(late) == 1
+
+
+def test_deep_walks_come_in_time_when_the_process_is_started_again_and_again(house: House) -> None:
+    house.run(house.daemon(reddit_poll_interval=600.0), HOUR)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
+    house.clock.wait(MINUTE)
+    house.publish("cooking", 250)
+    for _ in range(3):
+        house.run(house.daemon(reddit_poll_interval=600.0), 3 * HOUR)
+    assert house.ids().count(late) == 1
+
+
+def test_while_it_was_closed_between_two_checks_nothing_is_lost(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=600.0)
+    house.publish("cooking")
+    house.run(daemon, 20 * MINUTE)
+    house.loopback.set_kind("cooking", "private")
+    inside = []
+    for _ in range(8):
+        inside += house.publish("cooking", 5)
+        house.publish("baking", 200)
+        house.run(daemon, HOUR)
+    house.loopback.set_kind("cooking", "public")
+    for _ in range(20):
+        house.publish("baking", 100)
+        house.run(daemon, HOUR)
+    assert set(inside) <= set(house.ids())
+
+
+def test_a_reddit_that_knows_no_post_at_all_purges_none(house: House) -> None:
+    daemon = house.daemon()
+    fullnames = house.publish("cooking", 50)
+    house.run(daemon, LOOKS[0] - MINUTE)
+    house.loopback.faults.always("empty_listing", where="/api/info")
+    house.run(daemon, 40 * MINUTE)
+    assert house.redis.client.exists(*map(tombstone_key, fullnames)) == 0
+    house.loopback.faults.clear()
+    house.run(daemon, 30 * MINUTE)
+    assert daemon.status()["looked"] >= 50
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"created_utc": None}, {"created_utc": 1e300}, {"name": ["t3_x"]}, {"name": "t3_\ud800"}, {"selftext": 5},
+        {"name": None, "id": None}, {"subreddit": None},
+    ],
+)  # fmt: skip
+def test_a_broken_post_costs_no_other(house: House, broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    others = house.publish("cooking", 3)
+    (odd,) = house.publish("cooking")
+    real = Reddit._item
+    monkeypatch.setattr(
+        Reddit, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
+    )
+    house.run(daemon, 5 * MINUTE)
+    assert set(others) <= set(house.ids())
+    assert daemon.status()["failing"] == []
+    later = house.publish("baking")
+    house.run(daemon, 2 * LOOKS[0])
+    assert later[0] in house.ids()
+    assert daemon.status()["looked"] >= 3
+
+
+def test_a_post_is_not_refused_for_its_score_and_one_without_text_is_counted(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.publish("cooking", title="far", url="http://x/" + "y" * 5000)
+    house.loopback.publish("cooking", title=" ")
+    house.run(daemon, 5 * MINUTE)
+    assert "far" in [post["title"] for post in house.queued()]
+    assert daemon.status()["refused"] == 1
+
+
+def test_a_post_of_the_future_does_not_stand_for_what_comes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (odd,) = house.publish("cooking")
+    real = Reddit._item
+    future = house.clock.time() + 30 * DAY
+    monkeypatch.setattr(
+        Reddit, "_item", lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said)
+    )
+    house.run(daemon, 5 * MINUTE)
+    later = house.publish("cooking", 250)
+    house.run(daemon, 5 * MINUTE)
+    assert set(later) <= set(house.ids())
+    assert (house.state.track("cooking").watermark or 0) <= house.clock.time()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1e9"}, {"retry-after": "1e9"}]
+)
+def test_reddit_cannot_have_us_wait_for_ever(house: House, headers: dict[str, str]) -> None:
+    budget = Budget(house.clock, 60)
+    budget.learn(headers)
+    if "retry-after" in headers:
+        budget.pause(1e9)
+    assert 0 < budget.pending() <= HOUR
+
+
+def test_retry_after_nothing_is_no_invitation(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("too_many", seconds=0)
+    begun = house.loopback.ledger.total
+    house.run(daemon, 10 * MINUTE)
+    assert house.loopback.ledger.total - begun < 15
+
+
+def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.redis.client.config_set("maxmemory", 1)
+    try:
+        house.publish("cooking")
+        house.run(daemon, HOUR / 2)
+    finally:
+        house.redis.client.config_set("maxmemory", 0)
+    assert len([record for record in caplog.records if "does not answer" in record.message]) == 1
+    house.run(daemon, 5 * MINUTE)
+    assert daemon.hindrance == ""
+
+
+def test_a_topic_with_none_left_is_tried_again_soon(house: House) -> None:
+    for name in TOPICS["food"]:
+        house.loopback.set_kind(name, "private")
+    daemon = house.daemon()
+    house.run(daemon, 5 * MINUTE)
+    for name in TOPICS["food"]:
+        house.loopback.set_kind(name, "public")
+    house.run(daemon, 30 * MINUTE)
+    assert "cooking" in {post["subreddit"] for post in house.queued()}
+
+
+def test_the_last_word_is_fresh_while_reddit_is_waited_for(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("too_many", seconds=1800)
+    house.run(daemon, 20 * MINUTE)
+    told = house.state.told()
+    assert told
+    assert house.clock.time() - told["at"] < MINUTE
+
+
+def test_an_answer_that_drips_is_cut_off(house: House) -> None:
+    """A byte now and then keeps every single read from timing out."""
+    asked: list[str] = []
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b" ")
+                    Event().wait(0.05)
+
+        def log_message(self, *_: object) -> None:
+            """Not to the test's output."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    house.settings = house.settings.model_copy(
+        update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 0.3}
+    )
+    try:
+        with pytest.raises(Fault, match="does not end"):
+            house.reddit().page(["cooking"])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(asked) == 1
+
+
+def test_a_post_that_appears_minutes_late_is_found_at_once(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 240)
+    newer: list[str] = []
+    for _ in range(100):
+        house.clock.wait(1)
+        newer += house.publish("cooking", 3)
+    house.run(daemon, 2 * MINUTE)
+    assert newer[-1] in house.ids()
+    assert late not in house.ids()
+    house.run(daemon, 2 * MINUTE)
+    assert late in house.ids()
+
+
+def test_of_what_came_while_it_was_closed_the_gap_begins_when_it_closed(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=600.0)
+    house.publish("cooking")
+    house.run(daemon, HOUR)
+    closed = house.clock.time()
+    house.loopback.set_kind("cooking", "private")
+    for _ in range(10):
+        house.run(daemon, HOUR)
+        house.publish("cooking", 140)
+        house.publish("baking")
+    assert "cooking" in house.state.replaced()
+    house.loopback.set_kind("cooking", "public")
+    house.run(daemon, DAY)
+    (gap,) = house.state.gaps()
+    assert gap.subreddit == "cooking"
+    assert gap.since <= closed
