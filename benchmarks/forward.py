@@ -80,7 +80,7 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
 
 def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[Batch]]:
     """Batches by the name of their shape."""
-    source = random.Random(7)  # noqa: S311 - the same batches in every run
+    source = random.Random(7)
     found: dict[str, list[Batch]] = {
         f"{TOKENS // length} × {length}": [
             [Tokens([source.randrange(1000, 2000) for _ in range(length)]) for _ in range(TOKENS // length)]

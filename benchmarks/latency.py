@@ -122,7 +122,7 @@ def rate(posting: Posting, posts: Sequence[Post]) -> float:
 
 def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds: float) -> dict[str, float]:
     """Posts at random times, so many a second on average."""
-    source = random.Random(7)  # noqa: S311 - the same moments in every run
+    source = random.Random(7)
     moments, moment = [], 0.0
     while moment < seconds:
         moment += source.expovariate(posts_per_s)

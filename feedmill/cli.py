@@ -20,6 +20,7 @@ from feedmill import (
     flower_command,
     ingest_commands,
     offline_commands,
+    report_commands,
     results_commands,
     status_commands,
     tuning_commands,
@@ -55,6 +56,7 @@ app.add_typer(export_commands.app)
 app.add_typer(flower_command.app)
 app.add_typer(ingest_commands.app, name="ingest")
 app.add_typer(offline_commands.app)
+app.add_typer(report_commands.app)
 app.add_typer(status_commands.app)
 app.add_typer(tuning_commands.app)
 

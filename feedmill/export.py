@@ -336,11 +336,10 @@ class File:
             self._partial.unlink(missing_ok=True)
 
 
-def parts(out: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
     """The parts in a folder, the oldest first, with what their names say."""
-    for path in sorted(out.glob("day=*/part-*")):
-        if match := PART.fullmatch(path.name):
-            yield path, match
+    named = ((path, PART.fullmatch(path.name)) for path in out.glob("day=*/part-*"))
+    return sorted(((path, match) for path, match in named if match), key=lambda part: _order(part[1][1]))
 
 
 def purge(out: Path, reader: RowReader) -> int:

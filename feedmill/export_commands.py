@@ -107,6 +107,8 @@ def export_results(
             _asked_to_end() as ending,
             export.opened(out, writes, wanted, reader, follow, part_rows or export.PART_ROWS) as target,
         ):
+            # What was imported stays: a collection among a hundred thousand rows need not look through it each time.
+            gc.freeze()
             run = _Run(reader, target, wanted, ending, notes, follow, part_seconds or PART_SECONDS)
             run.all()
     raise typer.Exit(run.tell(out, as_json))
@@ -176,8 +178,6 @@ class _Run:
 
     def all(self) -> None:
         """Raises redis.exceptions.RedisError and OSError."""
-        # What was imported stays: collecting garbage among a hundred thousand rows need not look through it each time.
-        gc.freeze()
         target = self._target
         if target.resumed:
             where = f"after {self._before:,} rows, " if self._before else ""
@@ -241,9 +241,11 @@ class _Run:
         self._any_missed = True
         known = chunk.missed is not None and self._missed is not None
         self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
-        how_many = "results" if chunk.missed is None else f"up to {chunk.missed:,} results"
+        how_many = "results were" if chunk.missed is None else f"up to {chunk.missed:,} results were"
+        if chunk.missed == 1:
+            how_many = "up to 1 result was"
         self._notes.print(
-            f"{how_many} were trimmed from the stream before they were exported: export more often, or raise "
+            f"{how_many} trimmed from the stream before being exported: export more often, or raise "
             f"{PREFIX}RESULTS_STREAM_LENGTH"
         )
 

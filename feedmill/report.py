@@ -11,23 +11,23 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.rows import Place, Row, RowReader, just_before
+from feedmill.rows import Place, Row, RowReader, just_before, seconds_of
 from producers.reddit.state import Gap, State
 from shared.messages import DeadLetter
 from shared.results import HOUR, ResultsStore
 from shared.settings import Settings
 
 #: Labels that are told apart by a colour; the others are one.
-COLOURS = 8
+COLOURS = 16
 OTHERS = "others"
 #: Subreddits that are shown, and dead letters, gaps and examples.
-SUBREDDITS, DEAD_LETTERS, GAPS = 20, 20, 20
+SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
 #: Bars of a distribution of scores, from 0 to 1.
 BINS = 20
 #: Columns of what is shown over time, at most: hours are joined where there are more.
 COLUMNS = 72
-#: Waits of one column that are kept, to tell quantiles by.
-WAITS = 2000
+#: Characters of an example's title.
+TITLE = 120
 
 
 @dataclass
@@ -39,14 +39,22 @@ class Column:
     labels: Counter[str] = field(default_factory=Counter)
     #: Results that were read from the stream.
     read: int = 0
+    #: When they were classified: minute since 1970 -> results.
+    minutes: Counter[int] = field(default_factory=Counter)
+    #: Seconds from sending to the result, where the sender said when.
     waits: list[float] = field(default_factory=list)
+
+    @property
+    def busiest(self) -> float:
+        """Results a second in its busiest minute."""
+        return max(self.minutes.values(), default=0) / 60
 
     @property
     def posts(self) -> int:
         return self.labels.total()
 
     def wait(self, percent: int) -> float | None:
-        """A percentile of the seconds from sending to the result; None where no sender said when."""
+        """A percentile of the waits; None where there are none."""
         if len(self.waits) < 2:
             return self.waits[0] if self.waits else None
         return quantiles(self.waits, n=100, method="inclusive")[percent - 1]
@@ -101,7 +109,8 @@ def gather(redis: Redis, settings: Settings, hours: int) -> Report:
             report.labels.update(counts)
     for chunk in RowReader(redis).chunks(Place(just_before(first * HOUR))):
         for row in chunk.rows:
-            _count(report, row, columns[min((int(row.found["classified_at"] // HOUR) - first) // width, len(columns) - 1)])
+            hour = int(seconds_of(row.entry) // HOUR)
+            _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
     report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR]
     letters = store.dead_letters(settings.dead_letters_length)
     recent = [letter for letter in letters if letter.failed_at >= first * HOUR]
@@ -115,12 +124,13 @@ def _count(report: Report, row: Row, column: Column) -> None:
     label = found["label"]
     report.read += 1
     column.read += 1
+    column.minutes[int(found["classified_at"] // 60)] += 1
     report.models[found["model"]] += 1
     report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
     bars = report.scores.setdefault(label, [0] * BINS)
     bars[min(max(int(found["scores"][label] * BINS), 0), BINS - 1)] += 1
-    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())
-    if found["queued_seconds"] is not None and len(column.waits) < WAITS:
+    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE]
+    if found["queued_seconds"] is not None:
         column.waits.append(found["queued_seconds"])
 
 
@@ -130,4 +140,5 @@ def title_of(letter: DeadLetter) -> str:
         post = json.loads(letter.post or "{}")
     except ValueError:
         return ""
-    return str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""
+    text = str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""
+    return " ".join(text.split())[:TITLE]

@@ -133,7 +133,7 @@ def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
 
 def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> float:
     """Real tokens per second in batches cut from a window of made-up rows."""
-    lengths = random.Random(budget)  # noqa: S311 - the same rows at every start
+    lengths = random.Random(budget)
     label_set = classifier.label_set(ClassifyOptions())
     window: Window[Row] = Window(time.monotonic)
     tokens = waiting = 0

@@ -1,0 +1,236 @@
+"""`feedmill export` as a process: whole files whatever ends it, following, and the way back into the queue."""
+
+import json
+import signal
+from base64 import b64decode
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from feedmill import export_commands
+from feedmill.export import STATE, Wanted, format_of, opened, parts
+from feedmill.rows import RowReader
+from shared.keys import RESULTS_STREAM
+from shared.messages import Classification, Post
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import Feedmill, RedisServer, feedmill, last_json, processes_in, running, wait_until
+
+FORMATS = ["parquet", "csv", "jsonl"]
+
+
+def fill(redis: RedisServer, *post_ids: str, **fields: Any) -> list[Post]:
+    posts = [Post(id=post_id, title=f"title of {post_id}", body="=a body\r\n", **fields) for post_id in post_ids]
+    results = [
+        Result(
+            post,
+            Classification(
+                id=post.id,
+                label="food",
+                scores={"food": 0.9, "books": 0.1},
+                model="m",
+                revision=None,
+                weights="00",
+                fingerprint="f",
+                classified_at=1.0,
+                worker="w",
+                device="cpu",
+                queued_seconds=1.0,
+            ),
+        )
+        for post in posts
+    ]
+    store = ResultsStore(redis.client, Settings())
+    for start in range(0, len(results), 500):
+        store.write(results[start : start + 500])
+    return posts
+
+
+def exported(out: Path, name: str) -> list[str]:
+    paths = [out] if out.is_file() else [path for path, _ in parts(out)]
+    return [post_id for path in paths for post_id in format_of(name).ids(path)]
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_an_export_is_enqueued_again(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    posts = fill(redis, "1", "t3_abc", score=-3, topic="travel", created_utc=5.0, extra={"a": 1})
+    out = tmp_path / f"out.{name}"
+    said = feedmill("export", "--format", name, str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout, said.stderr) == (0, f"2 rows written to {out}\n", "")
+    again = feedmill("enqueue", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert again.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n", again.stderr
+    (message,) = redis.client.lrange("feedmill", 0, -1)
+    body = json.loads(message)["body"]
+    sent = json.loads(b64decode(body))[1]["posts"]
+    assert [Post.model_validate(post) for post in sent] == posts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_killed_at_any_time_it_leaves_whole_files(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    wanted = [f"p{number}" for number in range(8_000)]
+    fill(redis, *wanted)
+    out = tmp_path / "out"
+    in_parts = ("--part-rows", "500") if name == "parquet" else ()
+    command = ("export", "--format", name, *in_parts, str(out))
+    for kill in range(3):
+        before = len(parts(out))
+        with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as process:
+            wait_until(partial(_is_at_work, process, tmp_path, before, in_parts and kill), "it is at work, or done")
+            process.end(signal.SIGKILL)
+        if name == "parquet":
+            found = exported(out, name)
+            assert found == wanted[: len(found)]
+        elif out.exists():
+            assert exported(out, name) == wanted
+    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert exported(out, name) == wanted
+    left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")}
+    assert left == {"out"}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def _is_at_work(process: Feedmill, folder: Path, before: int, in_parts: object) -> bool:
+    """Whether it has begun to write, or has written a part; or ended."""
+    if process.process.poll() is not None:
+        return True
+    if in_parts:
+        return len(parts(folder / "out")) > before
+    return bool(list(folder.glob("out*")))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_following(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    command = ("export", "--format", name, "--follow", "--part-seconds", "0.1", str(out))
+    fill(redis, "1", "2")
+    with running(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as following:
+        wait_until(lambda: exported(out, name) == ["1", "2"], "what was there is in a part")
+        fill(redis, "3")
+        wait_until(lambda: exported(out, name) == ["1", "2", "3"], "what comes is in a part")
+        redis.client.client_kill_filter(_type="normal", skipme=True)
+        fill(redis, "4")
+        wait_until(lambda: exported(out, name) == ["1", "2", "3", "4"], "a lost connection is no end")
+        assert feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 2
+        assert following.end(signal.SIGTERM) == 0
+        assert f"rows written to {out}" in following.text()
+    fill(redis, "5")
+    said = feedmill("export", "--format", name, "--json", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert last_json(said.stdout) == {"rows": 1, "removed": 0, "complete": True, "missed": 0}
+    assert exported(out, name) == ["1", "2", "3", "4", "5"]
+    assert not processes_in(tmp_path)
+
+
+def test_ending_closes_the_part(redis: RedisServer, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with running(
+        "export", "--format", "jsonl", "--follow", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
+    ) as following:
+        wait_until((out / STATE).exists, "it has begun")
+        fill(redis, "1")
+        wait_until(lambda: list(out.rglob("*.tmp")), "a part is open")
+        assert following.end(signal.SIGINT) == 0
+    assert exported(out, "jsonl") == ["1"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_asked_to_end_it_goes_on_later(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("feedmill.rows.FETCH_BYTES", 1)
+    wanted = [str(number) for number in range(180)]
+    fill(redis, *wanted)
+    reader, out = RowReader(redis.client), tmp_path / "out"
+    told = []
+    for yet in (True, True, False):
+        asked = export_commands._Asked()
+        asked.yet = yet
+        with opened(out, format_of(name), Wanted(), reader) as target:
+            notes = Console(stderr=True)
+            run = export_commands._Run(reader, target, Wanted(), asked, notes, False, 1.0)
+            run.all()
+        told.append(run.tell(out, as_json=False))
+    assert told == [1, 1, 0]
+    assert exported(out, name) == wanted
+    assert "stopped before the end; the same command goes on there" in capsys.readouterr().out
+
+
+def test_purging_what_was_exported(redis: RedisServer, tmp_path: Path) -> None:
+    fill(redis, "1", "2", "3")
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    for out, name in (("out", "parquet"), ("out.csv", "csv")):
+        assert feedmill("export", "--format", name, out, cwd=tmp_path, **url).returncode == 0
+    assert feedmill("purge", "2", cwd=tmp_path, **url).returncode == 0
+    for out, name in (("out", "parquet"), ("out.csv", "csv")):
+        assert feedmill("export", "--purge", out, cwd=tmp_path, **url).stdout == "1 row of purged posts removed\n"
+        assert exported(tmp_path / out, name) == ["1", "3"]
+
+
+def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
+    fill(redis, "1")
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    for flags, status in (
+        (("--label", "food"), 0),
+        (("--label", "books"), 1),
+        (("--since", "2020-01-01"), 0),
+        (("--until", "2020-01-01"), 1),
+    ):
+        said = feedmill("export", "--format", "csv", *flags, "out.csv", cwd=tmp_path, **url)
+        assert (said.returncode, said.stdout) == (status, f"{1 - status} row{'s' * status} written to out.csv\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("out",), "Say what to write: --format parquet, csv or jsonl."),
+        (("--format", "csv", "--since", "soon", "out"), "--since: 'soon' is no date; write it as 2026-01-31"),
+        (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "is not before"),
+        (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "leave out --until, or --follow"),
+        (("--format", "csv", "--part-rows", "5", "out"), "--part-rows is for exports in parts"),
+        (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds goes with --follow"),
+        (("--purge", "--follow", "out"), "give it alone"),
+        (("--purge", "out"), "There is no out."),
+        (("--format", "csv", "/proc/out"), "The export cannot be written: "),
+    ],
+)
+def test_mistakes(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    found = feedmill("export", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert found.returncode == 2
+    assert said in found.stderr
+    assert len(found.stderr.splitlines()) == 1, found.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_pyarrow(redis: RedisServer, tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "pyarrow.py").write_text("raise ModuleNotFoundError('No module named pyarrow', name='pyarrow')")
+    fill(redis, "1")
+    environment = {"FEEDMILL_REDIS_URL": redis.url, "PYTHONPATH": str(hidden)}
+    found = feedmill("export", "--format", "parquet", "out", cwd=tmp_path, **environment)
+    assert found.returncode == 2
+    assert found.stderr == "feedmill: Parquet needs pyarrow: `pip install 'feedmill[export]'` brings it.\n"
+    assert feedmill("export", "--format", "jsonl", "out", cwd=tmp_path, **environment).returncode == 0
+
+
+def test_without_redis(tmp_path: Path) -> None:
+    found = feedmill("export", "--format", "csv", "out", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
+    assert found.returncode == 2
+    assert "does not answer" in found.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trimmed_meanwhile(redis: RedisServer, tmp_path: Path) -> None:
+    command = ("export", "--format", "parquet", "out")
+    fill(redis, "1", "2")
+    assert feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    fill(redis, "3", "4")
+    redis.client.xtrim(RESULTS_STREAM, maxlen=1, approximate=False)
+    redis.client.hincrby("feedmill:counters", "trimmed", 3)
+    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 1
+    assert "up to 1 result was trimmed from the stream before being exported" in said.stderr
+    assert exported(tmp_path / "out", "parquet") == ["1", "2", "4"]

@@ -1,0 +1,176 @@
+"""`feedmill report`: what its page says, in a real browser; and that it runs nothing of what posts say."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.reddit.state import Gap, State
+from shared.messages import Classification, DeadLetter, Post
+from shared.purge import purge
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, feedmill
+
+SECTIONS = ("figures", "time", "labels", "scores", "subreddits", "throughput", "waits", "dead", "gaps")
+#: What a post's author, or a sender, may try.
+EVIL = (
+    "</title></style></section><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'"
+)
+LONG = "W" * 90
+#: Shows a page at a phone's width, and says which of its elements do not fit, what runs in it, and which it has.
+HARNESS = """<!doctype html><body style="margin:0"><iframe style="width:390px;height:2000px;border:0" srcdoc="{page}">
+</iframe><pre id="found"></pre><script>
+const frame = document.querySelector("iframe");
+const look = () => {{
+  const page = frame.contentDocument, wide = [];
+  for (const each of page.querySelectorAll("body *:not(title):not(bdi)"))
+    if (each.getBoundingClientRect().right > 390.5) wide.push(each.tagName + "." + each.className);
+  document.getElementById("found").textContent = JSON.stringify({{
+    width: page.documentElement.scrollWidth, wide, title: page.title,
+    scripts: page.querySelectorAll("script, img, link, iframe").length,
+    sections: [...page.querySelectorAll("main [id]")].map(each => each.id),
+    texts: [...page.querySelectorAll("bdi")].map(each => each.textContent),
+    bars: page.querySelectorAll("#time rect").length,
+  }});
+}};
+frame.addEventListener("load", look);
+</script></body>"""
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("needs a headless browser: apt install chromium")
+    return found
+
+
+def look_at(chromium: str, page: str, folder: Path) -> dict[str, Any]:
+    """What the browser made of a page at 390 pixels."""
+    harness = folder / "harness.html"
+    harness.write_text(HARNESS.format(page=html.escape(page)))
+    said = subprocess.run(
+        [
+            chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000",
+            "--window-size=390,844", "--dump-dom", harness.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = re.search(r'<pre id="found">(.*?)</pre>', said.stdout, re.DOTALL)
+    assert found, said.stdout[-2000:]
+    looked: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return looked
+
+
+def result(post_id: str, label: str = "food", score: float = 0.9, **fields: Any) -> Result:
+    found = Classification(
+        id=post_id,
+        label=label,
+        scores={label: score, "other": 0.1},
+        model="a/model",
+        revision=None,
+        weights="00",
+        fingerprint="f",
+        classified_at=time.time(),
+        worker="w",
+        device="cpu",
+        queued_seconds=2.5,
+    )
+    return Result(Post(id=post_id, **{"title": f"title of {post_id}", "subreddit": "python", **fields}), found)
+
+
+def fill(redis: RedisServer) -> None:
+    results = [result(str(number), label=f"label {number % 20}", score=number / 40) for number in range(40)]
+    results += [
+        result("evil", EVIL, title=EVIL, subreddit=EVIL[:100]),
+        result("long", LONG, title=LONG, subreddit=LONG),
+    ]
+    letter = DeadLetter(
+        id="d1", reason=EVIL, post=json.dumps({"title": EVIL}), options="{}", message=None, worker="w",
+        failed_at=time.time(),
+    )  # fmt: skip
+    ResultsStore(redis.client, Settings()).write(results, [letter, letter.model_copy(update={"post": "no JSON"})])
+    now = time.time()
+    State(redis.client).begin({}, [Gap("<i>gone</i>", now - 900, now - 300, now), Gap("old", 5.0, 9.0, 9.0)])
+
+
+def test_the_page_in_a_browser(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
+    fill(redis)
+    out = tmp_path / "report.html"
+    said = feedmill("report", "--out", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith(f"42 posts of 24 hours: {out}, in ")
+    found = look_at(chromium, out.read_text(), tmp_path)
+    assert tuple(found["sections"]) == SECTIONS
+    assert (found["width"], found["wide"]) == (390, [])
+    assert (found["title"], found["scripts"]) == ("Feedmill: 24 hours", 0)
+    assert found["bars"] >= 16
+    for words in (EVIL, LONG, "r/<i>gone</i>", "label 7", "a/model"):
+        assert any(words in text for text in found["texts"]), words
+    assert "r/old" not in found["texts"]
+
+
+def test_the_page_needs_nothing_else(redis: RedisServer, tmp_path: Path) -> None:
+    fill(redis)
+    assert feedmill("report", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    page = (tmp_path / "feedmill-report.html").read_text()
+    markup = re.sub(r"<bdi>.*?</bdi>|<title>.*?</title>|title=\"[^\"]*\"", "", page)
+    assert not re.search(r"<script|<img|<link|src=|href=|url\(|@import|https?:|onerror", markup)
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_nothing_of_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
+    ResultsStore(redis.client, Settings()).write([result("1", title="keep this"), result("2", title="not this")])
+    purge(redis.client, Settings(), ["2"])
+    assert feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "keep this" in page
+    assert "not this" not in page
+
+
+def test_a_report_of_nothing(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
+    said = feedmill("report", "--hours", "1", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert (said.returncode, said.stdout.split(":")[0]) == (1, "0 posts of 1 hour")
+    found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
+    assert tuple(found["sections"]) == SECTIONS
+    assert found["width"] == 390
+
+
+def test_a_report_of_a_year(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
+    fill(redis)
+    said = feedmill("report", "--hours", "8784", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 0, said.stderr
+    found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
+    assert (found["width"], found["wide"]) == (390, [])
+
+
+def test_pictures(redis: RedisServer, tmp_path: Path) -> None:
+    fill(redis)
+    said = feedmill("report", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.returncode == 0, said.stderr
+    assert "4 pictures in charts" in said.stdout
+    pictures = sorted((tmp_path / "charts").iterdir())
+    assert [path.name for path in pictures] == ["posts.png", "scores.png", "subreddits.png", "waits.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--out", "none/r.html"), "The report cannot be written"),
+        (("--hours", "0"), "Invalid value for '--hours'"),
+    ],
+)
+def test_mistakes(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    found = feedmill("report", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert found.returncode == 2
+    assert said in found.stderr

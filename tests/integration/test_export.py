@@ -1,0 +1,418 @@
+"""feedmill/rows.py and feedmill/export.py on a real Redis: what is read, where it goes, and what is purged of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+
+from feedmill import export
+from feedmill.export import STATE, Folder, Wanted, format_of, opened, parts, purge
+from feedmill.rows import Place, RowReader, just_before
+from producers.files import read
+from shared.errors import UserError
+from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
+from shared.messages import Classification, Post
+from shared.purge import purge as purge_posts
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer
+
+DAY = 86_400
+#: 2026-11-20, noon.
+NOON = 1_795_176_000
+FORMATS = ["parquet", "csv", "jsonl"]
+BEGINNING = Place("0-0")
+
+
+@pytest.fixture
+def server(each_redis_server: RedisServer) -> RedisServer:
+    each_redis_server.client.flushall()
+    return each_redis_server
+
+
+@pytest.fixture
+def store(server: RedisServer) -> ResultsStore:
+    return ResultsStore(server.client, Settings())
+
+
+@pytest.fixture
+def reader(server: RedisServer) -> RowReader:
+    return RowReader(server.client)
+
+
+def result(post_id: str, label: str = "food", **fields: Any) -> Result:
+    found = Classification(
+        id=post_id, label=label, scores={label: 0.9, "other": 0.1}, model="m", revision=None, weights="00",
+        fingerprint="f", classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    return Result(Post(id=post_id, title=f"title of {post_id}", **fields), found)
+
+
+def add(server: RedisServer, at: float, *post_ids: str, label: str = "food") -> None:
+    """Entries as they were written at some time."""
+    for number, post_id in enumerate(post_ids):
+        post, found = result(post_id, label)
+        fields = {"id": post_id, "classification": found.model_dump_json(), "post": post.model_dump_json()}
+        server.client.xadd(RESULTS_STREAM, fields, id=f"{int(at * 1000)}-{number}")  # type: ignore[arg-type]
+        server.client.hincrby(COUNTERS, "stored", 1)
+
+
+def ids(reader: RowReader, place: Place = BEGINNING) -> list[str]:
+    return [row.post["id"] for chunk in reader.chunks(place) for row in chunk.rows]
+
+
+def run(out: Path, reader: RowReader, name: str, wanted: Wanted | None = None, **options: Any) -> Any:
+    with opened(out, format_of(name), wanted or Wanted(), reader, **options) as target:
+        if isinstance(target, Folder):
+            target.sweep()
+        place = target.place
+        for chunk in reader.chunks(place):
+            place = chunk.place
+            target.add((wanted or Wanted()).of(chunk.rows), place)
+        target.close(place)
+    return target
+
+
+def exported(out: Path) -> list[str]:
+    """The ids in an export, in order."""
+    paths = [path for path, _ in parts(out)] if out.is_dir() else [out]
+    return [post_id for path in paths for post_id in form_of(out, path).ids(path)]
+
+
+def form_of(out: Path, path: Path) -> Any:
+    return format_of(json.loads((out / STATE).read_text())["format"] if out.is_dir() else path.suffix[1:])
+
+
+@pytest.fixture
+def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("feedmill.rows.FETCH_BYTES", 1)
+
+
+# Rows.
+
+
+@pytest.mark.usefixtures("small_fetches")
+def test_everything_is_read_once_in_order(store: ResultsStore, reader: RowReader) -> None:
+    wanted = [str(number) for number in range(230)]
+    store.write([result(post_id) for post_id in wanted])
+    assert ids(reader) == wanted
+    chunk = reader.fetch(BEGINNING)
+    assert (len(chunk.rows), chunk.ended, chunk.missed, chunk.left) == (50, False, 0, 180)
+    assert ids(reader, chunk.place) == wanted[50:]
+
+
+def test_an_empty_stream(reader: RowReader) -> None:
+    chunk = reader.fetch(BEGINNING)
+    assert (chunk.rows, chunk.ended, chunk.missed, chunk.place.cursor) == ([], True, 0, "0-0")
+
+
+def test_times(server: RedisServer, reader: RowReader) -> None:
+    for number in range(5):
+        add(server, NOON + number, str(number))
+    assert ids(reader, Place(just_before(NOON + 2))) == ["2", "3", "4"]
+    assert ids(RowReader(server.client, until=NOON + 2)) == ["0", "1"]
+
+
+def test_scores_are_the_newest_known(store: ResultsStore, reader: RowReader) -> None:
+    store.write([result("1", score=5), result("2", score=6), result("3")])
+    store.refresh_scores({"1": 50, "3": -7}, at=1.0)
+    assert [row.post.get("score") for row in reader.fetch(BEGINNING).rows] == [50, 6, -7]
+
+
+def test_a_purged_post_is_no_row(server: RedisServer, store: ResultsStore, reader: RowReader) -> None:
+    store.write([result(str(number)) for number in range(5)])
+    server.client.set(tombstone_key("1"), 1)  # as a purge begins
+    server.client.set(tombstone_key("4"), 1)
+    chunk = reader.fetch(BEGINNING)
+    assert [row.post["id"] for row in chunk.rows] == ["0", "2", "3"]
+    assert reader.fetch(chunk.place).rows == []
+    assert reader.gone(iter(["0", "1", "9", "4"])) == {"1", "4"}
+
+
+def test_what_was_trimmed_is_told(server: RedisServer) -> None:
+    store = ResultsStore(server.client, Settings.model_validate({"results_stream_length": 100}))
+    reader = RowReader(server.client)
+    store.write([result(str(number)) for number in range(10)])
+    place = reader.fetch(BEGINNING).place
+    for start in range(10, 1000, 90):
+        store.write([result(str(number)) for number in range(start, start + 90)])
+    chunk = reader.fetch(place)
+    assert chunk.missed == int(chunk.rows[0].post["id"]) - 10
+    assert reader.fetch(chunk.place).missed == 0
+    assert reader.fetch(Place("1-0")).missed is None  # written before, or not?
+    assert reader.fetch(BEGINNING).missed == 0  # all that there is was asked for
+
+
+# Files.
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_one_file(tmp_path: Path, store: ResultsStore, reader: RowReader, name: str) -> None:
+    out = tmp_path / f"out.{name}"
+    posts = [result("1", body="=a\r\nb", score=3, created_utc=5.5), result("2")]
+    store.write(posts)
+    assert run(out, reader, name).written == 2
+    assert list(read(str(out))) == [each.post for each in posts]
+    assert list(tmp_path.iterdir()) == [out]
+    store.write([result("3")])
+    assert run(out, reader, name).written == 3  # anew
+    assert exported(out) == ["1", "2", "3"]
+
+
+@pytest.mark.usefixtures("small_fetches")
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_one_file_is_gone_on_with(
+    tmp_path: Path, store: ResultsStore, reader: RowReader, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(export, "NOTED_ROWS", 60)
+    out = tmp_path / f"out.{name}"
+    wanted = [str(number) for number in range(230)]
+    store.write([result(post_id) for post_id in wanted])
+    with opened(out, format_of(name), Wanted(), reader) as target:
+        chunks = list(reader.chunks(target.place))
+        for chunk in chunks[:3]:
+            target.add(chunk.rows, chunk.place)
+        # As after kill -9: of the third chunk nothing, or half of it, is on the disk.
+    partial = tmp_path / f"out.{name}.partial"
+    partial.write_bytes(partial.read_bytes() + b'{"id": "half')
+    assert not out.exists()
+    with pytest.raises(UserError, match="belongs to an export with another --label"):
+        run(out, reader, name, Wanted(label="food"))
+    target = run(out, reader, name)
+    assert (target.resumed, target.written) == (True, 230)
+    assert exported(out) == wanted
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_nothing_is_left_of_a_file_that_was_not_begun(tmp_path: Path, reader: RowReader) -> None:
+    with pytest.raises(KeyError), opened(tmp_path / "out.csv", format_of("csv"), Wanted(), reader):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_by_day(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / "out"
+    add(server, NOON, "1", "2")
+    add(server, NOON + DAY, "3")
+    add(server, NOON + 3 * DAY, "4", label="books")
+    assert run(out, reader, name, in_parts=True).written == 4
+    found = {str(path.relative_to(out)) for path, _ in parts(out)}
+    assert found == {
+        f"day=2026-11-20/part-{NOON}000-0_{NOON}000-1.{name}",
+        f"day=2026-11-21/part-{NOON + DAY}000-0_{NOON + DAY}000-0.{name}",
+        f"day=2026-11-23/part-{NOON + 3 * DAY}000-0_{NOON + 3 * DAY}000-0.{name}",
+    }
+    assert exported(out) == ["1", "2", "3", "4"]
+    # Run again: nothing new; then something new, in a part of its own.
+    assert run(out, reader, name, in_parts=True).written == 0
+    add(server, NOON + 3 * DAY + 1, "5")
+    target = run(out, reader, name, in_parts=True)
+    assert (target.resumed, target.written, exported(out)) == (True, 1, ["1", "2", "3", "4", "5"])
+
+
+def test_parquet_is_read_as_one_table(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    add(server, NOON, "1", "2")
+    add(server, NOON + DAY, "3", label="books")
+    run(tmp_path / "out", reader, "parquet")
+    table = ds.dataset(tmp_path / "out", partitioning="hive").to_table(columns=["id", "label", "day"])
+    assert table.to_pylist() == [
+        {"id": "1", "label": "food", "day": "2026-11-20"},
+        {"id": "2", "label": "food", "day": "2026-11-20"},
+        {"id": "3", "label": "books", "day": "2026-11-21"},
+    ]
+
+
+def test_parquet_goes_back_through_jsonl(tmp_path: Path, store: ResultsStore, reader: RowReader) -> None:
+    posts = [result("1", body="a\r\nb", score=3, created_utc=5.5, extra={"a": 1}, permalink="p"), result("2")]
+    store.write(posts)
+    run(tmp_path / "results", reader, "parquet")
+    page = (Path(__file__).parent.parent.parent / "docs" / "export.md").read_text()
+    (snippet,) = [block for block in page.split("```python\n") if "to_batches" in block]
+    script = snippet.partition("```")[0].replace('"results"', repr(str(tmp_path / "results")))
+    lines: list[str] = []
+    exec(script, {"print": lines.append})  # noqa: S102 - the documentation's own
+    (tmp_path / "out.jsonl").write_text("\n".join(lines))
+    assert list(read(str(tmp_path / "out.jsonl"))) == [each.post for each in posts]
+
+
+@pytest.mark.usefixtures("small_fetches")
+def test_parts_of_so_many_rows(tmp_path: Path, store: ResultsStore, reader: RowReader) -> None:
+    wanted = [str(number) for number in range(230)]
+    store.write([result(post_id) for post_id in wanted])
+    run(tmp_path / "out", reader, "jsonl", in_parts=True, part_rows=100)
+    sizes = [path.read_text().count("\n") for path, _ in parts(tmp_path / "out")]
+    assert sum(sizes) == 230
+    assert sizes[0] in (100, 50)  # of a day that ends here, fewer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_is_whole_or_not_there(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / "out"
+    add(server, NOON, "1", "2")
+    add(server, NOON + DAY, "3")
+    with opened(out, format_of(name), Wanted(), reader, in_parts=True) as target:
+        chunk = reader.fetch(target.place)
+        target.add(chunk.rows, chunk.place)  # and not closed: the second day's part is open
+    assert exported(out) == ["1", "2"]
+    left_over = out / "day=2026-11-21" / f".part.{name}.tmp"
+    left_over.write_bytes(b"half")  # as kill -9 leaves it
+    run(out, reader, name, in_parts=True)
+    assert exported(out) == ["1", "2", "3"]
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_part_that_the_state_was_not_told_of(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    out = tmp_path / "out"
+    add(server, NOON, "1", "2")
+    run(out, reader, "jsonl", in_parts=True)
+    before = (out / STATE).read_bytes()
+    add(server, NOON + 1, "3")
+    run(out, reader, "jsonl", in_parts=True)
+    (out / STATE).write_bytes(before)  # as if killed between the part and the state
+    add(server, NOON + 2, "4")
+    run(out, reader, "jsonl", in_parts=True)
+    assert exported(out) == ["1", "2", "3", "4"]
+
+
+def test_parts_are_in_the_streams_order(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    add(server, NOON, *map(str, range(11)))
+    for part_rows, until in ((9, 9), (2, 11)):
+        with opened(tmp_path / "out", format_of("csv"), Wanted(), reader, in_parts=True, part_rows=part_rows) as target:
+            (chunk,) = reader.chunks(target.place)
+            rows = chunk.rows[: until - int(chunk.rows[0].post["id"])]
+            target.add(rows, chunk.place._replace(cursor=rows[-1].entry))
+    assert [match[1] for _, match in parts(tmp_path / "out")] == [f"{NOON}000-0", f"{NOON}000-9"]
+    assert exported(tmp_path / "out") == [str(number) for number in range(11)]
+
+
+def test_only_a_label(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    add(server, NOON, "1")
+    add(server, NOON + 1, "2", label="books")
+    run(tmp_path / "out.csv", reader, "csv", Wanted(label="books"))
+    assert exported(tmp_path / "out.csv") == ["2"]
+
+
+# Purged posts.
+
+
+def purge_now(server: RedisServer, *post_ids: str) -> None:
+    purge_posts(server.client, Settings(), post_ids)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_purged_before_its_part_was_complete(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / "out"
+    add(server, NOON, "1", "2", "3")
+    add(server, NOON + DAY, "4")
+    with opened(out, format_of(name), Wanted(), reader, in_parts=True) as target:
+        chunk = reader.fetch(target.place)
+        purge_now(server, "2", "4")
+        target.add(chunk.rows, chunk.place)
+        target.close(chunk.place)
+    assert (exported(out), target.written) == (["1", "3"], 2)
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_purged_before_the_file_was_complete(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / f"out.{name}"
+    add(server, NOON, "1", "2", "3")
+    with opened(out, format_of(name), Wanted(), reader) as target:
+        chunk = reader.fetch(target.place)
+        target.add(chunk.rows, chunk.place)
+        purge_now(server, "2")
+        target.close(chunk.place)
+    assert (exported(out), target.written, target.removed) == (["1", "3"], 2, 1)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_purged_later(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / "out"
+    add(server, NOON, "1", "2", "3")
+    add(server, NOON + DAY, "4")
+    run(out, reader, name, in_parts=True)
+    purge_now(server, "2", "4")
+    assert run(out, reader, name, in_parts=True).removed == 2
+    assert exported(out) == ["1", "3"]
+    assert not (out / "day=2026-11-21").exists()
+    purge_now(server, "3")
+    assert purge(out, reader) == 1
+    assert purge(out, reader) == 0
+    assert exported(out) == ["1"]
+    add(server, NOON + 2 * DAY, "5")
+    run(out, reader, name, in_parts=True)
+    assert exported(out) == ["1", "5"]
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_purging_one_file(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / f"out.{name}"
+    add(server, NOON, "1", "2")
+    run(out, reader, name)
+    purge_now(server, "1")
+    assert purge(out, reader) == 1
+    assert exported(out) == ["2"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# Mistakes.
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other").write_text("x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("out", "name", "said"),
+    [
+        ("file", "parquet", "is a file: parquet in parts goes into a folder"),
+        ("folder", "parquet", "holds other files: give a new folder, or an empty one"),
+        ("folder", "csv", "is a folder: name a file in it, such as .*results.csv"),
+        ("none/out.csv", "csv", "There is no folder"),
+    ],
+)
+def test_where_it_cannot_go(tmp_path: Path, places: Path, reader: RowReader, out: str, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(places / out, reader, name)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["parquet", "csv"])
+def test_one_at_a_time(tmp_path: Path, reader: RowReader, name: str) -> None:
+    with (
+        opened(tmp_path / "out", format_of(name), Wanted(), reader),
+        pytest.raises(UserError, match="Another export is writing to"),
+    ):
+        run(tmp_path / "out", reader, name)
+
+
+def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    add(server, NOON, "1")
+    run(tmp_path / "out", reader, "parquet")
+    for name, wanted, flag in (("csv", Wanted(), "format"), ("parquet", Wanted(since=1.0), "since")):
+        with pytest.raises(UserError, match=f"belongs to an export with another --{flag}"):
+            run(tmp_path / "out", reader, name, wanted)
+    (tmp_path / "out" / STATE).write_text("{}")
+    with pytest.raises(UserError, match="should say how far an export is, but cannot be read"):
+        run(tmp_path / "out", reader, "parquet")
+
+
+def test_what_cannot_be_purged(places: Path, reader: RowReader) -> None:
+    for out, said in (("file", "is no export"), ("folder", "is no folder of"), ("none", "There is no")):
+        with pytest.raises(UserError, match=said):
+            purge(places / out, reader)
+
+
+def test_no_key_is_left(server: RedisServer, store: ResultsStore, reader: RowReader, tmp_path: Path) -> None:
+    store.write([result("1")])
+    before = set(server.client.keys("*"))
+    run(tmp_path / "out.csv", reader, "csv")
+    assert set(server.client.keys("*")) == before
+    assert result_key("1") in before

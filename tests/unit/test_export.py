@@ -1,0 +1,182 @@
+"""What an export writes of a row, and what is read of it again; no Redis."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from feedmill.export import format_of
+from feedmill.export_parquet import SCHEMA, batch_of
+from feedmill.export_text import COLUMNS, Csv, Jsonl
+from feedmill.rows import Row
+from producers import exported
+from producers.files import read
+from producers.records import BadRecord
+from shared.errors import InputError
+from shared.messages import Classification, Post
+
+FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
+
+
+def row(post: Post, entry: str = "1-0", **fields: Any) -> Row:
+    found = Classification(
+        id=post.id,
+        label="food",
+        scores={"food": 0.875, "odd, \"label'": 1e-17},
+        model="a/model",
+        revision=None,
+        weights="00",
+        fingerprint="f" * 32,
+        classified_at=1_700_000_000.123456,
+        worker="w",
+        device="cpu",
+        queued_seconds=0.25,
+    )
+    stored = json.loads(post.model_dump_json(exclude_defaults=True))
+    return Row(entry, found.model_dump(mode="json") | fields, stored)
+
+
+FULL = Post(
+    id="t3_1", topic="a, b", title="=HYPERLINK(1)", body='two\r\nlines "quoted"\rand\nmore', subreddit="Food", score=-5,
+    url="https://example.org/?a=1,2", created_utc=1_700_000_000.0, permalink="https://example.org/p",
+    edited_utc=1_700_000_001.5, stickied=True, nsfw=True, spoiler=True, extra={"a": [1, None, "ä"]},
+)  # fmt: skip
+BARE = Post(id="2", title="no url, no topic", permalink="https://example.org/p2")
+
+
+def written(path: Path, form: Csv | Jsonl, *posts: Post) -> Path:
+    writer = form.create(path)
+    writer.add([row(post) for post in posts])
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("form", [Csv(), Jsonl()])
+def test_what_was_written_is_read_as_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
+    path = written(tmp_path / "out", form, FULL, BARE)
+    assert list(read(str(path))) == [FULL, BARE]
+    assert list(form.ids(path)) == ["t3_1", "2"]
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(FORMULAS)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(title=TEXT, body=TEXT, topic=TEXT, post_id=TEXT)
+@pytest.mark.parametrize("form", [Csv(), Jsonl()])
+def test_any_text_comes_back(
+    tmp_path: Path, form: Csv | Jsonl, title: str, body: str, topic: str, post_id: str
+) -> None:
+    post = Post(id=f"x{post_id}", title=f"{title}", body=f"{body}.", topic=topic or None)
+    assert list(read(str(written(tmp_path / "out", form, post, BARE)))) == [post, BARE]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_cell_is_a_formula(tmp_path: Path, text: str) -> None:
+    assert exported.unescaped(exported.escaped(text)) == text
+    post = Post(id=f"{text}1", title=text, body=f"{text}b", topic=text, subreddit=text, url=text, permalink=text)
+    path = written(tmp_path / "out.csv", Csv(), post)
+    with path.open(newline="", encoding="utf-8") as file:
+        _, cells = csv.reader(file)
+    for cell in cells:
+        assert cell[:1] not in ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d"), cell
+
+
+def test_a_negative_number_is_a_number(tmp_path: Path) -> None:
+    path = written(tmp_path / "out.csv", Csv(), FULL)
+    with path.open(newline="", encoding="utf-8") as file:
+        (cells,) = csv.DictReader(file)
+    assert (cells["Score"], cells["Date"]) == ("-5", "2023-11-14T22:13:20+00:00")
+    assert (cells["label"], cells["label_score"], cells["revision"]) == ("food", "0.875", "")
+    assert json.loads(cells["scores"]) == {"food": 0.875, "odd, \"label'": 1e-17}
+
+
+def test_jsonl_has_every_column(tmp_path: Path) -> None:
+    (line,) = written(tmp_path / "out.jsonl", Jsonl(), BARE).read_text().splitlines()
+    record = json.loads(line)
+    assert tuple(record) == COLUMNS
+    assert (record["Topic"], record["Score"], record["nsfw"], record["Body"]) == (None, None, False, "")
+
+
+def test_parquet_says_the_same(tmp_path: Path) -> None:
+    batch = batch_of([row(FULL), row(BARE)])
+    assert tuple(batch.schema.names) == COLUMNS
+    (line, _) = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE).read_text().splitlines()
+    (full, bare) = batch.to_pylist()
+    expected = json.loads(line)
+    for column in ("Date", "edited", "classified_at"):
+        assert full.pop(column).isoformat() == expected.pop(column)
+    assert dict(full.pop("scores")) == expected.pop("scores")
+    assert json.loads(full.pop("extra")) == expected.pop("extra")
+    assert full == expected
+    assert (bare["Topic"], bare["Title"], bare["Body"], bare["Date"]) == (None, BARE.title, "", None)
+
+
+def test_the_latest_date_there_is() -> None:
+    latest = Post(id="1", title="t", created_utc=253_402_300_799)
+    assert batch_of([row(latest)]).column("Date")[0].as_py().year == 9999
+
+
+@pytest.mark.parametrize("name", ["parquet", "csv", "jsonl"])
+def test_a_copy_without_some_posts(tmp_path: Path, name: str) -> None:
+    form = format_of(name)
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    writer = form.create(whole)
+    for start in range(0, 20, 5):
+        writer.add([row(Post(id=f"={number}", title="a\nb")) for number in range(start, start + 5)])
+    writer.close()
+    assert form.copy(whole, copy, {"=3", "=17", "other"}) == 18
+    assert list(form.ids(copy)) == [f"={number}" for number in range(20) if number not in (3, 17)]
+    again = tmp_path / "again"
+    assert form.copy(copy, again, {"none"}) == 18
+    assert again.read_bytes() == copy.read_bytes()
+
+
+def test_an_export_of_parquet_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "part.parquet"
+    writer = format_of("parquet").create(path)
+    writer.add([row(FULL)])
+    writer.close()
+    with pytest.raises(InputError, match="is Parquet. Give the same as JSONL or CSV, as docs/export.md shows"):
+        list(read(str(path)))
+
+
+def test_other_peoples_labels_are_topics_still(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_bytes(b"id,title,label,scores,permalink\r\n1,'=a,food,{},p\r\n")
+    (post,) = read(str(path))
+    assert isinstance(post, Post)
+    assert (post.topic, post.title, post.url) == ("food", "'=a", "p")
+
+
+def test_a_row_that_was_changed_by_hand(tmp_path: Path) -> None:
+    path = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE)
+    path.write_text(path.read_text().replace('"Date":"2023-', '"Date":"about 2023-', 1))
+    bad, good = read(str(path))
+    assert isinstance(bad, BadRecord)
+    assert bad.reason.startswith("created_utc: ")
+    assert good == BARE
+
+
+def test_the_schema_is_the_documented_one() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "export.md").read_text()
+    told = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    types = {names.strip(): kind.strip() for _, names, kind, *_ in told if kind.strip() in KINDS}
+    documented = {name.strip("` "): kind for names, kind in types.items() for name in names.split(",")}
+    assert list(documented) == list(COLUMNS)
+    assert {name: KINDS[kind] for name, kind in documented.items()} == {field.name: field.type for field in SCHEMA}
+
+
+KINDS = {
+    "text": pa.string(),
+    "whole number": pa.int64(),
+    "number": pa.float64(),
+    "time": pa.timestamp("us", tz="UTC"),
+    "true or false": pa.bool_(),
+    "map of text to number": pa.map_(pa.string(), pa.float64()),
+}
