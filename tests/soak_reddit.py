@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from producers.reddit.state import Gap, State
-from shared.keys import RESULTS_STREAM
+from shared.keys import RESULTS_STREAM, sent_key
 from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, redis_servers, wait_until, working
 
@@ -170,6 +170,12 @@ class Soak:
         gaps = State(server.client).gaps()
         found = [(gap.subreddit, gap.until) for gap in gaps]
         _tell(f"faults: {dict(self._reddit.ledger.faults)}")
+        published = self._reddit.ledger.published
+        for fullname in sorted(reachable - set(stored)):
+            place, served = self._published.index(fullname), self._reddit.ledger.served[fullname]
+            known = fullname in _known(server, published[fullname].subreddit)
+            sent = bool(server.client.exists(sent_key(fullname)))
+            _tell(f"missing: {fullname} {published[fullname]}, number {place}, {served=} {known=} {sent=}")
         _tell(f"gaps: {[_described(gap) for gap in gaps]}")
         return {
             "published": len(reachable),

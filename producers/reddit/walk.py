@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from producers.reddit.things import PAGE, Fault, Item, Page
 
-#: Pages of a walk, at most: Reddit's listings end after a thousand items.
-PAGES = 10
+#: Pages of a walk, at most. Reddit's listings end after a thousand items, ten pages; one that had to be asked for after
+#: an earlier anchor brings fewer that are new.
+PAGES = 15
 #: Posts of one subreddit that are remembered: more than a listing holds, so that all of it is known ground.
 KNOWN = 1500
 #: Items before the last one of a page that are tried as anchors, when nothing comes after the last.

@@ -161,6 +161,13 @@ def test_a_dead_anchor_is_stepped_over() -> None:
     assert listing.asked[:4] == [None, "t3_401", "t3_402", "t3_403"]
 
 
+def test_dead_anchors_do_not_cost_the_end_of_a_listing() -> None:
+    """The last of its thousand items is pushed out by the next post: there is no second chance."""
+    dead = ["t3_2901", "t3_2502", "t3_2201"]
+    found = walk(Listing(newest_first(1, 3000), dead=dead), [known(1, 1500)], OVERLAP, depth=100)
+    assert fullnames(found.items) == [f"t3_{number}" for number in range(2001, 3001)]
+
+
 def test_a_listing_that_breaks_off_is_a_fault_and_no_end() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
     with pytest.raises(Fault, match="breaks off"):
