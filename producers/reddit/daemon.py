@@ -81,7 +81,7 @@ class Job:
 
 
 class Daemon:
-    """Reads topics for as long as `run` runs. For one thread.
+    """Reads topics for as long as `step` is called. For one thread.
 
     depth: posts of a topic that are read to begin with; all that come later are.
     """
@@ -123,13 +123,11 @@ class Daemon:
             self._jobs += [Job(partial(self._check, feed), start), Job(partial(self._poll, feed), start)]
         self._jobs.append(Job(self._looks.run, start))
 
-    def run(self) -> None:
-        """Raises Stopped when the process is asked to end, and CredentialsError when Reddit refuses them at first."""
-        while True:
-            self._clock.wait(self.step())
-
     def step(self) -> float:
-        """Do one thing that is due; returns the seconds until there is another."""
+        """Do one thing that is due; returns the seconds until there is another.
+
+        Raises Stopped when the process is asked to end, and CredentialsError when Reddit refuses them at first.
+        """
         self._publish()
         now = self._clock.monotonic()
         job = min(self._jobs, key=lambda job: job.due)
