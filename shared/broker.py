@@ -31,6 +31,8 @@ RETRY_PAUSES = (0.1, 0.5, 2.0)
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
+#: Where kombu notes what workers hold, apart from what other applications' workers do in the same database.
+UNACKED = {f"unacked{part}_key": f"feedmill:unacked{part}" for part in ("", "_index", "_mutex")}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
 SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
@@ -44,7 +46,8 @@ class Application(Celery):
 
 def make_app(settings: Settings) -> Application:
     """The Celery application that producers, workers and Flower share."""
-    app = Application("feedmill", broker=settings.broker_url, backend=settings.broker_url)
+    backend = settings.broker_url if settings.celery_results == "redis" else "rpc://"
+    app = Application("feedmill", broker=settings.broker_url, backend=backend)
     app.settings = settings
     app.conf.update(
         task_serializer="json",
@@ -63,6 +66,8 @@ def make_app(settings: Settings) -> Application:
         worker_enable_prefetch_count_reduction=False,
         broker_transport_options={
             "visibility_timeout": settings.visibility_timeout,
+            # Other applications' workers look after what they hold by their own timeouts.
+            **UNACKED,
             # Celery's default looks for abandoned messages every 100 seconds.
             "unacked_restore_interval": 5,
             "unacked_restore_throttle": 1,
@@ -188,10 +193,10 @@ class QueueDepth(NamedTuple):
 
 
 def queue_depth(redis: Redis, queue: str) -> QueueDepth:
-    """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue)."""
+    """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue of Feedmill's)."""
     pipe: Any = redis.pipeline(transaction=False)
     for priority in PRIORITIES:
         pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
-    pipe.hlen("unacked")
+    pipe.hlen(UNACKED["unacked_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

@@ -132,6 +132,12 @@ class Settings(BaseSettings):
     statistics_interval: Seconds = 60.0
     #: Folder of what a worker measured once and need not measure again; it may be deleted.
     cache_folder: Path = Path("~/.cache/feedmill")
+    #: Modules with Celery tasks of your own for the worker to load, separated by commas (docs/celery.md).
+    include: Annotated[tuple[str, ...], NoDecode] = ()
+    #: Store the state STARTED when a message's first row enters a forward pass; costs a round trip a message.
+    track_started: bool = False
+    #: Where Celery's results go: redis, or rpc, straight to the sender's reply queue.
+    celery_results: Literal["redis", "rpc"] = "redis"
     #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
     drain: Seconds = 30.0
     #: Seconds after which a message held by a vanished worker is delivered again.
@@ -180,6 +186,11 @@ class Settings(BaseSettings):
             return json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"begins as JSON, but is none: {json_problem(error)}") from None
+
+    @field_validator("include", mode="before")
+    @classmethod
+    def _from_names(cls, value: object) -> object:
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
     @field_validator("flower_password")
     @classmethod

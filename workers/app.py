@@ -1,50 +1,19 @@
-"""The worker's Celery application: the one task, and the pool that runs it.
+"""The worker's Celery application: its tasks, and the pool that runs them.
 
 `feedmill worker` starts it; `celery -A workers.app worker` does too, since the pool is named in its configuration.
 """
 
-from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 
-from celery import current_task
-
-from shared.broker import CLASSIFY_TASK, Application, make_app
-from shared.errors import MessageFailed, RequestRefused
+from shared.broker import Application, make_app
+from shared.errors import SettingsError
 from shared.settings import Settings, load
-from workers.message import Message
-
-#: The message that the pool has finished and whose task Celery's tracer now runs, on the same thread.
-IN_HAND: ContextVar[Message | None] = ContextVar("IN_HAND", default=None)
-
-
-def classify(
-    posts: list[dict[str, Any]] | None = None,  # noqa: ARG001 - the signature is the contract; the pool has read the arguments
-    labels: list[str] | str | None = None,  # noqa: ARG001
-    template: str | None = None,  # noqa: ARG001
-    multi_label: bool = False,  # noqa: ARG001
-    strict: bool = False,  # noqa: ARG001
-    top_k: int | None = None,  # noqa: ARG001
-    *surplus: Any,  # noqa: ARG001 - refused by the message itself, in its own words, and so is what is unknown
-    version: int = 1,  # noqa: ARG001
-    **unknown: Any,  # noqa: ARG001
-) -> list[dict[str, Any]] | str:
-    """The body of `feedmill.classify`: one outcome per post, in order; where nobody gets them, how many there are.
-
-    The device has done the work by the time it runs; it picks up what the pool made ready, or raises the
-    message's own error, and Celery's tracer does the rest. Raises RequestRefused or MessageFailed.
-    """
-    message = IN_HAND.get()
-    if message is None:
-        raise RuntimeError("feedmill.classify runs in Feedmill's own worker pool: start it with `feedmill worker`.")
-    message.check()
-    request = current_task.request
-    if request.ignore_result and not (request.callbacks or request.chain or request.chord):
-        return message.summary()  # for events and Flower: an eighth of a message's cost was spelling out the rest
-    return message.result()
+from workers import task  # noqa: F401 - a shared task: whatever application is made next has it
 
 
 def make_worker_app(settings: Settings) -> Application:
-    """The application with the task and the pool, for one worker on one device."""
+    """The application with its tasks and the pool, for one worker on one device. Raises SettingsError."""
     app = make_app(settings)
     app.conf.update(
         worker_pool="workers.pool:DevicePool",
@@ -53,13 +22,17 @@ def make_worker_app(settings: Settings) -> Application:
         worker_prefetch_multiplier=settings.window_rows,
         # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue.
         worker_eta_task_limit=2 * settings.window_rows,
+        task_track_started=settings.track_started,
     )
     app.steps["consumer"].add("workers.consumer:ConsumerFit")
-    # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.
-    declared = app.task(
-        name=CLASSIFY_TASK, throws=(MessageFailed, RequestRefused), Request="workers.request:ClassifyRequest"
-    )
-    declared(classify)
+    for module in settings.include:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise SettingsError(
+                f"FEEDMILL_INCLUDE: the module {module} cannot be imported: {error}. Python looks for modules in "
+                "PYTHONPATH and among the installed packages, not in the working directory."
+            ) from None
     app.finalize()
     return app
 

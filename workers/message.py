@@ -29,17 +29,23 @@ LATEST = 1e11
 class Message:
     """One message inside the worker: its posts, and an outcome for each as they come.
 
-    arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters.
-    ticket: whatever its owner needs to answer it.
+    arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters. priority: whose turn it
+    is when several wait, 0 before 9. ticket: whatever its owner needs to answer it.
     """
 
     def __init__(
-        self, arguments: dict[str, Any], sent_at: object, task_id: str | None = None, ticket: Any = None
+        self,
+        arguments: dict[str, Any],
+        sent_at: object,
+        task_id: str | None = None,
+        priority: int = 0,
+        ticket: Any = None,
     ) -> None:
         self.arguments = dict(arguments)
         #: Seconds since 1970, where the sender said so.
         self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < LATEST else None
         self.task_id = task_id
+        self.priority = priority
         self.ticket = ticket
         posts = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = posts if isinstance(posts, list) else []
@@ -48,10 +54,17 @@ class Message:
         self.options = ClassifyOptions()
         #: Why the message as a whole cannot be served, where that is so.
         self.refused: RequestRefused | None = None
+        #: Why it fails as a whole although it could be served: it took too long.
+        self.fault: Exception | None = None
         #: A row of it has entered a forward pass, or it needed none.
         self.started = False
-        #: It will be delivered again, to someone else or to us: forget it.
-        self.abandoned = False
+        #: Its owner has been handed its outcomes.
+        self.finished = False
+        #: Nothing more of it is computed, and its owner is not told when it is done: it was withdrawn, took too long,
+        #: or will be delivered again.
+        self.dropped = False
+        #: Its owner has sent it once more, as a message of its own: what it lacks is no dead letter yet.
+        self.sent_again = False
 
     def read(self) -> list[Post | PostError]:
         """Its posts, each read or refused; its options from now on. Raises RequestRefused."""
@@ -71,6 +84,12 @@ class Message:
         self.unsettled -= 1
         return not self.unsettled
 
+    def give_up(self, fault: Exception, reason: str) -> None:
+        """Fail as a whole; the posts without an outcome get the reason for theirs."""
+        self.fault = fault
+        for index, raw in enumerate(self.raw_posts):
+            self.settle(index, PostError(id=_id_of(raw), error=reason))
+
     def errors(self) -> list[PostError]:
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
@@ -83,7 +102,7 @@ class Message:
 
         One in all, without posts, for a message of more posts than one may hold: it is bounded in nothing else.
         """
-        if not self.failed():
+        if self.sent_again or not self.failed():
             return []
         reason = str(self.refused) if self.refused else None
         dead: list[tuple[object, str]] = [
@@ -97,11 +116,10 @@ class Message:
         options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
         letters, room = [], MAX_DEAD_MESSAGE_BYTES
         for raw, why in dead:
-            post_id = raw.get("id") if isinstance(raw, dict) else None
             post = _as_json(_known_fields(raw), min(room, MAX_DEAD_POST_BYTES))
             room -= len(post or "") + len(options or "")
             letter = DeadLetter(
-                id=None if post_id is None else str(post_id)[:128],
+                id=_id_of(raw),
                 reason=why,
                 post=post,
                 options=options if room > 0 else None,
@@ -113,7 +131,9 @@ class Message:
         return letters
 
     def check(self) -> None:
-        """Raises RequestRefused or MessageFailed, where the promise says so."""
+        """Raises RequestRefused or MessageFailed where the promise says so, or what it was given up for."""
+        if self.fault:
+            raise self.fault
         if self.refused:
             raise self.refused
         reasons = [f"{error.id}: {error.error}" for error in self.errors()]
@@ -124,7 +144,7 @@ class Message:
         return f"{len(self.outcomes) - len(self.errors())} of {len(self.outcomes)} posts classified"
 
     def result(self) -> list[dict[str, Any]]:
-        """One outcome per post, in order. Raises RequestRefused or MessageFailed, as the promise says."""
+        """One outcome per post, in order. Raises as `check` does."""
         self.check()
         return [self._reply(outcome) for outcome in self.outcomes if outcome is not None]
 
@@ -133,6 +153,12 @@ class Message:
         if self.options.top_k and "scores" in reply:
             reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # the best come first
         return reply
+
+
+def _id_of(raw: object) -> str | None:
+    """As much of a raw post's id as names it."""
+    post_id = raw.get("id") if isinstance(raw, dict) else None
+    return None if post_id is None else str(post_id)[:128]
 
 
 def _known_fields(raw: object) -> object:

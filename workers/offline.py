@@ -1,21 +1,28 @@
-"""Classifying without a queue: the worker's own pipeline with both of its ends swapped.
+"""Classifying without a queue: the worker's own pipeline with its ends swapped.
 
-Posts come from an iterator instead of Celery, outcomes go to an iterator instead of Redis. What lies between (window,
-lanes, halving of failing batches) is the worker's, so that what is tried, tuned or measured here is what a worker does.
+Posts come from an iterator, or from whoever calls the task, instead of the queue, and outcomes go back there. What lies
+between (window, lanes, halving of failing batches) is the worker's, so that what is tried, tuned or measured here is
+what a worker does.
 """
 
 import logging
+import os
 import queue
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import ClassVar
 
-from shared.errors import ModelError
+from shared.broker import connect
+from shared.errors import DeviceFull, DeviceLost, ModelError
 from shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
-from shared.results import Result
+from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from workers.calibration import TokenBudget
+from workers import device
+from workers.calibration import TokenBudget, calibrate
 from workers.classifiers import Classifier
+from workers.classifiers.choose import load_classifier
 from workers.message import Message
 from workers.pipeline import Pipeline
 
@@ -53,8 +60,7 @@ def classify(
         settings,
         budget,
         "offline",
-        on_started=lambda _: None,
-        on_finished=finished.put,
+        on_recorded=finished.put,
         on_failure=lambda: finished.put(None),
     )
     pipeline.start()
@@ -73,7 +79,7 @@ def classify(
                 return
             message = finished.get()
             if message is None:
-                raise ModelError(f"The device failed: {pipeline.failure}. See the log above.")
+                raise _lost(pipeline)
             done.add(id(message))
             while sent and id(sent[0][0]) in done:
                 first, its_posts = sent.popleft()
@@ -82,3 +88,57 @@ def classify(
                     yield post, outcome or PostError(id=post.id, error=str(first.refused))
     finally:
         pipeline.stop()
+
+
+class Here:
+    """The pipeline of this process, for those who call the task instead of sending it.
+
+    worker: the name that results bear; they are stored then, and else nowhere.
+    """
+
+    #: One model a process: the last that was asked for.
+    _latest: ClassVar["Here | None"] = None
+    _making = threading.Lock()
+
+    @classmethod
+    def of(cls, settings: Settings, worker: str | None) -> "Here":
+        """What was made before, where it is this process's and the same. Raises UserError."""
+        with cls._making:
+            latest, wanted = cls._latest, (os.getpid(), settings, worker)
+            if latest is None or latest._made_for != wanted:
+                if latest and latest._made_for[0] == os.getpid():
+                    latest._pipeline.stop()
+                cls._latest = latest = cls(settings, worker)
+            return latest
+
+    def __init__(self, settings: Settings, worker: str | None) -> None:
+        self._made_for = (os.getpid(), settings, worker)
+        try:
+            classifier = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+            budget = calibrate(classifier, settings)
+        except (DeviceFull, DeviceLost) as error:
+            raise ModelError(f"The device failed: {error}") from None
+        self._submitting = threading.Lock()
+        self._pipeline = Pipeline(
+            classifier,
+            ResultsStore(connect(settings), settings) if worker else _Nowhere(),
+            settings,
+            budget,
+            worker or "here",
+            on_recorded=lambda message: message.ticket.set(),
+            on_failure=lambda: None,
+        )
+        self._pipeline.start()
+
+    def classify(self, message: Message) -> None:
+        """Return when the message has its outcomes. Raises ModelError where the device fails for good."""
+        message.ticket = done = threading.Event()
+        with self._submitting:
+            self._pipeline.submit(message)
+        while not done.wait(1):
+            if self._pipeline.failure:
+                raise _lost(self._pipeline)
+
+
+def _lost(pipeline: Pipeline) -> ModelError:
+    return ModelError(f"The device failed: {pipeline.failure}. See the log above.")

@@ -6,8 +6,10 @@ The device is what must never wait: tokenization, Redis and Celery happen on oth
 handed the next micro-batch while the last one runs. A CPU has a device thread, a lane, for each of its cores, whose
 forward passes run side by side; a micro-batch that finds the others idle gets all cores. One more thread watches: a
 forward pass that hangs ends the worker, as does any thread that dies. The pipeline knows what a message of posts is,
-but nothing of Celery: `on_started` and `on_finished` tell its owner when a message's first row enters a forward pass
-and when its last post has an outcome. They are called on the pipeline's threads.
+but nothing of Celery. It asks and tells its owner, on threads of its own: `admits`, whether a message whose turn has
+come is still wanted, under the pipeline's lock; `on_started`, when its first row enters a forward pass; `on_finished`,
+when its last post has an outcome and every result is stored; `on_recorded`, when its dead letters are stored as well,
+and nothing more is to come.
 """
 
 import logging
@@ -17,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -67,7 +70,7 @@ class Store(Protocol):
 
 
 #: What the writer is handed; a message comes by itself when it needs no forward pass.
-Finished = Computed | Message
+Finished = Computed | Message | Callable[[], None]
 
 
 class Pipeline:
@@ -83,16 +86,21 @@ class Pipeline:
         settings: Settings,
         budget: TokenBudget,
         worker: str,
-        on_started: Callable[[Message], None],
-        on_finished: Callable[[Message], None],
+        *,
+        admits: Callable[[Message], bool] = lambda _: True,
+        on_started: Callable[[Message], None] = lambda _: None,
+        on_finished: Callable[[Message], None] = lambda _: None,
+        on_recorded: Callable[[Message], None] = lambda _: None,
         on_failure: Callable[[], None],
     ) -> None:
         self._classifier = classifier
         self._store = store
         self._budget = budget
         self._worker = worker
+        self._admits = admits
         self._on_started = on_started
         self._on_finished = on_finished
+        self._on_recorded = on_recorded
         self._on_failure = on_failure
         self._batch_rows = settings.batch_rows
         self._forward_timeout = settings.forward_timeout
@@ -100,16 +108,18 @@ class Pipeline:
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
         self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        #: Guards the window, the jobs, and every message's `started` and `abandoned`.
+        #: Guards the window, the jobs, and every message's `started`, `finished` and `dropped`.
         self._ready = threading.Condition()
         self._window: Window[Row] = Window(time.monotonic)
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: deque[Callable[[], None]] = deque()
         self._lanes = classifier.device.lanes
         #: Lanes that have a micro-batch. Guarded by `_ready` too.
         self._busy = 0
         #: By lane: when its latest forward pass began, and what it left; for the watching thread.
         self._computing: list[tuple[float, Outputs | None] | None] = [None] * self._lanes
-        self._finished: queue.Queue[Finished] = queue.Queue(WRITE_AHEAD)
+        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        #: Room for what the device and the tokenizer hand to the writer.
+        self._room = threading.Semaphore(WRITE_AHEAD)
         #: Rows taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each is
         #: written by a thread of its own. Both reckon with the labels that are set.
         self._rows_each = classifier.label_set(ClassifyOptions()).rows
@@ -131,7 +141,7 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Take a message in. It ends with `on_finished`, unless it is forgotten or the pipeline stops."""
+        """Take a message in. It ends with `on_recorded`, unless it is dropped or the pipeline stops."""
         self._rows_in += len(message.raw_posts) * self._rows_each
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
@@ -148,16 +158,36 @@ class Pipeline:
             return self._window.oldest_age()
 
     def run_on_device_thread(self, job: Callable[[], None]) -> None:
-        """Run something that is no micro-batch between two micro-batches."""
+        """Run something that is no micro-batch between two micro-batches: jobs and micro-batches take turns."""
         with self._ready:
             self._jobs.append(job)
             self._ready.notify_all()
+
+    def run_on_writer_thread(self, job: Callable[[], None]) -> None:
+        """Run something that talks to Redis before the writer is handed anything else; at once where this is it."""
+        if threading.current_thread() is self._threads["writer"]:
+            job()
+        else:
+            self._finished.put(job)
 
     def forget(self, messages: Iterable[Message]) -> None:
         """Drop those of the messages that have not started: they will be delivered again."""
         with self._ready:
             for message in messages:
-                message.abandoned = not message.started
+                message.dropped |= not message.started
+
+    def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
+        """Let a message fail as a whole, now; whether it was not too late for that.
+
+        Nothing more of it is computed, and it ends as others do, with the fault for its outcome. The reason goes to its
+        posts that have none. The micro-batch that computes some of it is finished for the others.
+        """
+        with self._ready:
+            if message.finished or message.dropped:
+                return False
+            message.dropped = True
+        self.run_on_writer_thread(partial(self._record_given_up, message, fault, reason))
+        return True
 
     def stop(self, seconds: float = 5.0) -> None:
         """End the threads, whatever they hold; waits at most `seconds` for each."""
@@ -211,7 +241,7 @@ class Pipeline:
                 for at in range(0, len(rows), ROWS_AT_ONCE):
                     with self._ready:
                         for row in rows[at : at + ROWS_AT_ONCE]:
-                            self._window.add(row)
+                            self._window.add(row, message.priority)
                         self._ready.notify_all()
             else:
                 self._hand_to_writer(message)
@@ -264,29 +294,38 @@ class Pipeline:
     def _next_batch(self, lane: int) -> tuple[list[Row], int] | None:
         """The lane's next micro-batch, once there is one, and how many share the device with it, itself counted.
 
-        None when the pipeline stops. The first lane runs jobs in between.
+        None when the pipeline stops. The first lane runs a job after each micro-batch.
         """
         while not self._stopping.is_set():
+            if not lane:
+                self._run_job()
             with self._ready:
                 self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._stopping.is_set())
-                jobs: list[Callable[[], None]] = []
-                if not lane:
-                    jobs, self._jobs = self._jobs, jobs
                 rows = self._window.take(self._budget.tokens, self._batch_rows)
-                rows = [row for row in rows if not row.owner.message.abandoned]
                 messages = {id(row.owner.message): row.owner.message for row in rows}
-                starting = [message for message in messages.values() if not message.started]
-                for message in starting:
-                    message.started = True
+                starting = [message for message in messages.values() if self._starts(message)]
+                rows = [row for row in rows if not row.owner.message.dropped]
                 alone = not self._busy and not self._window
                 self._busy += bool(rows)
-            for job in jobs:
-                job()
             for message in starting:
                 self._on_started(message)
             if rows:
                 return rows, 1 if alone else self._lanes
         return None
+
+    def _run_job(self) -> None:
+        with self._ready:
+            job = self._jobs.popleft() if self._jobs else None
+        if job:
+            job()
+
+    def _starts(self, message: Message) -> bool:
+        """Whether the message's turn has come with this, and it is still wanted; drops it where it is not. Locked."""
+        if message.started or message.dropped:
+            return False
+        message.started = self._admits(message)
+        message.dropped = not message.started
+        return message.started
 
     def _forward(self, rows: Sequence[Row], lane: int) -> list[tuple[Sequence[Row], Outputs | Exception]]:
         """Outputs of the batch; when it raises, of its halves, until only the culprit has none."""
@@ -326,11 +365,9 @@ class Pipeline:
 
     def _hand_to_writer(self, finished: Finished) -> None:
         while not self._stopping.is_set():
-            try:
-                self._finished.put(finished, timeout=1)
-            except queue.Full:
-                continue
-            return
+            if self._room.acquire(timeout=1):
+                self._finished.put(finished)
+                return
 
     def _writer_loop(self) -> None:
         while not self._stopping.is_set():
@@ -338,24 +375,41 @@ class Pipeline:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
                 continue
-            if isinstance(finished, Message):
-                settled: tuple[list[Result], list[Message]] = [], [finished]
+            if isinstance(finished, Computed | Message):
+                self._room.release()
+                self._record(*(self._settle(finished) if isinstance(finished, Computed) else ([], [finished])))
             else:
-                settled = self._settle(finished)
-            results, complete = settled
-            complete = [message for message in complete if not message.abandoned]
-            now = time.time()
-            dead = [letter for message in complete for letter in message.dead_letters(self._worker, now)]
-            if self._write(results, dead):
-                self.statistics.totals.posts += len(results)
-                self.statistics.totals.failed += len(dead)
-                if dead:
-                    logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
-                stored_at = time.time()
-                for message in complete:
-                    if message.sent_at is not None:
-                        self.statistics.lag.add(max(0.0, stored_at - message.sent_at))
-                    self._complete(message)
+                finished()
+
+    def _record(self, results: Sequence[Result], complete: Sequence[Message]) -> None:
+        """Store results, let the owner finish the messages that are complete by them, and store what they lack."""
+        if not self._write(results, []):
+            return
+        self.statistics.totals.posts += len(results)
+        stored_at = time.time()
+        done = [message for message in complete if self._take_over(message)]
+        for message in done:
+            if message.sent_at is not None:
+                self.statistics.lag.add(max(0.0, stored_at - message.sent_at))
+            self._on_finished(message)
+        self._bury(done)
+
+    def _record_given_up(self, message: Message, fault: Exception, reason: str) -> None:
+        message.give_up(fault, reason)
+        self._on_finished(message)
+        self._bury([message])
+
+    def _bury(self, done: Sequence[Message]) -> None:
+        """Store the dead letters of messages that are done with, and let the owner go of them."""
+        now = time.time()
+        dead = [letter for message in done for letter in message.dead_letters(self._worker, now)]
+        if not self._write([], dead):
+            return
+        if dead:
+            self.statistics.totals.failed += len(dead)
+            logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
+        for message in done:
+            self._on_recorded(message)
 
     def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:
         """Give each post of a micro-batch its outcome: what is to be stored, and the messages now complete."""
@@ -371,6 +425,8 @@ class Pipeline:
             outcomes = [(row.owner, self._outcome(row, scores)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:
+            if work.message.fault:
+                continue  # its posts have an outcome: that it took too long
             if isinstance(outcome, Classification):
                 results.append(Result(work.post, outcome))
             if work.message.settle(work.index, outcome):
@@ -398,19 +454,21 @@ class Pipeline:
             queued_seconds=None if work.message.sent_at is None else max(0.0, now - work.message.sent_at),
         )
 
-    def _complete(self, message: Message) -> None:
+    def _take_over(self, message: Message) -> bool:
+        """Whether a message that is complete is to be finished."""
         with self._ready:
-            if message.abandoned:
-                return
-            starting, message.started = not message.started, True
-        if starting:  # nothing of it needed a forward pass
+            starting = self._starts(message)  # nothing of it needed a forward pass
+            if message.dropped:
+                return False
+            message.finished = True
+        if starting:
             self._on_started(message)
-        self._on_finished(message)
+        return True
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Write until Redis takes it: results that were computed are kept. False when the pipeline stops first."""
         pause = 0.1
-        while not self._stopping.is_set():
+        while (results or dead) and not self._stopping.is_set():
             try:
                 self._store.write(results, dead)
                 return True
@@ -418,7 +476,7 @@ class Pipeline:
                 logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
                 self._stopping.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-        return False
+        return not self._stopping.is_set()
 
 
 def _lane_name(lane: int) -> str:

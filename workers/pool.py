@@ -14,7 +14,9 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 - `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
   holds the decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body once more, unless
   the content type is None: then the body is taken for decoded (celery/app/trace.py, `trace_task_ret`).
-- Callbacks are bound methods of the Request; `acknowledged` keeps it from acknowledging again.
+- Callbacks are bound methods of the Request; `acknowledged` keeps it from acknowledging again. `on_timeout` fails and
+  acknowledges it; a request that has been asked to terminate before it was accepted does so in `on_accepted`.
+- What `terminate_job`, `grow`, `shrink` and `restart` raise is the answer to the remote command that asked for it.
 - `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
   from another one Celery loses events, and Flower shows tasks that never end.
 - `Hub._pop_ready` holds the acknowledgements that a closing worker has yet to send.
@@ -22,31 +24,34 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 """
 
 import logging
+import math
 import os
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from billiard.einfo import ExceptionInfo
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.concurrency.base import BasePool, apply_target
-from celery.exceptions import WorkerShutdown
+from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerShutdown
 from celery.platforms import EX_FAILURE
+from celery.states import STARTED
 from celery.worker import state
 
-from shared.broker import CLASSIFY_TASK, SENT_AT, connect
+from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
-from workers.app import IN_HAND
 from workers.calibration import calibrate
 from workers.classifiers.choose import load_classifier
 from workers.message import Message
 from workers.metrics import TURN, WorkerMetrics
 from workers.pipeline import Pipeline
+from workers.request import tell_withdrawn, withdrawn
+from workers.task import IN_HAND, ClassifyTask, named
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +65,16 @@ class Ticket:
     accepted: Callable[[int, float], None]
     succeeded: Callable[[Any], None]
     failed: Callable[[Any], None]
+    timed_out: Callable[[bool, float], None]
+    #: Seconds from acceptance to result: those after which it fails by itself, and those after which it is made to.
+    soft_limit: float | None = None
+    hard_limit: float | None = None
     #: The posts on their way through the pipeline; None for a task that is not micro-batched.
     message: Message | None = None
+    #: What the consumer's thread has to do once all that the message left is stored.
+    ending: Callable[[], None] = lambda: None
+    #: What waits for the time limits.
+    timers: list[Any] = field(default_factory=list)
 
     @property
     def request(self) -> Any:
@@ -116,9 +129,11 @@ class DevicePool(BasePool):
             self.settings,
             self._budget,
             worker,
-            self._on_started,
-            self._on_finished,
-            self._on_failure,
+            admits=self._admits,
+            on_started=self._on_started,
+            on_finished=self._on_finished,
+            on_recorded=self._on_recorded,
+            on_failure=self._on_failure,
         )
         self.pipeline.start()
         if self._metrics:
@@ -127,6 +142,7 @@ class DevicePool(BasePool):
     def register_with_event_loop(self, loop: Any) -> None:
         """Called anew after each lost connection."""
         self._hub = loop
+        loop.call_soon(self._run_deliveries)
         if self._metrics:
             if self._ticking:
                 self._ticking.cancel()
@@ -142,48 +158,103 @@ class DevicePool(BasePool):
         callback: Callable[[Any], None],
         accept_callback: Callable[[int, float], None],
         error_callback: Callable[[Any], None],
+        timeout_callback: Callable[[bool, float], None],
+        soft_timeout: float | None = None,
+        timeout: float | None = None,
         **_: Any,
     ) -> None:
         if not self.active:
             return  # fetched while closing: unacknowledged, so it goes back when the connection closes
-        ticket = Ticket(target, args, accept_callback, callback, error_callback)
+        ticket = Ticket(
+            target,
+            args,
+            accept_callback,
+            callback,
+            error_callback,
+            timeout_callback,
+            _seconds(soft_timeout),
+            _seconds(timeout),
+        )
         self._held.add(ticket)
         name, task_id, request, _, content_type, _ = args
         if content_type is not None:
             ticket.args = (name, task_id, request, ticket.request.message.payload, None, None)
-        if name == CLASSIFY_TASK:
-            ticket.message = Message(_arguments(request), request.get(SENT_AT), str(task_id)[:128], ticket)
+        if isinstance(ticket.request.task, ClassifyTask):
+            arguments = named(request["args"], request["kwargs"])
+            priority = ticket.request.delivery_info["priority"]
+            ticket.message = Message(
+                arguments,
+                request.get(SENT_AT),
+                str(task_id)[:128],
+                priority if isinstance(priority, int) else 0,
+                ticket,
+            )
             self.pipeline.submit(ticket.message)
         else:
             self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
 
     # From the pipeline, on its threads.
 
+    def _admits(self, message: Message) -> bool:
+        return self._still_wanted(message.ticket)
+
+    def _still_wanted(self, ticket: Ticket) -> bool:
+        """Whether a request whose turn has come is to be run; where it is not, Celery is told."""
+        if not withdrawn(ticket.request):
+            return True
+        self._deliver(partial(self._finish, ticket, partial(tell_withdrawn, ticket.request)))
+        return False
+
     def _on_started(self, message: Message) -> None:
-        self._deliver(partial(message.ticket.accepted, os.getpid(), time.monotonic()))
+        ticket: Ticket = message.ticket
+        self._deliver(partial(self._accept, ticket, time.monotonic()))
+        if self.settings.track_started and not ticket.request.ignore_result:
+            self.pipeline.run_on_writer_thread(partial(self._store_started, ticket.request))
+
+    def _store_started(self, request: Any) -> None:
+        told = {"pid": os.getpid(), "hostname": request.hostname}
+        try:
+            request.task.backend.store_result(request.id, told, STARTED, request=request._context)
+        except Exception as fault:  # whatever a backend has; the message's result is another matter
+            logger.warning("that %s has started cannot be stored (%s)", request.id, fault)
 
     def _on_finished(self, message: Message) -> None:
         """Let Celery's tracer finish the message: result backend, links, signals."""
+        ticket: Ticket = message.ticket
+        if isinstance(message.fault, TimeLimitExceeded):
+            ticket.ending = partial(ticket.timed_out, False, ticket.hard_limit or 0)
+            return
         token = IN_HAND.set(message)
         try:
-            self._trace(message.ticket)
+            self._trace(ticket)
         finally:
             IN_HAND.reset(token)
 
+    def _on_recorded(self, message: Message) -> None:
+        self._deliver(partial(self._finish, message.ticket, message.ticket.ending))
+
     def _run_whole(self, ticket: Ticket) -> None:
         """A task that is not micro-batched."""
-        self._deliver(partial(ticket.accepted, os.getpid(), time.monotonic()))
-        self._trace(ticket)
+        if not ticket.request.acknowledged and self._still_wanted(ticket):
+            self._deliver(partial(self._accept, ticket, time.monotonic()))
+            self._trace(ticket)
+            self._deliver(partial(self._finish, ticket, ticket.ending))
 
     def _trace(self, ticket: Ticket) -> None:
-        def succeeded(result: Any) -> None:
-            self._deliver(partial(self._finish, ticket, partial(ticket.succeeded, result)))
+        def ended(outcome: Any) -> None:
+            if isinstance(outcome, ExceptionInfo):  # its body raised what is no Exception
+                ticket.ending = partial(ticket.failed, outcome)
+                return
+            failed, value, _ = outcome
+            if ticket.message and failed:
+                ticket.message.sent_again = _is_sent_again(value.exception)
+            ticket.ending = partial(ticket.succeeded, outcome)
 
         try:
-            apply_target(ticket.target, ticket.args, callback=succeeded)
+            apply_target(ticket.target, ticket.args, callback=ended)
         except Exception:
             # The tracer keeps the task's own errors to itself: this is Reject, or a broken result backend.
-            self._deliver(partial(self._finish, ticket, partial(ticket.failed, ExceptionInfo())))
+            ticket.ending = partial(ticket.failed, ExceptionInfo())
 
     def _on_failure(self) -> None:
         state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub knows None alone
@@ -200,7 +271,32 @@ class DevicePool(BasePool):
         while not self._deliveries.empty():
             self._deliveries.get()()
 
+    def _accept(self, ticket: Ticket, when: float) -> None:
+        try:
+            ticket.accepted(os.getpid(), when)
+        except NotImplementedError as refused:  # it was asked to terminate in the meantime
+            logger.warning("%s: %s", ticket.request, refused)
+        if ticket.message and self._hub:
+            spent = time.monotonic() - when
+            ticket.timers = [
+                self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, ticket, fault))
+                for limit, fault in (
+                    (ticket.soft_limit, SoftTimeLimitExceeded()),
+                    (ticket.hard_limit, TimeLimitExceeded(ticket.hard_limit)),
+                )
+                if limit
+            ]
+
+    def _time_out(self, ticket: Ticket, fault: Exception) -> None:
+        soft = isinstance(fault, SoftTimeLimitExceeded)
+        limit = ticket.soft_limit if soft else ticket.hard_limit
+        reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
+        if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
+            ticket.timed_out(True, limit or 0)  # says so in the log
+
     def _finish(self, ticket: Ticket, callback: Callable[[], None]) -> None:
+        for timer in ticket.timers:
+            timer.cancel()
         callback()
         self._held.discard(ticket)
 
@@ -216,10 +312,9 @@ class DevicePool(BasePool):
         """
         self.pipeline.forget(ticket.message for ticket in self._held if ticket.message)
         for ticket in list(self._held):
-            if ticket.message and ticket.message.abandoned:
+            ticket.request.acknowledged = True
+            if not (ticket.message.started if ticket.message else ticket.request.time_start):
                 self._held.discard(ticket)
-            else:
-                ticket.request.acknowledged = True
 
     def on_close(self) -> None:
         """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis."""
@@ -238,9 +333,21 @@ class DevicePool(BasePool):
             logger.warning("%d messages go back to the queue unfinished", len(self._held))
         self.pipeline.stop()
 
-    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002 - Celery's signature
-        """The one process here serves every message; what is on the device is finished."""
-        logger.warning("a message cannot be terminated by itself; it is finished")
+    # What a device cannot do: the sender of the remote command gets the sentence.
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:
+        raise NotImplementedError(
+            "it has started: its posts are on the device among those of other messages, and are finished with them"
+        )
+
+    def grow(self, n: int = 1) -> None:
+        raise NotImplementedError(f"the pool is one device and cannot grow by {n}: start a worker for another device")
+
+    def shrink(self, n: int = 1) -> None:
+        raise NotImplementedError(f"the pool is one device and cannot shrink by {n}: shut the worker down instead")
+
+    def restart(self) -> None:
+        raise NotImplementedError("the pool is the worker's own process: restart the worker")
 
     def on_terminate(self) -> None:
         self.pipeline.stop(seconds=1.0)
@@ -264,15 +371,12 @@ class DevicePool(BasePool):
         )
 
 
-def _arguments(request: dict[str, Any]) -> dict[str, Any]:
-    """The task's arguments by name, however they were sent; none where they are no arguments at all.
+def _seconds(limit: object) -> float | None:
+    """A time limit; None where the sender's is none."""
+    return limit if isinstance(limit, int | float) and 0 < limit < math.inf else None
 
-    One position too many becomes an option that nobody knows. What is named twice fails later, in the tracer, with
-    Python's own words.
-    """
-    args, kwargs = request["args"], request["kwargs"]
-    if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
-        return {}
-    names = ("posts", "labels", "template", "multi_label", "strict", "top_k")
-    surplus = {f"argument {number}": value for number, value in enumerate(args[len(names) :], len(names) + 1)}
-    return dict(zip(names, args, strict=False)) | surplus | kwargs
+
+def _is_sent_again(exception: Any) -> bool:
+    """Whether a message that ended with this comes once more: by a retry, or because its body put it back."""
+    exception = getattr(exception, "exc", exception) if isinstance(exception, ExceptionWithTraceback) else exception
+    return isinstance(exception, Retry) or (isinstance(exception, Reject) and exception.requeue)  # type: ignore[attr-defined]

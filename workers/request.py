@@ -7,19 +7,40 @@ task a Request of its own.
 
 What it leans on in Celery 5.7, beyond that: `_argsrepr`, `_kwargsrepr` and the two headers of these names are what is
 shown; every event but task-received goes through `send_event` (celery/worker/request.py, celery/worker/strategy.py).
+`Request.revoked` asks whether a request is revoked and tells everybody in one breath; `withdrawn` only asks, by the
+same rules, and `tell_withdrawn` tells.
 """
 
 import time
-from inspect import signature
+from datetime import UTC, datetime
 from typing import Any
 
+from celery.utils.functional import maybe_list
+from celery.worker import state
 from celery.worker.request import Request
 
 from shared.broker import shown_argument, shown_arguments
-from workers.app import classify
+from workers.task import POSITIONS
 
-#: The names of positional arguments.
-NAMES = tuple(signature(classify).parameters)
+
+def withdrawn(request: Request) -> bool:
+    """Whether it was revoked, by its id or by a stamp, or has expired. For any thread: tells nobody."""
+    if request.id in state.revoked:
+        return True
+    expires = request.expires
+    if expires and datetime.now(UTC if expires.tzinfo else None) > expires:
+        return True
+    stamps = request.stamps if state.revoked_stamps and request.stamped_headers else {}
+    return any(
+        set(maybe_list(stamp) or ()) & set(maybe_list(state.revoked_stamps.get(header)) or ())
+        for header, stamp in stamps.items()
+    )
+
+
+def tell_withdrawn(request: Request) -> None:
+    """Event, signal, state and acknowledgement of a request that is not run. For the consumer's thread."""
+    if not request.revoked():  # what was revoked is kept for three hours; it was, when its turn came
+        request._announce_revoked("revoked", False, None, False)  # type: ignore[attr-defined]  # not in the stub
 
 
 class ClassifyRequest(Request):
@@ -51,5 +72,5 @@ class ClassifyRequest(Request):
 def _positional(args: Any) -> str:
     if not isinstance(args, list | tuple):
         return f"<{type(args).__name__}>"
-    shown = [shown_argument(name, value) for name, value in zip(NAMES, args, strict=False)]
+    shown = [shown_argument(name, value) for name, value in zip(POSITIONS, args, strict=False)]
     return f"({', '.join(shown)}{',' * (len(shown) == 1)})"

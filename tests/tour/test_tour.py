@@ -115,7 +115,13 @@ def test_8_a_reader_finds_it(classifier: Similarity, settings: Settings, post: P
     store = ResultsStore(connect(settings), settings)
     done: list[Message] = []
     pipeline = Pipeline(
-        classifier, store, settings, TokenBudget(2048), "tour", lambda _: None, done.append, lambda: None
+        classifier,
+        store,
+        settings,
+        TokenBudget(2048),
+        "tour",
+        on_recorded=done.append,
+        on_failure=lambda: None,
     )
     pipeline.start()
     pipeline.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
