@@ -26,10 +26,11 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(STRICT),--strict-skips)
 
-long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages
+long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
+	$(BIN)/python -m tests.differential
 
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
@@ -57,15 +58,17 @@ $(VENV)/demo: pyproject.toml constraints.txt | $(VENV)/base
 	$(INSTALL) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/test: pyproject.toml constraints.txt | $(VENV)/base
+$(VENV)/test: pyproject.toml constraints.txt | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,dev]'
+	@touch $@ $(VENV)/demo
+
+$(VENV)/rivals: pyproject.toml constraints.txt | $(VENV)/base $(VENV)/celery-batches
+	$(INSTALL) --editable '.[demo,charts,rivals]'
 	@touch $@ $(VENV)/demo
 
 # celery-batches demands another Celery than Feedmill: both lie in a folder that goes before the environment's packages
 # in its worker alone. What Celery needs besides is the environment's own.
-$(VENV)/rivals: pyproject.toml constraints.txt Makefile | $(VENV)/base
-	$(INSTALL) --editable '.[demo,charts,rivals]'
-	rm -rf $(VENV)/celery-batches
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $(VENV)/celery-batches \
+$(VENV)/celery-batches: | $(VENV)/base
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.part \
 		celery-batches==0.11 celery==5.6.3
-	@touch $@ $(VENV)/demo
+	mv $@.part $@

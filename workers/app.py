@@ -4,6 +4,7 @@
 """
 
 from importlib import import_module
+from traceback import extract_tb
 from typing import Any
 
 from shared.broker import Application, make_app
@@ -18,6 +19,7 @@ def make_worker_app(settings: Settings) -> Application:
     app.conf.update(
         worker_pool="workers.pool:DevicePool",
         worker_concurrency=1,
+        worker_autoscaler="workers.consumer:Scaler",
         # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
         worker_prefetch_multiplier=settings.window_rows,
         # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue.
@@ -28,17 +30,29 @@ def make_worker_app(settings: Settings) -> Application:
     for module in settings.include:
         try:
             import_module(module)
-        except ImportError as error:
-            raise SettingsError(
-                f"FEEDMILL_INCLUDE: the module {module} cannot be imported: {error}. Python looks for modules in "
-                "PYTHONPATH and among the installed packages, not in the working directory."
-            ) from None
+        except Exception as error:  # whatever somebody's own module raises
+            raise SettingsError(_not_imported(module, error)) from None
     app.finalize()
     return app
+
+
+def _not_imported(module: str, error: Exception) -> str:
+    what = f"The module {module}, which --include or FEEDMILL_INCLUDE names, cannot be imported: "
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return (
+            f"{what}there is none of this name in PYTHONPATH or among the installed packages. The working directory "
+            "does not count."
+        )
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    return f"{what}{type(error).__name__}: {error}{where}."
 
 
 def __getattr__(name: str) -> Any:
     """`app`, for `celery -A workers.app`: made when asked for, so that importing reads no settings."""
     if name == "app":
-        return make_worker_app(load())
+        try:
+            return make_worker_app(load())
+        except SettingsError as error:  # of any Exception the `celery` command shows the traceback
+            raise SystemExit(f"feedmill: {error}") from None
     raise AttributeError(name)

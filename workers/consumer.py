@@ -5,13 +5,18 @@ What it leans on in Celery 5.7 and kombu 5.7:
 - `QoS.can_consume` decides whether the transport fetches; Celery's own worker_disable_prefetch replaces it too.
 - `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
 - `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
+- `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
 """
 
+import logging
 from typing import Any
 
 from celery import bootsteps
+from celery.worker.autoscale import Autoscaler
 
 from workers.pool import DevicePool
+
+logger = logging.getLogger(__name__)
 
 
 class ConsumerFit(bootsteps.StartStopStep):
@@ -34,6 +39,25 @@ class ConsumerFit(bootsteps.StartStopStep):
         """What waits goes to the dispatcher, which hands what it cannot send to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
+
+
+class Scaler(Autoscaler):
+    """Celery's, for another pool. The device stays one slot: what `--autoscale` asks of it is said, not done."""
+
+    def __init__(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(pool, *args, **kwargs)
+        self._fixed = isinstance(pool, DevicePool)
+        if self._fixed:
+            logger.warning("the device is one slot: --autoscale has no effect")
+
+    def maybe_scale(self, req: Any = None) -> None:
+        if not self._fixed:
+            super().maybe_scale(req)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fixed:
+            raise NotImplementedError("the pool is one device, which cannot be scaled: start a worker for another one")
+        return super().update(*args, **kwargs)
 
 
 class EventBatches:

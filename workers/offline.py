@@ -101,18 +101,37 @@ class Here:
     _making = threading.Lock()
 
     @classmethod
-    def of(cls, settings: Settings, worker: str | None) -> "Here":
-        """What was made before, where it is this process's and the same. Raises UserError."""
+    def classify(cls, message: Message, settings: Settings, worker: str | None) -> None:
+        """Return when the message has its outcomes. Raises UserError; ModelError where the device fails for good."""
+        here = cls._of(settings, worker)
+        try:
+            here._classify(message)
+        finally:
+            with cls._making:
+                here._users -= 1
+                here._end_unless_needed()
+
+    @classmethod
+    def _of(cls, settings: Settings, worker: str | None) -> "Here":
+        """What was made before, where it is this process's and the same."""
         with cls._making:
             latest, wanted = cls._latest, (os.getpid(), settings, worker)
             if latest is None or latest._made_for != wanted:
+                cls._latest = None  # what replaces it may fail
                 if latest and latest._made_for[0] == os.getpid():
-                    latest._pipeline.stop()
+                    latest._end_unless_needed()
                 cls._latest = latest = cls(settings, worker)
+            latest._users += 1
             return latest
+
+    def _end_unless_needed(self) -> None:
+        """What was replaced ends with the last thread that uses it. Locked."""
+        if self is not Here._latest and not self._users:
+            self._pipeline.stop()
 
     def __init__(self, settings: Settings, worker: str | None) -> None:
         self._made_for = (os.getpid(), settings, worker)
+        self._users = 0
         try:
             classifier = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
             budget = calibrate(classifier, settings)
@@ -130,8 +149,7 @@ class Here:
         )
         self._pipeline.start()
 
-    def classify(self, message: Message) -> None:
-        """Return when the message has its outcomes. Raises ModelError where the device fails for good."""
+    def _classify(self, message: Message) -> None:
         message.ticket = done = threading.Event()
         with self._submitting:
             self._pipeline.submit(message)

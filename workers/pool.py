@@ -28,7 +28,7 @@ import math
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -66,9 +66,6 @@ class Ticket:
     succeeded: Callable[[Any], None]
     failed: Callable[[Any], None]
     timed_out: Callable[[bool, float], None]
-    #: Seconds from acceptance to result: those after which it fails by itself, and those after which it is made to.
-    soft_limit: float | None = None
-    hard_limit: float | None = None
     #: The posts on their way through the pipeline; None for a task that is not micro-batched.
     message: Message | None = None
     #: What the consumer's thread has to do once all that the message left is stored.
@@ -79,6 +76,19 @@ class Ticket:
     @property
     def request(self) -> Any:
         return self.accepted.__self__  # type: ignore[attr-defined]
+
+    def limits(self) -> Iterator[tuple[float, Exception]]:
+        """Seconds from acceptance to result, with what it fails by then: the message's own, or else the task's.
+
+        The task's as it is now: a stock worker keeps to the one that it started with.
+        """
+        hard, soft = self.request.time_limits
+        for limit, fault in (
+            (soft or self.request.task.soft_time_limit, SoftTimeLimitExceeded()),
+            (hard or self.request.task.time_limit, TimeLimitExceeded(hard or self.request.task.time_limit)),
+        ):
+            if isinstance(limit, int | float) and 0 < limit < math.inf:  # what the sender asked for may be anything
+                yield limit, fault
 
 
 class DevicePool(BasePool):
@@ -100,6 +110,8 @@ class DevicePool(BasePool):
         self._ticking: Any = None
         #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
+        #: Names of the micro-batched tasks whose state STARTED is stored.
+        self._tracked: set[str] = set()
         #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
         self.flush_events: Callable[[], None] = lambda: None
         #: Callbacks for the consumer's thread, in order.
@@ -136,6 +148,11 @@ class DevicePool(BasePool):
             on_failure=self._on_failure,
         )
         self.pipeline.start()
+        for task in self.app.tasks.values():
+            if isinstance(task, ClassifyTask) and task.track_started:
+                # It starts long before the tracer runs it: `_on_started` tells.
+                task.track_started = False
+                self._tracked.add(task.name)
         if self._metrics:
             self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
 
@@ -159,22 +176,11 @@ class DevicePool(BasePool):
         accept_callback: Callable[[int, float], None],
         error_callback: Callable[[Any], None],
         timeout_callback: Callable[[bool, float], None],
-        soft_timeout: float | None = None,
-        timeout: float | None = None,
         **_: Any,
     ) -> None:
         if not self.active:
             return  # fetched while closing: unacknowledged, so it goes back when the connection closes
-        ticket = Ticket(
-            target,
-            args,
-            accept_callback,
-            callback,
-            error_callback,
-            timeout_callback,
-            _seconds(soft_timeout),
-            _seconds(timeout),
-        )
+        ticket = Ticket(target, args, accept_callback, callback, error_callback, timeout_callback)
         self._held.add(ticket)
         name, task_id, request, _, content_type, _ = args
         if content_type is not None:
@@ -208,7 +214,7 @@ class DevicePool(BasePool):
     def _on_started(self, message: Message) -> None:
         ticket: Ticket = message.ticket
         self._deliver(partial(self._accept, ticket, time.monotonic()))
-        if self.settings.track_started and not ticket.request.ignore_result:
+        if ticket.request.task.name in self._tracked and not ticket.request.ignore_result:
             self.pipeline.run_on_writer_thread(partial(self._store_started, ticket.request))
 
     def _store_started(self, request: Any) -> None:
@@ -222,7 +228,7 @@ class DevicePool(BasePool):
         """Let Celery's tracer finish the message: result backend, links, signals."""
         ticket: Ticket = message.ticket
         if isinstance(message.fault, TimeLimitExceeded):
-            ticket.ending = partial(ticket.timed_out, False, ticket.hard_limit or 0)
+            ticket.ending = partial(ticket.timed_out, False, message.fault.args[0])
             return
         token = IN_HAND.set(message)
         try:
@@ -246,6 +252,8 @@ class DevicePool(BasePool):
                 ticket.ending = partial(ticket.failed, outcome)
                 return
             failed, value, _ = outcome
+            if failed and isinstance(value.exception, ExceptionWithTraceback):
+                value.exception = value.exception.exc  # as it comes out of a child: by it Celery tells why it retries
             if ticket.message and failed:
                 ticket.message.sent_again = _is_sent_again(value.exception)
             ticket.ending = partial(ticket.succeeded, outcome)
@@ -279,25 +287,23 @@ class DevicePool(BasePool):
         if ticket.message and self._hub:
             spent = time.monotonic() - when
             ticket.timers = [
-                self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, ticket, fault))
-                for limit, fault in (
-                    (ticket.soft_limit, SoftTimeLimitExceeded()),
-                    (ticket.hard_limit, TimeLimitExceeded(ticket.hard_limit)),
-                )
-                if limit
+                self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, ticket, limit, fault))
+                for limit, fault in ticket.limits()
             ]
 
-    def _time_out(self, ticket: Ticket, fault: Exception) -> None:
+    def _time_out(self, ticket: Ticket, limit: float, fault: Exception) -> None:
         soft = isinstance(fault, SoftTimeLimitExceeded)
-        limit = ticket.soft_limit if soft else ticket.hard_limit
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
         if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
-            ticket.timed_out(True, limit or 0)  # says so in the log
+            ticket.timed_out(True, limit)  # says so in the log
 
     def _finish(self, ticket: Ticket, callback: Callable[[], None]) -> None:
         for timer in ticket.timers:
             timer.cancel()
-        callback()
+        try:
+            callback()
+        except Exception:  # whatever a callback of the sender's brings along; Celery's own pools go on as well
+            logger.exception("%s: Celery could not end it", ticket.request)
         self._held.discard(ticket)
 
     def has_room(self) -> bool:
@@ -371,12 +377,6 @@ class DevicePool(BasePool):
         )
 
 
-def _seconds(limit: object) -> float | None:
-    """A time limit; None where the sender's is none."""
-    return limit if isinstance(limit, int | float) and 0 < limit < math.inf else None
-
-
 def _is_sent_again(exception: Any) -> bool:
     """Whether a message that ended with this comes once more: by a retry, or because its body put it back."""
-    exception = getattr(exception, "exc", exception) if isinstance(exception, ExceptionWithTraceback) else exception
     return isinstance(exception, Retry) or (isinstance(exception, Reject) and exception.requeue)  # type: ignore[attr-defined]

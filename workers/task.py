@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from celery import Task, shared_task
+from celery.exceptions import SoftTimeLimitExceeded
 
 from shared.broker import CLASSIFY_TASK, SENT_AT, Application
 from shared.errors import MessageFailed, RequestRefused, UserError
@@ -45,10 +46,8 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
 
     abstract = True
     Request = "workers.request:ClassifyRequest"
-    # A refused message is its sender's mistake, not a fault of this worker: no traceback for it.
-    throws = (MessageFailed, RequestRefused)
-    # It has not started when the tracer runs it, but long before: workers/pool.py tells.
-    track_started = False
+    # What its sender got wrong, or wanted sooner, is no fault of this worker: no traceback for it.
+    throws = (MessageFailed, RequestRefused, SoftTimeLimitExceeded)
 
     @property
     def queue(self) -> str | None:
@@ -82,9 +81,8 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
             ) from None
         settings = self.app.settings if isinstance(self.app, Application) else load()
         by_worker = not (request.called_directly or request.is_eager)
-        here = Here.of(settings, worker=request.hostname if by_worker else None)
         message = Message(arguments, request.get(SENT_AT), task_id=request.id)
-        here.classify(message)
+        Here.classify(message, settings, worker=request.hostname if by_worker else None)
         return message
 
 

@@ -4,7 +4,7 @@ A padded batch costs its longest row times its number of rows, so rows of nearly
 but the shortest rows first would leave the long ones waiting for ever. Each batch is therefore anchored on
 the oldest row: of all runs of neighbouring lengths that hold it and fit the budget, the one that pads least
 for what it computes. Nothing is delayed on purpose: an idle device takes what is there. Rows of a more urgent
-priority have their turn first, however old the others are, as they have in the queue.
+priority have their turn first, however old the others are, as in the queue; the others fill what room they leave.
 
 Pure Python: knows nothing of Celery, torch, posts or threads; whoever shares it between threads locks it.
 """
@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 
 class HasLength(Protocol):
@@ -27,6 +27,23 @@ class HasLength(Protocol):
 BATCH_COST = 128
 
 R = TypeVar("R", bound=HasLength)
+#: Length, arrival number, row; the number makes each unique, so rows are never compared.
+_Entry: TypeAlias = tuple[int, int, R]
+
+
+class _Waiting(NamedTuple, Generic[R]):
+    """The rows of one priority: sorted by length, and as arrival number -> (length, time of arrival), oldest first."""
+
+    by_length: list[_Entry[R]]
+    by_age: OrderedDict[int, tuple[int, float]]
+
+    def remove(self, begin: int, end: int) -> list[_Entry[R]]:
+        """Those from place `begin` to before `end`, sorted by length."""
+        removed = self.by_length[begin:end]
+        del self.by_length[begin:end]
+        for _, number, _ in removed:
+            del self.by_age[number]
+        return removed
 
 
 class Window(Generic[R]):
@@ -37,25 +54,24 @@ class Window(Generic[R]):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        #: (length, arrival number, priority, row), sorted; the number makes each entry unique: rows are never compared.
-        self._by_length: list[tuple[int, int, int, R]] = []
-        #: priority -> arrival number -> (length, time of arrival), oldest first; no priority without rows.
-        self._by_age: dict[int, OrderedDict[int, tuple[int, float]]] = {}
+        #: By priority, none of them without rows.
+        self._waiting: dict[int, _Waiting[R]] = {}
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._by_length)
+        return sum(len(waiting.by_length) for waiting in self._waiting.values())
 
     def add(self, row: R, priority: int = 0) -> None:
         """Let a row wait; priority 0 has its turn before 9."""
         self._arrivals += 1
-        insort(self._by_length, (row.length, self._arrivals, priority, row))
-        self._by_age.setdefault(priority, OrderedDict())[self._arrivals] = (row.length, self._clock())
+        waiting = self._waiting.setdefault(priority, _Waiting([], OrderedDict()))
+        insort(waiting.by_length, (row.length, self._arrivals, row))
+        waiting.by_age[self._arrivals] = (row.length, self._clock())
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited; 0.0 when none waits."""
         now = self._clock()
-        return now - min((next(iter(waiting.values()))[1] for waiting in self._by_age.values()), default=now)
+        return now - min((next(iter(waiting.by_age.values()))[1] for waiting in self._waiting.values()), default=now)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
         """Cut the next micro-batch, sorted by length; empty when no row waits.
@@ -63,28 +79,39 @@ class Window(Generic[R]):
         It holds the oldest row of the most urgent priority and at most `row_limit` rows, and its longest row times its
         rows is at most `token_budget`, unless the oldest row alone is longer: then it goes alone.
         """
-        if not self._by_age:
-            return []
-        number, (anchor, _) = next(iter(self._by_age[min(self._by_age)].items()))
-        rows = self._by_length
-        at = bisect_left(rows, (anchor, number))
-        first = max(0, at + 1 - row_limit)
-        sums = list(accumulate((length for length, *_ in rows[first : at + row_limit]), initial=0))
-        best, low, high = 0.0, at, at
-        for end in range(at, min(at + row_limit, len(rows))):
-            # With rows[end] as the longest; down to rows[begin] they fit.
-            longest = max(1, rows[end][0])
-            begin = max(0, end + 1 - max(1, min(row_limit, token_budget // longest)))
-            if begin > at:
-                break
-            tokens = sums[end + 1 - first] - sums[begin - first]
-            gain = tokens / ((end + 1 - begin) * longest + BATCH_COST)
-            if gain > best:
-                best, low, high = gain, begin, end
-        batch = rows[low : high + 1]
-        del rows[low : high + 1]
-        for _, taken, priority, _ in batch:
-            del self._by_age[priority][taken]
-            if not self._by_age[priority]:
-                del self._by_age[priority]
-        return [row for *_, row in batch]
+        batch: list[_Entry[R]] = []
+        for priority in sorted(self._waiting):
+            waiting = self._waiting[priority]
+            if batch:
+                room = min(row_limit, token_budget // max(1, batch[-1][0])) - len(batch)
+                if room <= 0:
+                    break
+                fitting = bisect_left(waiting.by_length, (batch[-1][0] + 1, 0))
+                batch = waiting.remove(max(0, fitting - room), fitting) + batch
+                batch.sort(key=lambda entry: entry[0])
+            else:
+                batch = waiting.remove(*_cut(waiting, token_budget, row_limit))
+            if not waiting.by_length:
+                del self._waiting[priority]
+        return [row for _, _, row in batch]
+
+
+def _cut(waiting: _Waiting[R], token_budget: int, row_limit: int) -> tuple[int, int]:
+    """Where the best run of neighbouring lengths that holds the oldest row begins and ends."""
+    number, (anchor, _) = next(iter(waiting.by_age.items()))
+    rows = waiting.by_length
+    at = bisect_left(rows, (anchor, number))
+    first = max(0, at + 1 - row_limit)
+    sums = list(accumulate((length for length, _, _ in rows[first : at + row_limit]), initial=0))
+    best, low, high = 0.0, at, at
+    for end in range(at, min(at + row_limit, len(rows))):
+        # With rows[end] as the longest; down to rows[begin] they fit.
+        longest = max(1, rows[end][0])
+        begin = max(0, end + 1 - max(1, min(row_limit, token_budget // longest)))
+        if begin > at:
+            break
+        tokens = sums[end + 1 - first] - sums[begin - first]
+        gain = tokens / ((end + 1 - begin) * longest + BATCH_COST)
+        if gain > best:
+            best, low, high = gain, begin, end
+    return low, high + 1

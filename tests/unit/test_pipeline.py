@@ -436,6 +436,109 @@ def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     wait_until(lambda: names == ["device-0"], "the job ran", 10)
 
 
+def test_a_message_that_is_no_longer_wanted_is_not_computed(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    first = owner.send("it keeps the device busy")
+    wait_until(lambda: first.started, "the device is busy")
+    revoked, wanted = owner.send("withdrawn in the meantime"), owner.send("wanted")
+    answered = owner.send("")  # needs no forward pass
+    owner.unwanted += [revoked, answered]
+    owner.classifier.gate.set()
+    wait_until(lambda: wanted in owner.finished and answered.dropped, "the others are dealt with", 10)
+    assert revoked.dropped
+    assert owner.started == [first, wanted]
+    assert owner.classifier.batches == [1, 1]
+    assert len(owner.store.written) == 2
+    assert not owner.store.dead
+
+
+def test_a_message_that_takes_too_long_fails_and_its_batch_goes_on(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    first = owner.send("it keeps the device busy")
+    wait_until(lambda: first.started, "the device is busy")
+    slow, other = owner.send("a post", ""), owner.send("its neighbour")
+    wait_until(lambda: len(owner.pipeline._window) == 2, "they wait together")
+    assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
+    assert not owner.pipeline.give_up(slow, TimeoutError("too slow"), "once more")
+    wait_until(lambda: slow in owner.finished, "it is finished while the device is busy", 10)
+    with pytest.raises(TimeoutError, match="too slow"):
+        slow.result()
+    assert [(letter.id, letter.reason) for letter in owner.store.dead] == [
+        ("0", "took too long"),
+        ("1", "neither title nor body holds any text"),
+    ]
+    owner.classifier.gate.set()
+    wait_until(lambda: other in owner.finished, "the neighbour is finished", 10)
+    assert owner.finished.count(slow) == 1
+    assert not owner.pipeline.give_up(other, TimeoutError("too slow"), "too late")
+    assert other.result()[0]["label"] == "good"
+
+
+def test_what_is_on_the_device_when_its_message_is_given_up_is_a_dead_letter_only(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    slow = owner.send("in a forward pass that takes long")
+    wait_until(lambda: slow.started, "the device has it")
+    assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
+    wait_until(lambda: slow in owner.finished, "it is finished", 10)
+    owner.classifier.gate.set()
+    owner.results("the next one")
+    assert [result.post.title for result in owner.store.written] == ["the next one"]
+    assert len(owner.store.dead) == 1
+
+
+def test_a_message_that_is_sent_again_has_no_dead_letters_yet(owner: Owner) -> None:
+    def send_again(message: Message) -> None:
+        message.sent_again = True
+
+    owner.finishing = send_again
+    first = owner.send("fine", "")
+    wait_until(lambda: first in owner.finished, "it is finished", 10)
+    assert (len(owner.store.written), len(owner.store.dead)) == (1, 0)
+    owner.finishing = lambda _: None
+    again = owner.send("fine", "")
+    wait_until(lambda: again in owner.finished, "it is finished", 10)
+    assert (len(owner.store.written), len(owner.store.dead)) == (1, 1)
+
+
+def test_dead_letters_are_stored_before_the_owner_lets_go(owner: Owner) -> None:
+    stored: list[tuple[int, int]] = []
+    owner.finishing = lambda _: stored.append((len(owner.store.written), len(owner.store.dead)))
+    owner.results("fine", "")
+    assert stored == [(1, 0)]
+    assert len(owner.store.dead) == 1
+
+
+def test_jobs_and_micro_batches_take_turns(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    first = owner.send("it keeps the device busy")
+    wait_until(lambda: first.started, "the device is busy")
+    batches_before_job: list[int] = []
+    for _ in range(5):
+        owner.pipeline.run_on_device_thread(lambda: batches_before_job.append(len(owner.classifier.batches)))
+    owner.budget.tokens = 2
+    for _ in range(5):
+        owner.send("two words")
+    wait_until(lambda: len(owner.pipeline._window) == 5, "the window fills")
+    owner.classifier.gate.set()
+    wait_until(lambda: len(owner.finished) == 6 and len(batches_before_job) == 5, "all is done", 10)
+    assert batches_before_job == [1, 2, 3, 4, 5]
+
+
+def test_urgent_messages_overtake(owner: Owner) -> None:
+    owner.classifier.gate.clear()
+    owner.send("it keeps the device busy")
+    wait_until(lambda: owner.started, "the device is busy")
+    owner.budget.tokens = 2
+    sent = []
+    for priority in (9, 3, 0, 9):
+        sent.append(Message({"posts": [{"id": str(priority), "title": "two words"}]}, None, priority=priority))
+        owner.pipeline.submit(sent[-1])
+    wait_until(lambda: len(owner.pipeline._window) == 4, "the window fills")
+    owner.classifier.gate.set()
+    wait_until(lambda: len(owner.finished) == 5, "all are finished", 10)
+    assert owner.started[1:] == [sent[2], sent[1], sent[0], sent[3]]
+
+
 def test_a_thread_that_dies_is_told(owner: Owner) -> None:
     message = owner.send("kill the writer")
     wait_until(lambda: owner.failures == 1, "the failure is told", 10)

@@ -125,3 +125,39 @@ def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: flo
         for _ in batch:
             window.add(Row(length()))
     assert tokens / padded >= 0.94
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0, 3, 6, 9])), min_size=1, max_size=60), budgets, limits
+)
+def test_the_next_batch_holds_the_oldest_row_of_the_most_urgent_priority(
+    arriving: list[tuple[int, int]], budget: int, limit: int
+) -> None:
+    clock = Clock()
+    window: Window[Row] = Window(clock)
+    waiting = []
+    for length, priority in arriving:
+        clock.now += 1
+        waiting.append((priority, clock.now, Row(length)))
+        window.add(waiting[-1][2], priority)
+    while waiting:
+        assert window.oldest_age() == clock.now - min(arrived for _, arrived, _ in waiting)
+        batch = window.take(budget, limit)
+        assert min(waiting, key=lambda each: each[:2])[2] in batch
+        waiting = [each for each in waiting if each[2] not in batch]
+    assert len(window) == 0
+
+
+def test_urgent_rows_go_together_and_others_fill_what_room_they_leave() -> None:
+    window: Window[Row] = Window(Clock())
+    for _ in range(10):
+        window.add(Row(10), priority=9)
+        window.add(Row(12), priority=9)
+    urgent = [Row(11) for _ in range(6)]
+    for row in urgent:
+        window.add(row)
+    assert [row in urgent for row in window.take(44, 100)] == [True] * 4
+    second = window.take(44, 100)
+    assert [row.length for row in second] == [10, 10, 11, 11]  # none that is longer than the urgent ones
+    assert [row.length for row in window.take(44, 100)] == [10] * 4
+    assert len(window) == 14

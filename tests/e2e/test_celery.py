@@ -1,0 +1,708 @@
+"""What Celery promises of a task, for each message inside a micro-batch: docs/celery.md's table, cell by cell.
+
+Each row is a function here that tries it on a real worker and says in a few words what happened: on Feedmill's, on a
+stock prefork worker that runs the same task one message at a time, and on one that batches with celery-batches.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.canvas import Signature
+from celery.exceptions import TimeoutError as NotYet
+from celery.result import AsyncResult
+
+from tests.support import RedisServer, redis_servers, wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).parent.parent.parent
+BATCHES = Path(sys.executable).parent.parent / "celery-batches"
+KINDS = ("Feedmill", "stock prefork", "celery-batches")
+BAD = {"id": "bad"}
+NUMBERS = count()
+
+
+def post(name: str = "good") -> dict[str, Any]:
+    """A post that no message has held before: what is stored would be answered without the device."""
+    return {"id": f"{name}-{next(NUMBERS)}", "title": "The keeper saved two penalties in the final"}
+
+
+def slow(gate: str) -> dict[str, Any]:
+    """One whose forward pass ends when the gate is opened."""
+    return {"id": gate, "title": f"slow {gate}"}
+
+
+class Scene:
+    """A worker of one kind on a Redis of its own, and another application that sends to it and listens."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.redis = RedisServer(next(iter(redis_servers().values())), folder)
+        self.app = Celery("elsewhere", broker=self.redis.url, backend=self.redis.url, set_as_current=False)
+        self._control: Any = self.app.control  # the stubs take too little for an answer
+        self.app.conf.task_default_queue = "feedmill"
+        self.app.conf.broker_transport_options = {"visibility_timeout": 600}
+        self.events: dict[str, list[dict[str, Any]]] = {}
+        self._receiver: Any = None
+        self._hears = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+        ours = {
+            "FEEDMILL_REDIS_URL": self.redis.url,
+            "FEEDMILL_INCLUDE": "tests.fakes.celery_tasks",
+            "FEEDMILL_TRACK_STARTED": "1",
+            "FEEDMILL_TOKEN_BUDGET": "2048",
+            "FEEDMILL_CACHE_FOLDER": str(folder / "cache"),
+            "FAKE_REDIS_URL": self.redis.url,
+            "OMP_NUM_THREADS": "1",  # one lane: what holds the device holds it alone
+            "PYTHONPATH": str(ROOT),
+        }
+        celery = [sys.executable, "-m", "celery", "--app", "workers.app", "worker", "--hostname", "worker@test"]
+        # "processes" is prefork; by that name Celery takes it for no choice, and runs the pool that is configured.
+        command = {
+            "Feedmill": [*celery],
+            "stock prefork": [*celery, "--pool", "processes", "--concurrency", "1"],
+            "celery-batches": [sys.executable, "-m", "tests.fakes.batches_worker"],
+        }[kind]
+        if kind == "celery-batches":
+            ours["PYTHONPATH"] = f"{BATCHES}{os.pathsep}{ROOT}"
+        self.log = folder / "worker.log"
+        with self.log.open("wb") as log:
+            self.worker = subprocess.Popen(
+                [*command], cwd=ROOT, env=clean | ours, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+        wait_until(self._hears.is_set, f"the worker is there: {kind}")
+        wait_until(lambda: self._inspect().ping(), f"the worker answers: {kind}")
+        self.send(post()).get(timeout=60)  # the stock worker loads its model with the first message
+
+    def _listen(self) -> None:
+        def heard(event: dict[str, Any]) -> None:
+            self._hears.set()
+            if "uuid" in event:
+                self.events.setdefault(event["uuid"], []).append(event)
+
+        with self.app.connection() as connection:
+            self._receiver = self.app.events.Receiver(connection, {"*": heard})
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def _inspect(self) -> Any:
+        return self.app.control.inspect(timeout=5.0, limit=1)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """The worker's answer to an inspect command."""
+        return next(iter((getattr(self._inspect(), what)(*arguments) or {}).values()), None)
+
+    def order(self, command: str, **arguments: Any) -> str:
+        """The worker's answer to a control command."""
+        (answer,) = self._control.broadcast(command, arguments=arguments, reply=True, timeout=5.0, limit=1)
+        (said,) = answer.values()
+        return str(said.get("ok") or said.get("error") if isinstance(said, dict) else said)
+
+    def signature(self, *posts: dict[str, Any], name: str = "feedmill.classify", **kwargs: Any) -> Signature:
+        return self.app.signature(name, kwargs={"posts": list(posts), **kwargs})
+
+    def send(self, *posts: dict[str, Any], task: str = "feedmill.classify", kwargs: Any = None, **options: Any) -> Any:
+        return self.app.send_task(task, kwargs={"posts": list(posts), **(kwargs or {})}, **options)
+
+    @contextmanager
+    def gate(self) -> Iterator[str]:
+        """A gate that is shut in here."""
+        key = f"gate-{next(NUMBERS)}"
+        self.redis.client.set(key, "1")
+        try:
+            yield key
+        finally:
+            self.redis.client.delete(key)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While in here the device, or the process, is busy with something else: what is sent waits."""
+        with self.gate() as gate:
+            self.app.send_task("own.hold", [gate])
+            wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the worker is held")
+            yield
+
+    def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
+        """A message whose forward pass has begun, and ends when the gate is opened."""
+        sent: AsyncResult[Any] = self.send(slow(gate), **options)
+        wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "its forward pass has begun")
+        return sent
+
+    def received(self, *sent: AsyncResult[Any]) -> None:
+        """Return once the worker has them in hand."""
+        wait_until(lambda: all("received" in self._signals(each) for each in sent), "they are received")
+
+    def _types(self, sent: AsyncResult[Any]) -> list[str]:
+        return [event["type"] for event in self.events.get(sent.id, ())]
+
+    def settled(self, *sent: AsyncResult[Any]) -> None:
+        """Return once they have results; or when what was sent long after them has been answered twice.
+
+        What celery-batches makes a batch of with a message that fails is never answered.
+        """
+        for seconds in (3, 60) if self.kind == "celery-batches" else (60, 60):
+            if not all(each.ready() for each in sent):
+                with suppress(*([NotYet] if seconds < 60 else [])):
+                    self.send(post("other")).get(timeout=seconds)
+
+    def state(self, *sent: AsyncResult[Any]) -> str:
+        """The state in which they ended, and which nothing has changed since."""
+        self.settled(*sent)
+        with suppress(NotYet):
+            self.send(post("other")).get(timeout=3 if self.kind == "celery-batches" else 60)
+        found = {each.state if each.ready() else f"{each.state} for ever" for each in sent}
+        return " and ".join(sorted(found))
+
+    def told(self, sent: AsyncResult[Any], last: str) -> str:
+        """The events of a message, up to one of this type; that of another message sent later stands for none."""
+        self.settled(sent)
+        later = self.send(post("other"))
+        later.get(timeout=60)
+        if self.kind != "celery-batches":  # which sends none
+            wait_until(
+                lambda: f"task-{last}" in self._types(sent) or "task-succeeded" in self._types(later),
+                "events are there",
+            )
+        return ", ".join(_once(name.removeprefix("task-") for name in self._types(sent))) or "none"
+
+    def signals(self, sent: AsyncResult[Any], last: str) -> str:
+        self.settled(sent)
+        later = self.send(post("other"))
+        later.get(timeout=60)
+        if self.kind != "celery-batches":
+            wait_until(lambda: last in self._signals(sent) or "postrun" in self._signals(later), "signals are there")
+        return ", ".join(_once(self._signals(sent))) or "none"
+
+    def _signals(self, sent: AsyncResult[Any]) -> list[str]:
+        found: Any = self.redis.client.lrange(f"signals:{sent.id}", 0, -1)
+        return list(found)
+
+    def stop(self) -> None:
+        self._receiver.should_stop = True
+        self._listener.join(10)
+        if self.worker.poll() is None:
+            self.worker.kill()
+            self.worker.wait()
+        backend: Any = self.app.backend
+        backend.remove_pending_result = lambda result: result  # a result that is deleted later looks for its Redis
+        self.redis.stop()
+
+
+def _once(told: Iterable[str]) -> Iterator[str]:
+    """Without the `received` of a message's further tries: it may be told before that the try before it has ended."""
+    for number, name in enumerate(told):
+        if name != "received" or not number:
+            yield name
+
+
+Row = Callable[[Scene], str]
+ROWS: dict[str, Row] = {}
+#: What one cannot ask of a task whose body gets many requests at once.
+OWN_BODY: set[str] = set()
+
+
+def row(name: str, own_body: bool = False) -> Callable[[Row], Row]:
+    def add(function: Row) -> Row:
+        ROWS[name] = function
+        if own_body:
+            OWN_BODY.add(name)
+        return function
+
+    return add
+
+
+def labels(outcomes: Any) -> str:
+    return f"{len(outcomes)} outcomes" if all("label" in outcome for outcome in outcomes) else str(outcomes)
+
+
+@row("`AsyncResult.get()`")
+def _(scene: Scene) -> str:
+    return labels(scene.send(post(), post("other")).get(timeout=30))
+
+
+@row("states that are stored")
+def _(scene: Scene) -> str:
+    client: Any = scene.redis.client
+    with client.pubsub() as heard:
+        heard.subscribe("celery-task-meta-of-states")
+        scene.send(post(), task_id="of-states").get(timeout=30)
+        found: list[str] = []
+        while not found or found[-1] != "SUCCESS":
+            said = heard.get_message(ignore_subscribe_messages=True, timeout=10)
+            if said:
+                found.append(json.loads(said["data"])["status"])
+    return ", ".join(found)
+
+
+@row("a message that fails, and its neighbour")
+def _(scene: Scene) -> str:
+    with scene.held():
+        bad, good = scene.send(BAD), scene.send(post())
+        scene.received(bad, good)
+    return f"{scene.state(bad)}; {scene.state(good)}"
+
+
+@row("`ignore_result=True`")
+def _(scene: Scene) -> str:
+    sent = scene.send(post(), ignore_result=True)
+    scene.settled(sent)
+    return "nothing is kept" if not scene.redis.client.exists(f"celery-task-meta-{sent.id}") else "a result is kept"
+
+
+@row("`result_expires`")
+def _(scene: Scene) -> str:
+    sent = scene.send(post())
+    sent.get(timeout=30)
+    return (
+        "kept as long as it says" if 0 < int(scene.redis.client.ttl(f"celery-task-meta-{sent.id}")) <= 3600 else "kept"
+    )
+
+
+@row("`task_id` of the sender's choice")
+def _(scene: Scene) -> str:
+    scene.send(post(), task_id="chosen").get(timeout=30)
+    return "respected" if AsyncResult("chosen", app=scene.app).successful() else "lost"
+
+
+@row("headers of the sender's own", own_body=True)
+def _(scene: Scene) -> str:
+    found = scene.send(post(), task="own.header", headers={"ticket": "T1"}).get(timeout=30)
+    return "the task sees them" if found == ["T1", 1] else str(found)
+
+
+@row("events of a message that succeeds")
+def _(scene: Scene) -> str:
+    return scene.told(scene.send(post()), "succeeded")
+
+
+@row("events of one that fails")
+def _(scene: Scene) -> str:
+    return scene.told(scene.send(BAD), "failed")
+
+
+@row("signals of a message that succeeds")
+def _(scene: Scene) -> str:
+    return scene.signals(scene.send(post()), "postrun")
+
+
+@row("signals of one that fails")
+def _(scene: Scene) -> str:
+    return scene.signals(scene.send(BAD), "postrun")
+
+
+@row("`link`")
+def _(scene: Scene) -> str:
+    tell = scene.app.signature("own.tell", task_id="linked")
+    scene.settled(scene.send(post(), link=tell))
+    return _called(scene, "linked")
+
+
+@row("`link_error`")
+def _(scene: Scene) -> str:
+    tell = scene.app.signature("own.told", task_id="linked-error")
+    sent = scene.send(BAD, link_error=tell)
+    scene.settled(sent)
+    found: Any = AsyncResult("linked-error", app=scene.app)
+    scene.settled(found)
+    return "called with the message's id" if found.ready() and found.result == sent.id else "never called"
+
+
+def _called(scene: Scene, task_id: str) -> str:
+    found: Any = AsyncResult(task_id, app=scene.app)
+    scene.settled(found)
+    return f"called with {labels(found.result)}" if found.ready() else "never called"
+
+
+@row("a chain goes on")
+def _(scene: Scene) -> str:
+    tell = scene.app.signature("own.tell", task_id="chained")
+    scene.settled(chain(scene.signature(post()), tell, app=scene.app).apply_async())
+    return _called(scene, "chained")
+
+
+@row("a group")
+def _(scene: Scene) -> str:
+    found = (
+        group([scene.signature(post()), scene.signature(post("other"))], app=scene.app).apply_async().get(timeout=30)
+    )
+    return (
+        "in its order" if [outcomes[0]["id"].split("-")[0] for outcomes in found] == ["good", "other"] else str(found)
+    )
+
+
+@row("a chord's body")
+def _(scene: Scene) -> str:
+    body = scene.app.signature("own.tell", task_id="body")
+    chord([scene.signature(post()), scene.signature(post("other"))], app=scene.app)(body)
+    found: Any = AsyncResult("body", app=scene.app)
+    scene.settled(found)
+    return "called with both" if found.ready() and len(found.result) == 2 else "never called"
+
+
+@row("stamps")
+def _(scene: Scene) -> str:
+    shown = scene.app.signature("own.stamps", task_id="stamped")
+    sent = scene.signature(post())
+    sent.link(shown)
+    sent.stamp(who="T1")
+    scene.settled(sent.apply_async())
+    found: Any = AsyncResult("stamped", app=scene.app)
+    scene.settled(found)
+    return "reach callbacks" if found.ready() and found.result.get("who") in ("T1", ["T1"]) else "lost"
+
+
+@row("`countdown` and `eta`")
+def _(scene: Scene) -> str:
+    due = datetime.now(UTC) + timedelta(seconds=1)
+    sent = scene.send(post(), eta=due)
+    sent.get(timeout=30)
+    done = sent.date_done if sent.date_done.tzinfo else sent.date_done.replace(tzinfo=UTC)
+    return "not before" if done >= due else "too early"
+
+
+@row("`expires` before the worker has it")
+def _(scene: Scene) -> str:
+    return scene.state(scene.send(post(), expires=datetime.now(UTC) - timedelta(seconds=1)))
+
+
+@row("`expires` while it waits in the worker")
+def _(scene: Scene) -> str:
+    with scene.held():
+        due = datetime.now(UTC) + timedelta(seconds=0.5)
+        sent = scene.send(post(), expires=due)
+        scene.received(sent)
+        wait_until(lambda: datetime.now(UTC) > due, "it has expired")
+    return scene.state(sent)
+
+
+@row("`revoke` while it waits in the worker")
+def _(scene: Scene) -> str:
+    with scene.held():
+        sent = scene.send(post())
+        scene.received(sent)
+        scene.order("revoke", task_id=sent.id)
+    return f"{scene.state(sent)}: {scene.told(sent, 'revoked')}"
+
+
+@row("`revoke` of one for later")
+def _(scene: Scene) -> str:
+    due = datetime.now(UTC) + timedelta(seconds=1)
+    sent = scene.send(post(), eta=due)
+    scene.received(sent)
+    scene.order("revoke", task_id=sent.id)
+    wait_until(lambda: datetime.now(UTC) > due + timedelta(seconds=1), "it is due")
+    return scene.state(sent)
+
+
+@row("`revoke_by_stamped_headers`")
+def _(scene: Scene) -> str:
+    with scene.held():
+        stamped = scene.signature(post())
+        stamped.stamp(batch="B1")
+        sent, other = stamped.apply_async(), scene.send(post())
+        scene.received(sent, other)
+        scene.order("revoke_by_stamped_headers", headers={"batch": ["B1"]})
+    return f"{scene.state(sent)}; another: {scene.state(other)}"
+
+
+@row("`revoke(terminate=True)` once it runs")
+def _(scene: Scene) -> str:
+    with scene.gate() as gate:
+        sent = scene.running(gate)
+        said = scene.order("revoke", task_id=sent.id, terminate=True)
+    said = "refused: " + match[1] if (match := re.match(r"NotImplementedError\(['\"](.*)['\"]\)", said)) else "accepted"
+    return f"{said}; {scene.state(sent)}"
+
+
+@row("`time_limit`, and its neighbour")
+def _(scene: Scene) -> str:
+    with scene.gate() as gate:
+        with scene.held():
+            sent, other = scene.send(slow(gate), time_limit=1), scene.send(post())
+            scene.received(sent, other)
+        scene_state = _failed_in_time(scene, gate, sent)
+    return f"{scene_state}; {scene.state(other)}"
+
+
+@row("`soft_time_limit`")
+def _(scene: Scene) -> str:
+    with scene.gate() as gate:
+        return _failed_in_time(scene, gate, scene.running(gate, soft_time_limit=1))
+
+
+def _failed_in_time(scene: Scene, gate: str, sent: AsyncResult[Any]) -> str:
+    """While the forward pass has not ended."""
+    if scene.kind == "celery-batches":
+        scene.redis.client.delete(gate)
+        return scene.state(sent)
+    wait_until(sent.ready, "it has failed")
+    assert scene.redis.client.exists(gate)
+    return f"{sent.state}: {type(sent.result).__name__}"
+
+
+@row("`retry`", own_body=True)
+def _(scene: Scene) -> str:
+    return scene.told(scene.send(post(), task="own.retries"), "succeeded")
+
+
+@row("`autoretry_for`", own_body=True)
+def _(scene: Scene) -> str:
+    return scene.told(scene.send(BAD, task="own.autoretries"), "failed")
+
+
+@row("signals of `retry`", own_body=True)
+def _(scene: Scene) -> str:
+    return scene.signals(scene.send(BAD, task="own.autoretries"), "failure")
+
+
+@row("priorities among those that wait in the worker")
+def _(scene: Scene) -> str:
+    with scene.held():
+        # Too many tokens for one micro-batch.
+        later, sooner = (
+            scene.send(*({**post(), "body": "word " * 300} for _ in range(12)), priority=priority)
+            for priority in (9, 0)
+        )
+        scene.received(later, sooner)
+    scene.settled(later, sooner)
+    later.get(timeout=30)
+    return "the urgent one first" if sooner.date_done < later.date_done else "as they came"
+
+
+@row("`rate_limit`")
+def _(scene: Scene) -> str:
+    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="4/s")
+    sent = [scene.send(post()) for _ in range(4)]
+    scene.settled(*sent)
+    done = sorted(each.date_done for each in sent if each.ready())
+    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="")
+    apart = (done[-1] - done[0]).total_seconds()
+    return "kept" if apart >= 0.5 else "not kept"
+
+
+@row("`control.time_limit`")
+def _(scene: Scene) -> str:
+    scene.order("time_limit", task_name="feedmill.classify", soft=0.5, hard=None)
+    with scene.gate() as gate:
+        sent = scene.running(gate)
+        with suppress(AssertionError):
+            wait_until(sent.ready, "it has failed", 5)
+    scene.order("time_limit", task_name="feedmill.classify", soft=None, hard=None)
+    scene.settled(sent)
+    return "kept" if sent.failed() else "not kept before a restart"
+
+
+@row("`acks_late`, the default: held until its result is stored")
+def _(scene: Scene) -> str:
+    return _held_while_running(scene, "feedmill.classify")
+
+
+@row("`acks_late=False`", own_body=True)
+def _(scene: Scene) -> str:
+    return _held_while_running(scene, "own.early")
+
+
+def _held_while_running(scene: Scene, task: str) -> str:
+    unacked = "unacked" if scene.kind == "celery-batches" else "feedmill:unacked"
+    wait_until(lambda: not scene.redis.client.hlen(unacked), "nothing is held")
+    with scene.gate() as gate:
+        sent = scene.running(gate, task=task)
+        wait_until(lambda: sent.state == "STARTED" or scene.kind == "celery-batches", "it has started")
+        wait_until(lambda: "task-started" in scene._types(sent) or scene.kind == "celery-batches", "it has started")
+        held = int(scene.redis.client.hlen(unacked))
+    scene.settled(sent)
+    return "held" if held else "acknowledged at its start"
+
+
+@row("`acks_on_failure_or_timeout=False`", own_body=True)
+def _(scene: Scene) -> str:
+    return scene.told(scene.send(BAD, task="own.unforgiving"), "failed")
+
+
+@row("`Reject(requeue=False)`", own_body=True)
+def _(scene: Scene) -> str:
+    sent = scene.send(post(), task="own.rejects")
+    return f"{scene.state(sent)}: {scene.told(sent, 'rejected')}"
+
+
+@row("`Reject(requeue=True)`", own_body=True)
+def _(scene: Scene) -> str:
+    sent = scene.send(post(), task="own.puts_back")
+    return f"{scene.state(sent)}: {scene.told(sent, 'succeeded')}"
+
+
+@row("`Ignore`", own_body=True)
+def _(scene: Scene) -> str:
+    sent = scene.send(post(), task="own.ignores")
+    scene.told(sent, "started")
+    scene.send(post("other")).get(timeout=30)
+    return str(sent.state)
+
+
+@row("`inspect active`, `query_task`: one that runs")
+def _(scene: Scene) -> str:
+    with scene.gate() as gate:
+        sent = scene.running(gate)
+        found = [request["id"] for request in scene.ask("active")]
+        asked = (scene.ask("query_task", sent.id) or {}).get(sent.id, ["unknown"])[0]
+    scene.settled(sent)
+    return f"{'shown' if sent.id in found else 'not shown'}, {asked}"
+
+
+@row("`inspect reserved`: one that waits")
+def _(scene: Scene) -> str:
+    with scene.held():
+        sent = scene.send(post())
+        scene.received(sent)
+        found = [request["id"] for request in scene.ask("reserved")]
+    scene.settled(sent)
+    return "shown" if sent.id in found else "not shown"
+
+
+@row("`inspect scheduled`: one for later")
+def _(scene: Scene) -> str:
+    sent = scene.send(post(), countdown=2)
+    scene.received(sent)
+    found = [scheduled["request"]["id"] for scheduled in scene.ask("scheduled")]
+    sent.get(timeout=30)  # nothing is left for later
+    return "shown" if sent.id in found else "not shown"
+
+
+@row("`inspect registered`, `stats`, `active_queues`")
+def _(scene: Scene) -> str:
+    assert any(name.startswith("feedmill.classify") for name in scene.ask("registered"))
+    assert [queue["name"] for queue in scene.ask("active_queues")] == ["feedmill"]
+    return "answered" if scene.ask("stats")["total"].get("feedmill.classify") else "answered, but `stats` counts none"
+
+
+@row("`add_consumer`, `cancel_consumer`")
+def _(scene: Scene) -> str:
+    scene.order("add_consumer", queue="second")
+    found = labels(scene.send(post(), queue="second").get(timeout=30))
+    scene.order("cancel_consumer", queue="second")
+    wait_until(lambda: len(scene.ask("active_queues")) == 1, "it has let go of the queue")
+    left = scene.send(post(), queue="second")
+    scene.send(post("other")).get(timeout=30)
+    assert scene.redis.client.llen("second") == 1
+    left.forget()
+    scene.redis.client.delete("second")
+    return "it serves the queue, and no longer" if found == "1 outcomes" else found
+
+
+def _ordered(scene: Scene, command: str, **arguments: Any) -> str:
+    said = scene.order(command, **arguments)
+    return "refused: " + match[2] if (match := re.match(r"(\w+)\(['\"](.*)['\"]\)", said)) else said
+
+
+@row("`pool_grow`")
+def _(scene: Scene) -> str:
+    said = _ordered(scene, "pool_grow", n=1)
+    if said.startswith("pool will"):
+        scene.order("pool_shrink", n=1)
+    return said
+
+
+@row("`pool_shrink`")
+def _(scene: Scene) -> str:
+    if scene.kind != "Feedmill":
+        scene.order("pool_grow", n=1)
+    return _ordered(scene, "pool_shrink", n=1)
+
+
+@row("`pool_restart`")
+def _(scene: Scene) -> str:
+    return _ordered(scene, "pool_restart")
+
+
+@row("`autoscale`")
+def _(scene: Scene) -> str:
+    return _ordered(scene, "autoscale", max=2, min=1)
+
+
+@row("other tasks on the same worker")
+def _(scene: Scene) -> str:
+    good = scene.app.send_task("own.tell", [7])
+    return f"run: {good.get(timeout=30)}"
+
+
+@row("`shutdown`")
+def _(scene: Scene) -> str:
+    scene.app.control.shutdown()
+    scene.worker.wait(60)
+    return f"exit status {scene.worker.returncode}"
+
+
+def table() -> dict[tuple[str, str], str]:
+    """The cells of docs/celery.md's table."""
+    cells = {}
+    for line in (ROOT / "docs" / "celery.md").read_text().splitlines():
+        parts = [part.strip() for part in line.strip().strip("|").split(" | ")]
+        if line.startswith("| ") and parts[0] in ROWS:
+            cells.update({(parts[0], kind): cell for kind, cell in zip(KINDS, parts[1:], strict=True)})
+    return cells
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Scene]]:
+    made: dict[str, Scene] = {}
+
+    def scene(kind: str) -> Scene:
+        if kind not in made:
+            if kind == "celery-batches" and not BATCHES.is_dir():
+                pytest.skip("needs celery-batches, which `make test` installs")
+            made[kind] = Scene(kind, tmp_path_factory.mktemp("worker"))
+        return made[kind]
+
+    yield scene
+    for each in made.values():
+        each.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
+def test_each_cell(scenes: Callable[[str], Scene], name: str, kind: str) -> None:
+    if name in OWN_BODY and kind == "celery-batches":
+        assert table()[name, kind] == "no way to ask for it"
+        return
+    assert ROWS[name](scenes(kind)) == table()[name, kind]
+
+
+def test_the_table_has_no_other_rows() -> None:
+    assert set(table()) == {(name, kind) for name in ROWS for kind in KINDS}
+
+
+def main() -> None:
+    """Prints the table as it is measured."""
+    import tempfile  # noqa: PLC0415
+
+    found: dict[str, list[str]] = {name: [name] for name in ROWS}
+    for kind in sys.argv[1:] or KINDS:
+        scene = Scene(kind, Path(tempfile.mkdtemp()))
+        for name, function in ROWS.items():
+            try:
+                cell = "no way to ask for it" if name in OWN_BODY and kind == "celery-batches" else function(scene)
+            except BaseException as error:
+                cell = f"!! {type(error).__name__}: {error}"
+            found[name].append(cell)
+            print(f"{kind}: {name}: {cell}", file=sys.stderr, flush=True)
+        scene.stop()
+        print(scene.log, file=sys.stderr)
+    for cells in found.values():
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

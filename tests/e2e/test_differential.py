@@ -1,0 +1,101 @@
+"""The differential test (tests/differential.py) in short; `make long` runs it with ten thousand messages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from tests.differential import ROOT, Comparison, EventLog, run
+from tests.fakes.differential_messages import FATES, TASKS, Draw
+from tests.support import RedisServer, redis_servers, wait_until, working
+
+SEED, MESSAGES, POSTS = 7, 200, 8
+
+
+def test_every_message_ends_as_on_a_stock_worker(tmp_path: Path) -> None:
+    if not redis_servers():
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    found, differences = run(MESSAGES, POSTS, SEED, tmp_path)
+    assert not differences, "\n".join(map(str, differences[:5]))
+    assert found["incomplete_event_logs"] == 0
+    assert found["by_state"].keys() >= {"SUCCESS", "FAILURE", "REVOKED", "nothing kept"}
+
+
+def test_the_seed_draws_the_same_again_and_of_everything() -> None:
+    sendings = list(Draw(SEED, MESSAGES, POSTS).sendings())
+    assert sendings == list(Draw(SEED, MESSAGES, POSTS).sendings())
+    calls = [call for sending in sendings for call in sending.calls]
+    assert {call.task for call in calls} >= TASKS.keys()
+    assert {call.fate for call in calls} == FATES.keys()
+    assert {sending.kind for sending in sendings} == {"single", "chain", "group", "chord"}
+    assert {name for call in calls for name in call.options} == {
+        "ignore_result", "priority", "time_limit", "soft_time_limit", "countdown", "expires", "shadow", "headers",
+    }  # fmt: skip
+    assert any(call.stamps for call in calls)
+    assert any(call.link for call in calls)
+    assert any(call.errbacks for call in calls)
+
+
+def test_a_callback_that_cannot_be_sent_does_not_end_the_worker(redis: RedisServer, tmp_path: Path) -> None:
+    """A stock worker logs it and goes on: whoever sends such a message must not end the worker of all."""
+    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    app.conf.task_default_queue = "feedmill"
+    posts = [{"id": "1", "title": "The keeper saved two penalties in the final"}]
+    include = {"FEEDMILL_INCLUDE": "tests.fakes.differential_tasks", "PYTHONPATH": str(ROOT)}
+    with working(redis, tmp_path, **include) as worker:
+        takes_no_more_than_an_id = app.signature("differential.failed", kwargs={"more": 1})
+        app.send_task("differential.reject", kwargs={"posts": posts}, link_error=takes_no_more_than_an_id)
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
+        wait_until(lambda: worker.says("Celery could not end it"), "the worker says so")
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
+
+
+GOOD: dict[str, Any] = {"id": "1", "label": "a", "scores": {"a": 0.7, "b": 0.3}, "worker": "stock", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("feedmill", "same"),
+    [
+        (GOOD | {"worker": "feedmill", "scores": {"a": 0.70001, "b": 0.29999}}, True),
+        (GOOD | {"scores": {"a": 0.701, "b": 0.299}}, False),
+        (GOOD | {"scores": {"b": 0.3, "a": 0.7}}, False),
+        (GOOD | {"label": "b"}, False),
+        (GOOD | {"model": "n"}, False),
+        (GOOD | {"more": 1}, False),
+        ({"id": "1", "error": "no"}, False),
+        (None, False),
+    ],
+)
+def test_what_counts_as_a_difference(feedmill: object, same: bool) -> None:
+    assert Comparison().same("m1", [GOOD], [feedmill]) == same
+
+
+def test_of_two_labels_that_are_level_either_is_first() -> None:
+    one, other = {"a": 0.500001, "b": 0.499999}, {"b": 0.500001, "a": 0.499999}
+    assert Comparison().same("m1", GOOD | {"scores": one}, GOOD | {"scores": other, "label": "b"})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "complete"),
+    [
+        ("received started succeeded", True),
+        ("received started retried received started failed", True),
+        ("received received started retried started failed", True),  # the retry came before Celery told of it
+        ("received started failed rejected", True),
+        ("received revoked", True),
+        ("revoked", True),
+        ("received started", True),  # Ignore; a stock worker's log says whether it should be so
+        ("started received succeeded", False),
+        ("received succeeded", False),
+        ("received started succeeded succeeded", False),
+        ("received started retried", False),
+        ("received received started succeeded", False),
+        ("", False),
+    ],
+)
+def test_which_logs_of_events_are_complete(kinds: str, complete: bool) -> None:
+    log = EventLog([])
+    for kind in kinds.split():
+        log.hear({"type": f"task-{kind}", "uuid": "m1", "name": "feedmill.classify"})
+    assert log.is_complete("m1") == complete

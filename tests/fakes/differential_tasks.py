@@ -1,0 +1,200 @@
+"""Tasks that the differential test (tests/differential.py) has both of its workers load, by FEEDMILL_INCLUDE.
+
+Those based on ClassifyTask end in every way that Celery has for a task. Each asks for its outcomes first: where a task
+does not, Feedmill's pool has classified its posts all the same, and a stock worker never does. The plain ones are
+callbacks, and return what they got, so that Celery's result of them tells it.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+from celery import shared_task
+from celery.exceptions import Ignore, Reject
+from redis import Redis
+
+from shared.broker import connect
+from shared.errors import MessageFailed
+from shared.settings import load
+from workers.task import ClassifyTask
+
+#: Prefix of the lists of what was told to code that runs beside a task and has no result of its own.
+TOLD = "differential:told:"
+#: Of `self.request`: what a task may build on, and what is the same wherever it runs.
+REQUEST = (
+    "id", "root_id", "parent_id", "retries", "group", "group_index", "headers", "stamps", "stamped_headers",
+    "timelimit", "time_limit", "soft_time_limit", "ignore_result", "correlation_id", "shadow", "called_directly",
+    "is_eager", "argsrepr", "kwargsrepr", "replaced_task_nesting",
+)  # fmt: skip
+
+
+class Unlucky(Exception):  # noqa: N818
+    """An error that pickle takes apart and cannot put together: it takes two arguments, and `args` has one."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(what)
+        self.number = number
+
+
+@cache
+def _redis() -> Redis:
+    """Made when it is first used: in the process that does."""
+    return connect(load())
+
+
+def _tell(about: str, *words: object) -> None:
+    _redis().rpush(TOLD + about, json.dumps(words))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.early", acks_late=False)
+def early(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    return self.outcomes()
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.unacked", acks_on_failure_or_timeout=False)
+def unacked(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    return self.outcomes()
+
+
+@shared_task(
+    bind=True,
+    base=ClassifyTask,
+    name="differential.autoretry",
+    autoretry_for=(MessageFailed,),
+    max_retries=2,
+    default_retry_delay=0,
+)
+def autoretry(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    return self.outcomes()
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.retry", max_retries=3)
+def retry(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """Once more until it has been retried as often as the header `wanted_retries` says; more than thrice fails."""
+    outcomes = self.outcomes()
+    if self.request.retries < self.request.get("wanted_retries", 1):
+        raise self.retry(countdown=self.request.get("pause", 0))
+    return outcomes
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.reject")
+def reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    self.outcomes()
+    raise Reject("nobody wants it", requeue=False)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.early_reject", acks_late=False)
+def early_reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    self.outcomes()
+    raise Reject("too late to give it back", requeue=False)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.requeue")
+def requeue(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """Back to the queue once, by the mark that the transport leaves on what it delivers again."""
+    outcomes = self.outcomes()
+    if not (self.request.delivery_info or {}).get("redelivered"):
+        raise Reject("later", requeue=True)
+    return outcomes
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.ignore")
+def ignore(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    self.outcomes()
+    raise Ignore
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.unlucky")
+def unlucky(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    raise Unlucky("it came out so", len(self.outcomes()))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.unserializable")
+def unserializable(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """What it returns is no JSON: it fails when its result is to be stored."""
+    self.outcomes()
+    return object
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.own_state")
+def own_state(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """Stores a state of its own on the way, and leaves it there."""
+    outcomes = self.outcomes()
+    self.update_state(state="CLASSIFIED", meta={"posts": len(outcomes)})
+    raise Ignore
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.request")
+def request(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """What its body is told about the message."""
+    told = {name: self.request.get(name) for name in REQUEST}
+    told["delivery_info"] = dict(self.request.delivery_info or {})
+    for name in ("callbacks", "errbacks", "chain", "chord", "eta", "expires"):
+        told[f"has_{name}"] = bool(self.request.get(name))
+    return {"outcomes": self.outcomes(), "request": told}
+
+
+@shared_task(bind=True, base=ClassifyTask, name="differential.sends", trail=True)
+def sends(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    """Sends a task of its own: a child."""
+    outcomes = self.outcomes()
+    record.apply_async((len(outcomes),), task_id=f"{self.request.id}-sent")
+    return outcomes
+
+
+class Handlers(ClassifyTask):
+    """A task's own handlers."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, _args: Any, _kwargs: Any) -> None:
+        _tell(task_id, "before_start", self.request.retries)
+
+    def on_success(self, retval: Any, task_id: str, _args: Any, _kwargs: Any) -> None:
+        _tell(task_id, "on_success", retval)
+
+    def on_retry(self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any) -> None:
+        _tell(task_id, "on_retry", repr(exc), str(einfo))
+
+    def on_failure(self, exc: Exception, task_id: str, _args: Any, _kwargs: Any, einfo: Any) -> None:
+        _tell(task_id, "on_failure", repr(exc), str(einfo))
+
+    def after_return(self, status: str, retval: Any, task_id: str, _args: Any, _kwargs: Any, _einfo: Any) -> None:
+        _tell(task_id, "after_return", status, repr(retval) if isinstance(retval, Exception) else retval)
+
+
+@shared_task(bind=True, base=Handlers, name="differential.handlers", autoretry_for=(MessageFailed,), max_retries=1)
+def handlers(self: ClassifyTask, *_: Any, **__: Any) -> object:
+    return self.outcomes()
+
+
+handlers.default_retry_delay = 0
+
+
+@shared_task(name="differential.record")
+def record(*received: object, **named: object) -> object:
+    return {"received": received, "named": named}
+
+
+@shared_task(name="differential.failed")
+def failed(task_id: str) -> object:
+    """A callback for failures as a task of its own: it gets the message's id."""
+    return {"failed": task_id}
+
+
+@shared_task(name="differential.failed_here")
+def failed_here(request: Any, exc: object, traceback: object, about: str) -> None:
+    """One that Celery calls there and then, since it takes more than an id, and is not bound."""
+    _tell(about, request.id, repr(exc), bool(traceback))
+
+
+@shared_task(name="differential.posts")
+def posts(first: int, count: int) -> object:
+    return [
+        {"id": f"made{number}", "title": f"The match number {number} ended"} for number in range(first, first + count)
+    ]
+
+
+@shared_task(name="differential.breaks")
+def breaks(*_: object) -> None:
+    raise ValueError("a callback that breaks")

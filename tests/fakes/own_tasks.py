@@ -1,0 +1,95 @@
+"""An application's own tasks, which a worker of Feedmill's loads with `--include`: plain ones, and micro-batched ones.
+
+What runs is written down in Redis, in the list "ran", and so is each forward pass. `own.hold` keeps the device, or a
+stock worker, busy as long as the key that it is given is there.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from celery import Task, current_app, shared_task
+from redis import Redis
+
+import feedmill
+from workers.classifiers import Outputs, Row
+from workers.pipeline import Pipeline
+from workers.task import ClassifyTask
+
+redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
+compute = Pipeline._compute
+if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than a setting may make it
+    current_app.conf.broker_transport_options |= {
+        "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
+        "unacked_restore_interval": 1,
+    }
+
+
+@contextmanager
+def written_down(what: object) -> Iterator[None]:
+    redis.rpush("ran", f"begin {what}")
+    yield
+    redis.rpush("ran", f"end {what}")
+
+
+def compute_and_tell(self: Pipeline, rows: Sequence[Row], lane: int) -> Outputs:
+    redis.rpush("ran", *(f"post {row.owner.post.id}" for row in rows))
+    return compute(self, rows, lane)
+
+
+Pipeline._compute = compute_and_tell  # type: ignore[method-assign]
+
+
+@shared_task(name="own.hold")
+def hold(key: str) -> str:
+    redis.rpush("ran", f"hold {key}")
+    while redis.exists(key):
+        time.sleep(0.01)
+    return key
+
+
+@shared_task(name="own.note")
+def note(number: int) -> int:
+    with written_down(number):
+        return number
+
+
+@shared_task(name="own.fails")
+def fails(number: int) -> None:
+    with written_down(number):
+        pass
+    raise ValueError(f"number {number}, on purpose")
+
+
+@shared_task(bind=True, name="own.retries")
+def retries(self: Task, number: int) -> int:  # type: ignore[type-arg]
+    with written_down(number):
+        pass
+    if self.request.retries < 1:
+        raise self.retry(countdown=0)
+    return number
+
+
+@shared_task(name="own.classifies")
+def classifies(posts: list[dict[str, Any]]) -> list[str]:
+    """It calls Feedmill's task: in this process, beside the worker's own pipeline."""
+    return [outcome["label"] for outcome in feedmill.classify(posts)]
+
+
+@shared_task(name="own.sends")
+def sends(posts: list[dict[str, Any]]) -> str:
+    """It sends Feedmill's task to the queue."""
+    return str(feedmill.classify.delay(posts).id)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="own.once_more", max_retries=1)
+def once_more(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    """Its posts are classified; it retries once."""
+    outcomes = self.outcomes()
+    request = self.request
+    redis.rpush("ran", f"attempt {request.retries} {request.correlation_id} {request.reply_to}")
+    if request.retries < 1:
+        raise self.retry(countdown=0)
+    return outcomes

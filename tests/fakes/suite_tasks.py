@@ -1,0 +1,212 @@
+"""Tasks for tests/e2e/test_celery_suite.py. All that reckon are micro-batched: a number is a post with it for its id.
+
+Each takes such posts, has them classified, and returns posts, so that one can follow another; `top_k` is what it adds.
+Those that gather what a group leaves, and those that count that they were called, are plain.
+"""
+
+import os
+from typing import Any
+
+from celery import Task, chain, group, shared_task
+from redis import Redis
+
+from workers.task import ClassifyTask
+
+Posts = list[dict[str, Any]]
+redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
+
+
+def flat(found: Any) -> Posts:
+    """The posts in a group's results, however deep they lie."""
+    return [found] if isinstance(found, dict) else [post for each in found for post in flat(each)]
+
+
+def reckoned(task: ClassifyTask, amount: int) -> Posts:
+    """The posts that a task was given, each with so much more; they were classified, or this raises."""
+    return [numbered(int(str(outcome["id"])) + amount) for outcome in task.outcomes() if isinstance(outcome, dict)]
+
+
+def amount(options: dict[str, Any]) -> int:
+    return int(options.get("top_k", 1))
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"id": str(number), "title": f"number {number}"}
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.add")
+def add(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
+    return reckoned(self, amount(options))
+
+
+@shared_task(name="suite.total")
+def total(found: Any, more: int = 0) -> Posts:
+    """Plain: the sum of what a group leaves, as a post."""
+    return [numbered(sum(int(post["id"]) for post in flat(found)) + more)]
+
+
+@shared_task(name="suite.gather")
+def gather(found: Any) -> Posts:
+    """Plain: what a group leaves, as posts."""
+    return flat(found)
+
+
+@shared_task(name="suite.called")
+def called(*_: Any, key: str) -> int:
+    """Plain: counts that it was called, with whatever."""
+    return int(redis.incr(key))
+
+
+@shared_task(name="suite.errback_old")
+def errback_old(task_id: str) -> str:
+    redis.incr("errbacks")
+    return task_id
+
+
+@shared_task(name="suite.errback_new")
+def errback_new(failed: Any, error: Exception, traceback: Any) -> str:  # noqa: ARG001
+    redis.incr("errbacks")
+    return str(failed.id)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.ids")
+def ids(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    self.outcomes()
+    return [self.request.root_id, self.request.parent_id]
+
+
+def seen(task: ClassifyTask) -> dict[str, Any]:
+    """What the task sees of its message."""
+    request: Any = task.request
+    return {
+        "priority": request.delivery_info["priority"],
+        "timelimit": request.timelimit,
+        "ticket": request.get("ticket"),
+        "stamps": {header: request.stamps[header] for header in request.stamped_headers or ()},
+        "retries": request.retries,
+    }
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.request")
+def request(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    self.outcomes()
+    return seen(self)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.limited", time_limit=60, soft_time_limit=45)
+def limited(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    self.outcomes()
+    request: Any = self.request
+    return [request.time_limit, request.soft_time_limit, request.properties.get("app_id")]
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.retry_once", max_retries=1)
+def retry_once(self: ClassifyTask, *_: Any, **__: Any) -> Any:
+    """What it sees of its message, having retried once."""
+    self.outcomes()
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return seen(self)
+
+
+class Odd(Exception):  # noqa: N818
+    """One that cannot be made again from its arguments."""
+
+    def __init__(self, one: object, two: object) -> None:
+        super().__init__(one)
+        self.two = two
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.fails_oddly")
+def fails_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
+    self.outcomes()
+    raise Odd(object(), "two")
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.retries_oddly", max_retries=1)
+def retries_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
+    self.outcomes()
+    raise self.retry(exc=Odd(object(), "two"), countdown=0)
+
+
+class Hooked(ClassifyTask):
+    """With what Celery calls around a task."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, *_: Any) -> None:
+        redis.rpush(f"hooks:{task_id}", "before_start")
+
+    def on_retry(self, exc: Any, task_id: str, *_: Any) -> None:  # noqa: ARG002
+        redis.rpush(f"hooks:{task_id}", "on_retry")
+
+    def on_success(self, retval: Any, task_id: str, *_: Any) -> None:  # noqa: ARG002
+        redis.rpush(f"hooks:{task_id}", "on_success")
+
+    def on_failure(self, exc: Any, task_id: str, *_: Any) -> None:  # noqa: ARG002
+        redis.rpush(f"hooks:{task_id}", "on_failure")
+
+    def after_return(self, status: str, retval: Any, task_id: str, *_: Any) -> None:  # noqa: ARG002
+        redis.rpush(f"hooks:{task_id}", f"after_return {status}")
+
+
+@shared_task(bind=True, base=Hooked, name="suite.hooked", max_retries=1)
+def hooked(self: ClassifyTask, *_: Any, **__: Any) -> int:
+    outcomes = self.outcomes()
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return len(outcomes)
+
+
+# Replaced, once they are classified.
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced")
+def replaced(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    raise self.replace(add.s(reckoned(self, 0), top_k=amount(options)))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_twice")
+def replaced_twice(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    raise self.replace(replaced.s(reckoned(self, 0), top_k=amount(options)))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_chain")
+def replaced_by_chain(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    raise self.replace(chain(add.s(reckoned(self, 0), top_k=amount(options)), add.s(top_k=amount(options))))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_chain_with_links")
+def replaced_by_chain_with_links(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    """By a chain that fails where it is to add 13."""
+    last = add.s(labels="") if amount(options) == 13 else add.s(top_k=amount(options))
+    other = chain(add.s(reckoned(self, 0), top_k=amount(options)), last)
+    other.link(called.s(key="inner"))
+    other.link_error(errback_old.s())
+    raise self.replace(other)
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_group")
+def replaced_by_group(self: ClassifyTask, *_: Any, **options: Any) -> None:
+    given = reckoned(self, 0)
+    raise self.replace(group(add.s(given, top_k=amount(options)), add.s(given, top_k=2 * amount(options))))
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_nothing")
+def replaced_by_nothing(self: ClassifyTask, *_: Any, **__: Any) -> None:
+    self.outcomes()
+    raise self.replace(chain())
+
+
+@shared_task(bind=True, base=ClassifyTask, name="suite.adds_to_chord")
+def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
+    given = reckoned(self, amount(options))
+    self.add_to_chord(add.s(given, top_k=amount(options)))
+    return given
+
+
+@shared_task(bind=True, name="suite.starts_chord")
+def starts_chord(self: Task) -> str:  # type: ignore[type-arg]
+    """Plain: it starts a canvas of its own and does not wait for it."""
+    made = (group(add.s([numbered(number)], top_k=1) for number in range(3)) | total.s()).apply_async()
+    return f"{self.request.id} {made.id}"
