@@ -1,0 +1,798 @@
+"""kombu's Redis transport with two weaknesses removed: same queue keys, same wire format, stock clients beside it.
+
+kombu takes a message with BRPOP and only then notes it as unacknowledged: a worker killed in between loses it for
+good. And it takes one message a round trip. Here one Lua call *reserves* a batch: it moves messages from the queues'
+lists into a hash of what is held and gives each a *lease* in an index, in one step.
+
+    `reserved`         hash: tag -> the message as it lay in its list
+    `reserved_index`   sorted set: tag -> when its lease ends, by Redis' own clock
+    `undecodable`      list, newest first, bounded: what is no message and was set aside
+
+A *tag* names one reservation of one message: `<process>-<reservation>-<position> <list>`. Tags sort in the order of
+taking, say where the message goes back to, and a late acknowledgement cannot take away a later delivery. The keys are
+not kombu's `unacked`: neither sweeps what the other holds.
+
+`Leases` is what this process holds of one Redis, whichever connection it came over. A thread renews each lease for as
+long as the message is not acknowledged and *something still refers to it*, and puts back what nobody renews, whoever
+took it. So a lost connection costs nothing: what works on a message goes on, and its acknowledgement goes out over the
+next one. A message that comes back is the next out of its own list; its `delivery_info` then has `redelivered`, as with
+kombu, and `delivery_count`, how many times it was delivered before.
+
+Waiting takes nothing: CLIENT TRACKING has Redis say when one of the lists changes. Acknowledgements travel with the
+next reservation, one packet a turn of the event loop.
+
+Options besides kombu's, all of `broker_transport_options`: the names of the three keys (`reserved_key`, …),
+`undecodable_limit`, `reserve_limit` (messages a reservation), `reserve_bytes` (a reservation ends with the message
+that reaches it), `left_behind_timeout` (seconds for which what came over a lost connection is held for those who still
+refer to it). `visibility_timeout` is the seconds of a lease, `unacked_restore_interval` those between two looks for
+leases that ended. Leases are renewed while the process lives, a busy event loop or not: they may be short.
+
+What is overridden, and why (tests/integration/test_transport.py fails when kombu changes one of them):
+
+- `MultiChannelPoller.on_poll_start`, `_register_BRPOP`: what is due is sent each turn. `on_readable`,
+  `_update_brpop_polling`: a reply is always read, since no reservation exceeds the credit. `get`: wakes each second,
+  and sends acknowledgements where no event loop does.
+- `QoS.append`, `ack`, `reject`, `restore_unacked`, `restore_unacked_once`, `restore_by_tag`, `restore_visible`: the
+  book is `Leases`; closing gives back what nothing refers to any more, instead of everything.
+- `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
+  know what is not to be acknowledged. `_update_queue_cycle`: waits for the lists of today's queues. `decode_body`:
+  tells what cannot be decoded. `_queue_bind`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and nobody
+  could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`: acknowledgements
+  without an answer are sent again. `close`: waits for no dead connection.
+- `Transport.connection_errors`: an error reply (out of memory, read-only after a failover) is no reason to exit.
+  `register_with_event_loop`: whether there is one.
+"""
+
+import atexit
+import gc
+import json
+import logging
+import os
+import ssl
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import count
+from queue import Empty
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+from weakref import WeakSet, ref
+
+from kombu.transport import redis as _kombu_redis
+from kombu.transport.virtual import QoS as _VirtualQoS
+from kombu.utils.json import loads
+from kombu.utils.url import parse_url
+from redis import Redis
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+
+logger = logging.getLogger(__name__)
+
+#: The stubs hold little of what is inside.
+kombu_redis: Any = _kombu_redis
+VirtualQoS: Any = _VirtualQoS
+
+#: Takes up to ARGV[2] messages, or ARGV[3] bytes, from lists KEYS[3..], the first of them first; ARGV[4..] says of each
+#: list for how many seconds they are leased, 0 for not at all. Returns list and number, list and number, …, and the
+#: messages. The first two commands fail on keys of another type before anything is taken. Once a script has
+#: written, Redis lets it go on at `maxmemory`: RPOP takes memory from nobody.
+RESERVE = """
+redis.call('HDEL', KEYS[1], '')
+redis.call('ZREM', KEYS[2], '')
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local left, room = tonumber(ARGV[2]), tonumber(ARGV[3])
+local runs, messages = {}, {}
+for number = 3, #KEYS do
+    local list, seconds, before = KEYS[number], tonumber(ARGV[number + 1]), #messages
+    while left > 0 and room > 0 do
+        local message = redis.call('RPOP', list)
+        if not message then break end
+        messages[#messages + 1] = message
+        left, room = left - 1, room - #message
+        if seconds > 0 then
+            local tag = string.format('%s-%04d %s', ARGV[1], #messages, list)
+            redis.call('HSET', KEYS[1], tag, message)
+            redis.call('ZADD', KEYS[2], now + seconds, tag)
+        end
+    end
+    if #messages > before then
+        runs[#runs + 1] = number - 3
+        runs[#runs + 1] = #messages - before
+    end
+end
+return {runs, messages}
+"""
+
+#: Renews the leases of tags ARGV[5..] in index KEYS[1] for ARGV[1] seconds, then finds up to ARGV[2] that ended, the
+#: latest first, unless the last contact, ARGV[3], is longer ago than ARGV[4] seconds: Redis was away, and living
+#: holders had no chance to renew. Returns the time and what was found. For ZREM, of nothing, see above.
+KEEP = """
+redis.call('ZREM', KEYS[1], '')
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+for number = 5, #ARGV do redis.call('ZADD', KEYS[1], 'XX', now + ARGV[1], ARGV[number]) end
+local ended = {}
+if now - ARGV[3] <= tonumber(ARGV[4]) then
+    ended = redis.call('ZREVRANGEBYSCORE', KEYS[1], now, '-inf', 'LIMIT', 0, ARGV[2])
+end
+return {string.format('%.6f', now), ended}
+"""
+
+#: Puts messages back that are still held: by ARGV[1], RPUSH for next out, into lists KEYS[3..], tag and message by
+#: turns in ARGV[3..]; only where the lease ends by ARGV[2].
+RESTORE = """
+for number = 3, #KEYS do
+    local tag, message = ARGV[2 * number - 3], ARGV[2 * number - 2]
+    local ends = redis.call('ZSCORE', KEYS[2], tag)
+    if ARGV[2] == '+inf' or ends and tonumber(ends) <= tonumber(ARGV[2]) then
+        redis.call('ZREM', KEYS[2], tag)
+        if redis.call('HDEL', KEYS[1], tag) == 1 then redis.call(ARGV[1], KEYS[number], message) end
+    end
+end
+"""
+
+#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept.
+SET_ASIDE = """
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('LPUSH', KEYS[3], ARGV[2])
+redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
+"""
+
+#: Tags renewed, or leases looked at, in one call: a call of either size takes Redis a millisecond or so.
+RENEWED, SWEPT = 1000, 100
+#: Seconds after which a wait is begun anew, should a wake-up be lost.
+REARM = 5.0
+#: Seconds between two collections of garbage, while something is held that came over a closed channel: requests that
+#: Celery drops with a lost connection refer to themselves.
+COLLECT = 5.0
+
+
+class UndecodableError(ValueError):
+    """An element of a queue's list is no message."""
+
+
+class Leases:
+    """What this process holds of one Redis, and the thread that keeps it."""
+
+    def __init__(self, channel: "Channel") -> None:
+        prefix = channel.global_keyprefix
+        self.reserved, self.index, self.undecodable = (
+            prefix + key for key in (channel.reserved_key, channel.reserved_index_key, channel.undecodable_key)
+        )
+        self.seconds = float(channel.visibility_timeout)
+        self._interval = min(float(channel.unacked_restore_interval), self.seconds / 3)
+        self._kept_aside = channel.undecodable_limit
+        pool = channel._get_pool()
+        #: An answer that takes longer than this would let leases end.
+        self.patience = self._interval
+        for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
+            pool.connection_kwargs[option] = self.patience
+        self.client: Redis = Redis(connection_pool=pool)
+        self._keep, self._restore, self._set_aside = map(self.client.register_script, (KEEP, RESTORE, SET_ASIDE))
+        self.reserve = self.client.register_script(RESERVE)
+        #: Message by tag, for as long as something else refers to it.
+        self.held: dict[str, ref[Any]] = {}
+        #: Of those that came over a channel that is closed: since when, by tag.
+        self.left_behind: dict[str, float] = {}
+        self._patience_left_behind = float(channel.left_behind_timeout)
+        #: Tags whose acknowledgement waits to be sent.
+        self.acknowledged: deque[str] = deque()
+        self.channels: WeakSet[Channel] = WeakSet()
+        self._process, self._numbers = uuid4().hex, count()
+        self._lock = threading.Lock()
+        self._keeper: threading.Thread | None = None
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
+
+    def prefix(self) -> str:
+        """What the tags of one reservation begin with; later ones sort later."""
+        return f"{self._process}-{next(self._numbers):012d}"
+
+    def take_acknowledged(self) -> list[str]:
+        with self._lock:
+            return [self.acknowledged.popleft() for _ in range(len(self.acknowledged))]
+
+    def acknowledge(self, tag: str) -> None:
+        self.held.pop(tag, None)
+        self.acknowledged.append(tag)
+
+    def flush(self) -> None:
+        """Send the acknowledgements that wait. Not by MULTI, which is refused at `maxmemory`."""
+        if tags := self.take_acknowledged():
+            try:
+                pipe = self.client.pipeline(transaction=False)
+                pipe.hdel(self.reserved, *tags)
+                pipe.zrem(self.index, *tags)
+                pipe.execute()
+            except BaseException:
+                self.acknowledged.extend(tags)
+                raise
+
+    def give_back(self, tags: Sequence[str], until: str = "+inf", command: str = "RPUSH") -> None:
+        """Put messages back that are held under these tags, in this order: the last is the next out."""
+        if tags:
+            arguments: list[Any] = [command, until]
+            messages: list[Any] = self.client.hmget(self.reserved, tags)
+            for tag, message in zip(tags, messages, strict=True):
+                arguments += (tag, marked(message or b""))
+            self._restore([self.reserved, self.index, *(tag.partition(" ")[2] for tag in tags)], arguments)
+            if until == "+inf":
+                for tag in tags:
+                    self.held.pop(tag, None)
+
+    def set_aside(self, tag: str, message: bytes) -> None:
+        """Keep for people what is no message, so that no worker meets it again."""
+        logger.error("an element of %r is no message; it goes to %r: %r", tag, self.undecodable, message[:200])
+        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message, self._kept_aside])
+
+    def start(self, channel: "Channel") -> None:
+        """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""
+        with self._lock:
+            self.channels.add(channel)
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
+                self._keeper.start()
+
+    def _run(self) -> None:
+        renew_at = contact = since = collected_at = 0.0
+        pause, told = threading.Event(), False
+        while True:
+            try:
+                self.flush()
+                held: list[str] = []
+                if self._are_left_behind() and monotonic() - collected_at > COLLECT:
+                    gc.collect()
+                    collected_at = monotonic()
+                if monotonic() >= renew_at:
+                    renew_at = monotonic() + self.seconds / 3
+                    held = self._living()
+                    for start in range(RENEWED, len(held), RENEWED):
+                        self._keep([self.index], [self.seconds, 0, 0, 0, *held[start : start + RENEWED]])
+                settled = contact - since >= 1.5 * self._interval
+                now, ended = self._keep(
+                    [self.index],
+                    [self.seconds, SWEPT if settled else 0, contact, 2 * self._interval, *held[:RENEWED]],
+                )
+                if float(now) - contact > 2 * self._interval:
+                    since = float(now)
+                contact = float(now)
+                while ended:
+                    self.give_back([tag.decode() for tag in ended], until=now.decode())
+                    _, ended = self._keep([self.index], [self.seconds, SWEPT, contact, 2 * self._interval])
+                told = False
+            except Exception as fault:  # whatever it is: while this process lives, so must its leases
+                logger.log(logging.DEBUG if told else logging.WARNING, "leases cannot be renewed for now (%s)", fault)
+                renew_at, told = 0.0, True
+            with self._lock:
+                if not (self.channels or self._living() or self.acknowledged):
+                    self._keeper = None
+                    break
+            pause.wait(self._interval)
+        self.client.connection_pool.disconnect(inuse_connections=False)
+
+    def _living(self) -> list[str]:
+        """Tags of what something refers to. The others are forgotten; nobody can acknowledge them any more."""
+        for tag in tuple(self.held):
+            if (message := self.held.get(tag)) and message() is None:
+                self.held.pop(tag, None)
+        return list(self.held)
+
+    def _are_left_behind(self) -> bool:
+        """Whether something of closed channels is held still; what has been for too long is forgotten."""
+        for tag, since in tuple(self.left_behind.items()):
+            if monotonic() - since > self._patience_left_behind:
+                self.held.pop(tag, None)
+            if tag not in self.held:
+                self.left_behind.pop(tag, None)
+        return bool(self.left_behind)
+
+    def _at_exit(self) -> None:
+        """What this process leaves unfinished need not wait for its lease."""
+        if os.getpid() == self._pid and (self.held or self.acknowledged):
+            with suppress(RedisError, OSError):
+                self.flush()
+                self.give_back(sorted(self.held, reverse=True))
+
+
+#: By connection parameters and keys.
+_LEASES: dict[tuple[Any, ...], Leases] = {}
+
+
+def leases_of(channel: "Channel") -> Leases:
+    keys = channel.global_keyprefix, channel.reserved_key, channel.reserved_index_key
+    where = (os.getpid(), *keys, *map(repr, channel.connection.client.__eqhash__()))
+    if where not in _LEASES:
+        _LEASES[where] = Leases(channel)
+    return _LEASES[where]
+
+
+def marked(message: bytes) -> bytes | str:
+    """A message that comes back: it says so, and how many times. What is no message stays as it is."""
+    try:
+        found = json.loads(message)
+        info = found["properties"]["delivery_info"]
+        found["headers"]["redelivered"] = info["redelivered"] = True
+        info["delivery_count"] = int(info.get("delivery_count", 0)) + 1
+        return json.dumps(found)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return message
+
+
+def decoded(message: bytes) -> dict[str, Any]:
+    """Raises UndecodableError. kombu's own types in JSON are rare, and looking for them slow."""
+    try:
+        text = message.decode()
+        found = loads(text) if '"__type__"' in text else json.loads(text)
+        if isinstance(found["properties"]["delivery_info"], dict):
+            return found  # type: ignore[no-any-return]  # what it holds is the sender's
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UndecodableError from error
+    raise UndecodableError
+
+
+class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
+    """Counts what a channel's consumer holds; the book is Leases."""
+
+    channel: "Channel"
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        self.channel.leases.held[delivery_tag] = ref(message)
+        VirtualQoS.append(self, message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        self.channel._acknowledge(delivery_tag)
+        VirtualQoS.ack(self, delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Requeued messages go to the far end, as with kombu: next out, a task that rejects would spin."""
+        if requeue:
+            self.channel.leases.give_back([delivery_tag], command="LPUSH")
+            VirtualQoS.ack(self, delivery_tag)
+        else:
+            self.ack(delivery_tag)
+
+    def restore_unacked(self, *_: Any) -> None:
+        self._flush()
+        self.channel.leases.give_back(list(reversed(self._delivered)))
+        self._delivered.clear()
+
+    def restore_by_tag(self, tag: str, _: Any = None, leftmost: bool = False) -> None:
+        self.channel.leases.give_back([tag], command="LPUSH" if leftmost else "RPUSH")
+
+    def restore_unacked_once(self, *_: Any) -> None:
+        """Let go. What something still refers to is being worked on; the rest goes back now, or by its lease."""
+        self._on_collect.cancel()
+        self._flush()
+        leases, tags = self.channel.leases, list(reversed(self._delivered))
+        self._delivered.clear()
+        leases.left_behind.update(dict.fromkeys(tags, monotonic()))
+        with suppress(RedisError, OSError):
+            leases.flush()
+            leases.give_back([tag for tag in tags if (message := leases.held.get(tag)) and message() is None])
+
+    def restore_visible(self, *_: Any, **__: Any) -> None:
+        """The leases' thread does, whatever the event loop is busy with."""
+
+
+class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu_redis
+    """Sends what is due each turn, and reads whatever comes."""
+
+    #: Whether an event loop calls; without one, nobody comes back to send what waits.
+    evented = False
+
+    def on_poll_start(self) -> None:
+        for channel in tuple(self._channels):
+            if channel.active_queues and channel.is_due():
+                self._register_BRPOP(channel)
+            if channel.active_fanout_queues:
+                self._register_LISTEN(channel)
+
+    def _register_BRPOP(self, channel: Any) -> None:  # noqa: N802 - kombu's name
+        ident = channel, channel.client, "BRPOP"
+        if not self._client_registered(*ident):
+            self._register(*ident)
+        channel._brpop_start()
+
+    def _update_brpop_polling(self) -> None:
+        pass
+
+    def on_readable(self, fileno: int) -> bool | None:
+        channel, kind = self._fd_to_chan.get(fileno, (None, None))
+        delivered: bool | None = channel._brpop_read() if kind == "BRPOP" else super().on_readable(fileno)
+        return delivered
+
+    def get(self, callback: Any, timeout: float | None = None) -> Any:
+        try:
+            return super().get(callback, 1 if timeout is None else min(timeout, 1))
+        finally:
+            for channel in tuple(self._channels):
+                if not self.evented and (leases := channel.__dict__.get("leases")):
+                    leases.flush()
+
+
+class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
+    """Reserves messages instead of popping them."""
+
+    QoS = QoS
+
+    reserved_key = "reserved"
+    reserved_index_key = "reserved_index"
+    undecodable_key = "undecodable"
+    undecodable_limit = 1000
+    left_behind_timeout = 3600
+    reserve_limit = 64
+    reserve_bytes = 1024 * 1024
+    visibility_timeout = 6
+    unacked_restore_interval = 2
+    #: Seconds that a command may take: without it, Redis going silent stops the worker for good.
+    socket_timeout = 10
+    socket_connect_timeout = 5
+
+    from_transport_options = (
+        *kombu_redis.Channel.from_transport_options,
+        "reserved_key",
+        "reserved_index_key",
+        "undecodable_key",
+        "undecodable_limit",
+        "left_behind_timeout",
+        "reserve_limit",
+        "reserve_bytes",
+    )
+
+    #: Whether Redis says when a list changes; where it does not, it is asked each second.
+    _tracking = True
+    #: Since when it waits for that.
+    _armed_at: float | None = None
+    #: Whether the connection was told to track, and the script is known to it.
+    _greeted = _scripted = False
+    #: Whether the last reservation was full: then there is nothing to wait for.
+    _flowing = False
+    #: Messages seen waiting after a reservation, and whether some came since.
+    _waiting, _woken = 0, False
+    #: kombu's: the connection, while it owes a reservation or a wake-up; since when it owes an answer; closing.
+    _in_poll: Any = None
+    _brpop_sent_at: float | None = None
+    _closing = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        #: What each reply that is still to come answers: kind, and what is needed then.
+        self._expected: deque[tuple[str, Any]] = deque()
+        self._unleased: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        parameters: dict[str, Any] = super()._connparams(asynchronous)
+        return parameters | {"protocol": 3} if asynchronous else parameters
+
+    @cached_property
+    def leases(self) -> Leases:
+        return leases_of(self)
+
+    def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
+        self.leases.start(self)
+        (self._unleased.add if no_ack or not self.ack_emulation else self._unleased.discard)(queue)
+        return super().basic_consume(queue, no_ack, *args, **kwargs)
+
+    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
+        message = super().basic_get(queue, no_ack, **kwargs)
+        if message is not None and no_ack:
+            self._acknowledge(message.delivery_tag)
+        return message
+
+    def _get(self, queue: str) -> dict[str, Any]:
+        self.leases.start(self)
+        while True:
+            tags = self.leases.prefix()
+            lists, keys, arguments = self._reservation(tags, [queue], 1)
+            runs, messages = self.leases.reserve(keys, arguments)
+            with self.conn_or_acquire() as client:
+                self._maybe_update_queues_expire(client, queue)
+            if not messages:
+                raise Empty
+            tag = f"{tags}-0001 {lists[runs[0]][1]}"
+            try:
+                message = decoded(messages[0])
+            except UndecodableError:
+                self.leases.set_aside(tag, messages[0])
+            else:
+                message["properties"]["delivery_tag"] = tag
+                return message
+
+    def _acknowledge(self, tag: str) -> None:
+        self.leases.acknowledge(tag)
+        cycle = self.connection and self.connection.cycle
+        if cycle and not cycle.evented and not cycle._in_protected_read:
+            self.leases.flush()
+
+    def _size(self, queue: str) -> int:
+        with self.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for step in self.priority_steps:
+                pipe.llen(self._q_for_pri(queue, step))
+            return sum(pipe.execute())
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        try:
+            super()._queue_bind(exchange, routing_key, pattern, queue)
+        except OutOfMemoryError as error:
+            logger.warning("Redis has no memory to note that %r is bound to %r (%s)", queue, exchange, error)
+
+    def decode_body(self, body: Any, encoding: str | None = None) -> Any:
+        try:
+            return super().decode_body(body, encoding)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UndecodableError from error
+
+    def _update_queue_cycle(self) -> None:
+        """Queues have come or gone: what is waited for is no longer right."""
+        super()._update_queue_cycle()
+        self._woken = True
+        self._wake()
+
+    # What is sent.
+
+    def is_due(self) -> bool:
+        """Whether anything is to be sent now. Raises a connection error when a reply is overdue."""
+        if self._expected:
+            silent = monotonic() - (self._brpop_sent_at or monotonic())
+            connection = self.client.connection
+            if silent > (self.socket_timeout or silent) and not kombu_redis._socket_readable(connection._sock):
+                connection.disconnect()
+                raise ConnectionFault(f"Redis has not answered for {silent:.0f} seconds")
+        elif self._armed_at and monotonic() - self._armed_at > (REARM if self._tracking else self.brpop_timeout):
+            self._wake()
+        return bool(self.leases.acknowledged or (not self._in_poll and self._room()))
+
+    def _room(self) -> int:
+        """How many messages to reserve in one go. None rather than few, while there is enough to do."""
+        if not self.qos.can_consume():
+            return 0
+        free = self.qos.can_consume_max_estimate()
+        if free is None:  # without a limit and an event loop, a consumer expects one message at a time
+            return self.reserve_limit if self.connection.cycle.evented else 1
+        return min(free, self.reserve_limit) if free >= min(self.reserve_limit, self.qos.prefetch_count // 4) else 0
+
+    def _reservation(
+        self, tags: str, queues: Sequence[str], room: int
+    ) -> tuple[list[tuple[str, str]], list[Any], list[Any]]:
+        """Queue and list of all priorities, the first to be emptied first, with the script's keys and arguments."""
+        lists = [(q, self.global_keyprefix + self._q_for_pri(q, step)) for step in self.priority_steps for q in queues]
+        seconds = [0 if queue in self._unleased else self.leases.seconds for queue, _ in lists]
+        keys = [self.leases.reserved, self.leases.index, *(name for _, name in lists)]
+        return lists, keys, [tags, room, self.reserve_bytes, *seconds]
+
+    def _brpop_start(self, *_: Any) -> None:
+        """Send what is due, in one packet: acknowledgements, and a reservation where there is room for one."""
+        connection, leases = self.client.connection, self.leases
+        commands: list[tuple[Any, ...]] = []
+        if not self._expected:
+            self._flush_brpop_reauth()
+            self._brpop_sent_at = monotonic()
+        if not self._greeted:
+            self._greeted = True
+            self._expect(commands, "tracking", None, "CLIENT", "TRACKING", "ON", "NOLOOP")
+        if acknowledged := leases.take_acknowledged():
+            self._expect(commands, "acknowledged", None, "HDEL", leases.reserved, *acknowledged)
+            self._expect(commands, "acknowledged", acknowledged, "ZREM", leases.index, *acknowledged)
+        if not self._in_poll and (room := self._room()):
+            queues = self._queue_cycle.consume(len(self.active_queues))
+            tags = leases.prefix()
+            lists, keys, arguments = self._reservation(tags, queues, room)
+            script: tuple[str, str] = ("EVALSHA", leases.reserve.sha) if self._scripted else ("EVAL", RESERVE)
+            self._scripted, self._in_poll = True, connection
+            self._expect(commands, "reserved", (tags, lists, room), *script, len(keys), *keys, *arguments)
+            if not self._flowing:
+                self._waiting, self._woken = 0, False
+                for number, (__, name) in enumerate(lists, 1):
+                    self._expect(commands, "waiting", number == len(lists), "LLEN", name)
+        if commands:
+            connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+
+    def _expect(self, commands: list[tuple[Any, ...]], kind: str, detail: Any, *command: Any) -> None:
+        commands.append(command)
+        self._expected.append((kind, detail))
+
+    # What comes back.
+
+    def _brpop_read(self, **_: Any) -> bool:
+        """Handle all that has come; deliver what was reserved. Raises Empty where nothing was."""
+        delivered = False
+        while True:
+            connection = self.client.connection
+            reply = self._next_reply(connection)
+            if reply is None:
+                self._woken = True
+                self._wake()
+            else:
+                delivered = self._handle(*self._expected.popleft(), reply) or delivered
+            self._brpop_sent_at = monotonic() if self._expected else None
+            if self.closed or connection._sock is None or not connection.can_read(timeout=0):
+                break
+        if not delivered:
+            raise Empty
+        return True
+
+    def _poll_error(self, kind: str, **_: Any) -> Any:
+        return self._brpop_read() if kind == "BRPOP" else super()._poll_error(kind)
+
+    def _next_reply(self, connection: Any, **options: Any) -> Any:
+        """A reply, or the error that it is; None for Redis' word that a list has changed."""
+        try:
+            return connection.read_response(push_request=True, **options)
+        except ResponseError as error:
+            return error
+        except self.connection_errors:
+            connection.disconnect()
+            raise
+
+    def _wake(self) -> None:
+        if self._armed_at:
+            self._armed_at = self._in_poll = None
+
+    def _handle(self, kind: str, detail: Any, reply: Any) -> bool:
+        if isinstance(reply, ResponseError):
+            self._refused(kind, detail, reply)
+        elif kind == "reserved":
+            return self._reserved(*detail, *reply)
+        elif kind == "waiting":
+            self._waiting += reply
+            if detail:  # the last list
+                self._in_poll = None
+                if not self._waiting and not self._woken:
+                    self._armed_at, self._in_poll = monotonic(), self.client.connection
+        return False
+
+    def _refused(self, kind: str, detail: Any, error: ResponseError) -> None:
+        if kind == "tracking":
+            logger.warning("Redis does not tell when a list changes, so it is asked each second (%s)", error)
+            self._tracking = False
+        elif isinstance(error, NoScriptError):
+            self._scripted, self._woken = False, True
+            self._reservation_answered()
+        else:
+            if detail and kind == "acknowledged":
+                self.leases.acknowledged.extend(detail)
+            self.client.connection.disconnect()
+            raise error
+
+    def _reserved(
+        self, tags: str, lists: list[tuple[str, str]], room: int, runs: list[int], messages: list[bytes]
+    ) -> bool:
+        self._reservation_answered()
+        self._flowing = len(messages) == room or sum(map(len, messages)) >= self.reserve_bytes
+        sources = [lists[number] for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
+        for queue in dict.fromkeys(queue for queue, _ in sources):
+            self._queue_cycle.rotate(queue)
+        left = deque(
+            (queue, name, f"{tags}-{number:04d} {name}", message)
+            for number, (message, (queue, name)) in enumerate(zip(messages, sources, strict=True), 1)
+        )
+        cancelled, delivered = [], False
+        try:
+            while left and not self._closing:
+                each = left.popleft()
+                if each[0] in self.connection._callbacks:
+                    delivered = True
+                    self._deliver(each[0], *each[2:])
+                else:
+                    cancelled.append(each)
+        finally:
+            self._put_back([*cancelled, *left])
+        return delivered
+
+    def _reservation_answered(self) -> None:
+        """The next may be sent, unless the lengths of the lists are still to come."""
+        if not (self._expected and self._expected[0][0] == "waiting"):
+            self._in_poll = None
+
+    def _deliver(self, queue: str, tag: str, message: bytes) -> None:
+        try:
+            found = decoded(message)
+            found["properties"]["delivery_tag"] = tag
+            self.connection._deliver(found, queue)
+        except UndecodableError:
+            self.leases.set_aside(tag, message)
+
+    def _put_back(self, undelivered: Sequence[tuple[str, str, str, bytes]]) -> None:
+        """What was reserved for a consumer that is no more."""
+        with suppress(RedisError, OSError):  # then the leases end
+            undelivered = undelivered[::-1]
+            self.leases.give_back([tag for queue, _, tag, _ in undelivered if queue not in self._unleased])
+            for queue, name, _, message in undelivered:
+                if queue in self._unleased:
+                    self.leases.client.rpush(name, message)
+
+    # The end of a connection.
+
+    def _on_connection_disconnect(self, connection: Any) -> None:
+        client = self.__dict__.get("client")
+        if client is not None and client.connection is connection:
+            for kind, detail in self._expected:
+                if kind == "acknowledged" and detail:
+                    self.leases.acknowledged.extend(detail)
+            self._expected.clear()
+            self._greeted = self._scripted = self._flowing = False
+            self._armed_at = self._brpop_sent_at = None
+        super()._on_connection_disconnect(connection)
+
+    def close(self) -> None:
+        if not self._closing and (leases := self.__dict__.get("leases")):
+            self._closing = True
+            with suppress(RedisError, OSError, Empty):
+                while any(kind == "reserved" for kind, _ in self._expected):
+                    reply = self._next_reply(self.client.connection, timeout=leases.patience)
+                    if reply is not None:
+                        self._handle(*self._expected.popleft(), reply)
+            leases.channels.discard(self)
+        self._in_poll = None
+        super().close()
+
+
+class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
+    """For redis:// and rediss://; `settings_for` says how to set it up."""
+
+    Channel = Channel
+
+    connection_errors = (*kombu_redis.Transport.connection_errors, ResponseError)
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        self.cycle = Poller()
+        self._settle_alternatives()
+
+    def _settle_alternatives(self) -> None:
+        """kombu turns to the next URL with the transport of its scheme, which is not this one."""
+        if len(self.client.alt) > 1:
+            raise ValueError("this transport does not turn from one redis:// URL to another: use sentinel://")
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        self.cycle.evented = True
+        super().register_with_event_loop(connection, loop)
+
+
+class SentinelChannel(Channel, kombu_redis.SentinelChannel):  # type: ignore[misc]  # see kombu_redis
+    """The same, on the master that Sentinel names."""
+
+    from_transport_options = tuple(
+        dict.fromkeys((*Channel.from_transport_options, *kombu_redis.SentinelChannel.from_transport_options))
+    )
+
+
+class SentinelTransport(Transport):
+    """For sentinel://; needs the option `master_name`."""
+
+    default_port = kombu_redis.SentinelTransport.default_port
+    Channel = SentinelChannel
+
+    def _settle_alternatives(self) -> None:
+        """All Sentinels are asked at each connection: there is nothing to turn to."""
+        self.client.cycle = None
+
+
+def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The Celery settings that lead a broker URL through this transport.
+
+    kombu takes a transport by class path without looking at the URL's scheme: `rediss` would be silently plain text.
+    tls: arguments of redis-py's SSLConnection, such as `ssl_ca_certs`. Raises ValueError, with a sentence for people.
+    """
+    schemes = {each.partition("://")[0] for each in url.split(";")}
+    if len(schemes) != 1 or not schemes <= {"redis", "rediss", "sentinel"}:
+        raise ValueError(f"a broker URL begins with redis://, rediss:// or sentinel://, not {', '.join(schemes)}")
+    scheme = schemes.pop()
+    if scheme != "sentinel" and ";" in url:
+        raise ValueError(f"one {scheme}:// URL only: for failover use sentinel://host;sentinel://host and master_name")
+    settings = {
+        "broker_url": url,
+        "broker_transport": f"{__name__}:{'SentinelTransport' if scheme == 'sentinel' else 'Transport'}",
+    }
+    if scheme != "rediss" and tls is None:
+        return settings
+    given: dict[str, Any] = dict(tls or {}) | parse_url(url.partition(";")[0]).get("ssl", {})
+    given.setdefault("ssl_cert_reqs", ssl.CERT_REQUIRED)
+    if given["ssl_cert_reqs"] not in (ssl.CERT_REQUIRED, "required") or given.get("ssl_check_hostname") is False:
+        raise ValueError("rediss:// without verified certificates protects from nobody: set ssl_ca_certs instead")
+    return settings | {"broker_url": url.partition("?")[0], "broker_use_ssl": given}

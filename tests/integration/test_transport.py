@@ -1,0 +1,619 @@
+"""The transport that reserves: nothing lost, nothing doubled, stock clients and workers beside it.
+
+On every redis-server of this machine where the server matters. Debian 12 has no Valkey to try.
+"""
+
+import gc
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu import Connection, Consumer, Exchange, Message, Producer, Queue
+from kombu.transport import redis as kombu_redis
+from kombu.transport.virtual import base as virtual
+from redis import Redis, RedisError, SSLConnection
+
+from feedmill.stack import Child, free_port
+from shared import transport
+from shared.transport import RESERVE, settings_for
+from tests.support import PASSWORD, RedisServer, redis_servers, wait_until
+
+OURS = "shared.transport:Transport"
+STOCK = "redis"
+QUEUE = Queue("posts", Exchange("posts"), routing_key="posts")
+LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")
+#: Leases that end soon, and are looked for often.
+SHORT = {"visibility_timeout": 0.6, "unacked_restore_interval": 0.1}
+
+
+class Consuming:
+    """A consumer of one queue, or of several, that keeps its messages without acknowledging them."""
+
+    def __init__(self, connection: Connection, queues: list[Queue], prefetch: int, no_ack: bool) -> None:
+        self.connection = connection
+        channel: Any = connection.channel()
+        channel.basic_qos(0, prefetch, False)
+        self.channel = channel
+        self.got: list[Message] = []
+        self.consumer = Consumer(
+            self.channel, queues, on_message=self.got.append, accept=["json"], no_ack=no_ack, auto_declare=True
+        )
+        self.consumer.consume()
+
+    def until(self, count: int) -> list[Message]:
+        """Drain events until so many messages have come in all."""
+        wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages have come", 10)
+        return self.got
+
+    def drain(self) -> bool:
+        with suppress(TimeoutError):
+            self.connection.drain_events(timeout=0.05)
+        return True
+
+    def waits(self) -> bool:
+        return self.drain() and self.channel._armed_at is not None
+
+    def acknowledge(self) -> None:
+        while self.got:
+            self.got.pop(0).ack()
+
+
+@contextmanager
+def consuming(
+    server: RedisServer,
+    *queues: Queue,
+    through: str = OURS,
+    prefetch: int = 64,
+    no_ack: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Consuming]:
+    with Connection(server.url, transport=through, transport_options=dict(options or {})) as connection:
+        yield Consuming(connection, list(queues) or [QUEUE], prefetch, no_ack)
+
+
+def publish(server: RedisServer, *bodies: Any, through: str = STOCK, queue: Queue = QUEUE, priority: int = 0) -> None:
+    with Connection(server.url, transport=through) as connection:
+        producer = Producer(connection.channel())
+        for body in bodies:
+            producer.publish(
+                body,
+                exchange=queue.exchange,
+                routing_key=queue.routing_key,
+                declare=[queue],
+                priority=priority,
+                serializer="json",
+            )
+
+
+def bodies(messages: list[Message]) -> list[Any]:
+    return [message.payload for message in messages]
+
+
+def held(server: RedisServer) -> tuple[int, int]:
+    return server.client.hlen("reserved"), server.client.zcard("reserved_index")
+
+
+def ends(server: RedisServer, tag: str) -> float:
+    """When a lease ends."""
+    return server.client.zscore("reserved_index", tag) or 0.0
+
+
+def waiting(server: RedisServer) -> int:
+    return sum(server.client.llen(name) for name in LISTS)
+
+
+def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
+    """What a worker does that is killed with messages in hand; returns how many it had."""
+    script, keys = server.client.register_script(RESERVE), ["reserved", "reserved_index", *LISTS]
+    _, taken = script(keys, [f"{uuid4().hex}-000000000000", count, 10**6, *[seconds] * 4])
+    return len(taken)
+
+
+@pytest.fixture
+def each_redis(each_redis_server: RedisServer) -> RedisServer:
+    each_redis_server.client.flushall()
+    return each_redis_server
+
+
+# Taking, holding, acknowledging.
+
+
+def test_messages_of_stock_clients_are_reserved_in_order_of_priority(each_redis: RedisServer) -> None:
+    for priority in (9, 0, 6, 3):
+        publish(each_redis, f"{priority}a", f"{priority}b", priority=priority)
+    with consuming(each_redis) as consumer:
+        got = consumer.until(8)
+        assert bodies(got) == ["0a", "0b", "3a", "3b", "6a", "6b", "9a", "9b"]
+        assert held(each_redis) == (8, 8)
+        assert waiting(each_redis) == 0
+        assert got[0].delivery_info["routing_key"] == "posts"
+        consumer.acknowledge()
+        assert held(each_redis) == (0, 0)
+
+
+def test_it_publishes_what_a_stock_consumer_takes(redis: RedisServer) -> None:
+    publish(redis, {"a": "\u00e4"}, through=OURS, priority=3)
+    with consuming(redis, through=STOCK) as consumer:
+        assert bodies(consumer.until(1)) == [{"a": "\u00e4"}]
+        consumer.acknowledge()
+
+
+def test_waiting_takes_nothing_and_every_list_wakes(each_redis: RedisServer) -> None:
+    other = Queue("other", Exchange("other"), routing_key="other")
+    with consuming(each_redis, QUEUE, other) as consumer:
+        wait_until(consumer.waits, "it waits")
+        consumer.channel._armed_at += 10**6  # no looking again by itself: Redis has to say
+        for number, (queue, priority) in enumerate([(QUEUE, 9), (other, 0), (QUEUE, 0), (other, 6)], 1):
+            publish(each_redis, number, queue=queue, priority=priority)
+            assert len(consumer.until(number)) == number
+            wait_until(consumer.waits, "it waits again")
+            consumer.channel._armed_at += 10**6
+        assert bodies(consumer.got) == [1, 2, 3, 4]
+        consumer.acknowledge()
+
+
+def test_without_client_tracking_it_asks(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis.client.acl_setuser(
+        "plain", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-client|tracking"]
+    )
+    monkeypatch.setattr(redis, "url", redis.url.replace("redis://:", "redis://plain:"))
+    with consuming(redis) as consumer:
+        wait_until(consumer.waits, "it waits")
+        assert not consumer.channel._tracking
+        publish(redis, 1)
+        assert bodies(consumer.until(1)) == [1]
+        consumer.acknowledge()
+
+
+def test_no_more_is_reserved_than_the_prefetch_count_allows(redis: RedisServer) -> None:
+    publish(redis, *range(10))
+    with consuming(redis, prefetch=4) as consumer:
+        consumer.until(4)
+        consumer.drain()
+        assert (len(consumer.got), held(redis), waiting(redis)) == (4, (4, 4), 6)
+        for message in consumer.got:
+            message.ack()
+        assert bodies(consumer.until(8)) == [*range(8)]
+
+
+def test_a_consumer_without_a_limit_gets_one_message_at_a_time(redis: RedisServer) -> None:
+    publish(redis, *range(3))
+    with consuming(redis, prefetch=0) as consumer:
+        consumer.until(1)
+        assert (len(consumer.got), waiting(redis)) == (1, 2)
+
+
+def test_a_reservation_ends_with_the_message_that_reaches_the_byte_budget(redis: RedisServer) -> None:
+    publish(redis, *["x" * 1000] * 5)
+    with consuming(redis, options={"reserve_bytes": 2000}) as consumer:
+        consumer.until(1)
+        assert len(consumer.got) == 2
+        assert len(consumer.until(5)) == 5
+        consumer.acknowledge()
+
+
+def test_what_a_queue_without_acknowledgement_delivers_is_not_held(redis: RedisServer) -> None:
+    publish(redis, 1, 2)
+    with consuming(redis, no_ack=True) as consumer:
+        assert bodies(consumer.until(2)) == [1, 2]
+        assert held(redis) == (0, 0)
+
+
+def test_single_messages_are_reserved_too(redis: RedisServer) -> None:
+    publish(redis, 1, 2)
+    with Connection(redis.url, transport=OURS) as connection:
+        queue = QUEUE(connection.channel())
+        message = queue.get(accept=["json"])
+        assert message is not None
+        assert (message.payload, held(redis)) == (1, (1, 1))
+        message.ack()
+        assert (second := queue.get(no_ack=True, accept=["json"])) is not None
+        assert (second.payload, held(redis), queue.get()) == (2, (0, 0), None)
+
+
+def test_a_key_prefix_is_kept(redis: RedisServer) -> None:
+    options: dict[str, Any] = {"global_keyprefix": "mine:"}
+    with Connection(redis.url, transport_options=options) as connection:
+        Producer(connection.channel()).publish(
+            1, exchange=QUEUE.exchange, routing_key="posts", declare=[QUEUE], serializer="json"
+        )
+    with consuming(redis, options=options) as consumer:
+        assert bodies(consumer.until(1)) == [1]
+        assert all(str(name).startswith("mine:") for name in redis.client.scan_iter())
+        assert redis.client.hlen("mine:reserved") == 1
+        consumer.acknowledge()
+        assert redis.client.hlen("mine:reserved") == 0
+
+
+def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
+    broken: list[bytes] = [
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"body": "a", "properties": {"delivery_info": {}, "body_encoding": "base64"}}',
+    ]
+    publish(redis, 1)
+    binary = Redis.from_url(redis.url)
+    binary.rpush("posts", *broken)
+    publish(redis, 2)
+    with consuming(redis, options={"undecodable_limit": 3}) as consumer:
+        assert bodies(consumer.until(2)) == [1, 2]
+        assert len(held(redis)) == 2
+        assert binary.lrange("undecodable", 0, -1) == broken[:3]
+        consumer.acknowledge()
+    binary.close()
+
+
+# Coming back.
+
+
+def test_what_a_dead_worker_held_comes_back_to_its_place(each_redis: RedisServer) -> None:
+    publish(each_redis, "b", "c", "d")
+    publish(each_redis, "low", priority=9)
+    assert reserve_and_die(each_redis, 2) == 2
+    assert reserve_and_die(each_redis) == 2
+    publish(each_redis, "e")
+    with consuming(each_redis, prefetch=1, options=SHORT) as consumer:
+        wait_until(lambda: waiting(each_redis) == 5, "all are back", 10)
+        assert not consumer.got
+    with consuming(each_redis) as consumer:
+        got = consumer.until(5)
+        assert bodies(got) == ["b", "c", "d", "e", "low"]
+        again = {message.payload: message.delivery_info.get("redelivered") for message in got}
+        assert {name for name, redelivered in again.items() if redelivered} >= {"b", "c", "d", "low"}
+        assert got[1].delivery_info["delivery_count"] == 1
+        consumer.acknowledge()
+
+
+def test_deliveries_are_counted(redis: RedisServer) -> None:
+    publish(redis, 1)
+    with consuming(redis, options=SHORT) as consumer:
+        for number in range(1, 4):
+            message = consumer.until(1).pop()
+            assert message.delivery_info.get("delivery_count", 0) == number - 1
+            consumer.channel.basic_recover(requeue=True)
+        consumer.until(1)
+        assert consumer.got[0].headers["redelivered"]
+        consumer.acknowledge()
+
+
+def test_leases_are_renewed_while_the_consumer_is_busy(redis: RedisServer) -> None:
+    publish(redis, 1)
+    with consuming(redis, options=SHORT) as consumer, consuming(redis, options=SHORT) as other:
+        tag = consumer.until(1)[0].delivery_tag or ""
+        first = ends(redis, tag)
+        wait_until(lambda: ends(redis, tag) > first + 1, "it is renewed")
+        other.drain()
+        assert not other.got
+        consumer.acknowledge()
+
+
+def test_a_message_that_nothing_refers_to_comes_back(redis: RedisServer) -> None:
+    publish(redis, 1)
+    with consuming(redis, options=SHORT) as consumer:
+        consumer.until(1)
+        consumer.channel.qos._delivered.clear()  # as when Celery drops what it has not started
+        consumer.got.clear()
+        gc.collect()
+        (again,) = consumer.until(1)
+        assert again.delivery_info["redelivered"]
+        consumer.acknowledge()
+
+
+def test_a_late_acknowledgement_takes_no_later_delivery_away(redis: RedisServer) -> None:
+    publish(redis, 1)
+    with consuming(redis) as consumer:
+        late = consumer.until(1).pop()
+        consumer.channel.qos.restore_by_tag(late.delivery_tag)
+        again = consumer.until(1).pop()
+        late.ack()
+        assert held(redis) == (1, 1)
+        again.ack()
+        assert held(redis) == (0, 0)
+
+
+def test_closing_gives_back_only_what_nothing_refers_to(redis: RedisServer) -> None:
+    publish(redis, *range(4))
+    with consuming(redis) as consumer:
+        consumer.until(4)
+        kept = consumer.got.pop(1)
+        consumer.got.clear()
+        del consumer.consumer
+    assert (waiting(redis), held(redis)) == (3, (1, 1))
+    kept.ack()  # its channel is closed: the next connection takes it along, or the leases' thread
+    wait_until(lambda: held(redis) == (0, 0), "the acknowledgement has arrived", 10)
+    with consuming(redis) as consumer:
+        assert bodies(consumer.until(3)) == [0, 2, 3]
+        consumer.acknowledge()
+
+
+def test_what_a_lost_connection_left_behind_is_not_held_for_ever(redis: RedisServer) -> None:
+    publish(redis, 1)
+    options = {**SHORT, "left_behind_timeout": 0.5}
+    with consuming(redis, options=options) as consumer:
+        kept = consumer.until(1).pop()
+    with consuming(redis, options=options) as consumer:
+        assert consumer.until(1)[0].delivery_info["redelivered"]
+        assert not kept.acknowledged
+        consumer.acknowledge()
+
+
+@pytest.fixture
+def sentinel(redis: RedisServer, tmp_path: Path) -> Iterator[int]:
+    """The port of a Sentinel that looks after the test's Redis."""
+    port, (_, master) = free_port(), redis.url.rpartition("@")[2].removesuffix("/0").split(":")
+    configuration = tmp_path / "sentinel.conf"
+    configuration.write_text(
+        f"port {port}\nbind 127.0.0.1\nsentinel monitor posts 127.0.0.1 {master} 1\n"
+        f"sentinel auth-pass posts {PASSWORD}\n"
+    )
+    path = next(iter(redis_servers().values()))
+    child = Child("sentinel", [path, str(configuration), "--sentinel"], tmp_path, dict(os.environ))
+    client = Redis(port=port)
+
+    def answers() -> bool:
+        with suppress(RedisError):
+            return client.ping() is True
+        return False
+
+    child.wait_until(answers)
+    yield port
+    client.close()
+    child.stop(10)
+
+
+def test_sentinel_leads_to_the_master(redis: RedisServer, sentinel: int) -> None:
+    publish(redis, 1)
+    url = f"sentinel://:{PASSWORD}@127.0.0.1:{sentinel}/0"
+    through = settings_for(url)["broker_transport"]
+    options = {"master_name": "posts"}
+    with Connection(url, transport=through, transport_options=options) as connection:
+        consumer = Consuming(connection, [QUEUE], 64, False)
+        assert bodies(consumer.until(1)) == [1]
+        assert held(redis) == (1, 1)
+        consumer.acknowledge()
+        assert held(redis) == (0, 0)
+
+
+def test_what_arrives_for_a_cancelled_consumer_goes_back_to_its_place(redis: RedisServer) -> None:
+    for no_ack in (False, True):
+        publish(redis, *range(3))
+        with consuming(redis, no_ack=no_ack) as consumer:
+            consumer.channel.connection.cycle.on_poll_start()  # the reservation is on its way
+            consumer.consumer.cancel()
+        assert (waiting(redis), held(redis)) == (3, (0, 0))
+        with consuming(redis) as consumer:
+            assert bodies(consumer.until(3)) == [0, 1, 2]
+            consumer.acknowledge()
+
+
+def test_a_rejected_message_goes_to_the_far_end_or_away(redis: RedisServer) -> None:
+    publish(redis, 1, 2, 3)
+    with consuming(redis, prefetch=1) as consumer:
+        consumer.until(1).pop().requeue()
+        consumer.until(1).pop().reject()
+        assert bodies(consumer.until(1)) == [3]
+        consumer.acknowledge()
+        assert bodies(consumer.until(1)) == [1]
+        consumer.acknowledge()
+    assert (waiting(redis), held(redis)) == (0, (0, 0))
+
+
+def test_sweeps_leave_alone_what_stock_consumers_hold_and_theirs_ours(redis: RedisServer) -> None:
+    publish(redis, "theirs")
+    at_once: dict[str, Any] = {"visibility_timeout": 0, "unacked_restore_interval": 0.1, "unacked_restore_throttle": 1}
+    with consuming(redis, through=STOCK, options=at_once) as stock:
+        stock.until(1)
+        publish(redis, "ours")
+        with consuming(redis, options=SHORT) as ours:
+            ours.until(1)
+            publish(redis, "dead")
+            wait_until(lambda: reserve_and_die(redis), "a dead worker has it")
+            wait_until(lambda: ours.drain() and len(ours.got) == 2, "ours was swept")
+            assert redis.client.hlen("unacked") == 1
+            redis.client.zadd("unacked_index", {"never": 1})  # a stock sweep drops it, and takes no tag of ours
+            stock.channel.qos.restore_visible(num=10, interval=1)
+            assert held(redis) == (2, 2)
+            assert bodies(ours.got) == ["ours", "dead"]
+            ours.acknowledge()
+
+
+def test_at_the_memory_limit_all_goes_on_but_publishing(each_redis: RedisServer) -> None:
+    publish(each_redis, *range(6))
+    with consuming(each_redis, prefetch=1, options=SHORT) as consumer:
+        consumer.until(1)  # binds before memory is full
+        consumer.acknowledge()
+        each_redis.client.config_set("maxmemory", 1)
+        try:
+            assert reserve_and_die(each_redis, 1) == 1
+            consumer.channel.leases.client.ping()
+            for _ in range(5):
+                consumer.until(1)
+                tag = consumer.got[0].delivery_tag or ""
+                before = ends(each_redis, tag)
+                consumer.channel.leases._keep(["reserved_index"], [10, 0, 0, 0, tag])
+                assert ends(each_redis, tag) > before
+                consumer.acknowledge()
+            assert held(each_redis) == (0, 0)
+        finally:
+            each_redis.client.config_set("maxmemory", 0)
+
+
+def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
+    publish(redis, 1)
+    reserve_and_die(redis)
+    keep = redis.client.register_script(transport.KEEP)
+
+    def ended(seconds_ago: float) -> int:
+        now, _ = keep(["reserved_index"], [10, 0, 0, 4])
+        return len(keep(["reserved_index"], [10, 100, float(now) - seconds_ago, 4])[1])
+
+    wait_until(lambda: ended(3) == 1, "the lease has ended")
+    assert ended(5) == 0
+
+
+# Where it leads.
+
+
+def test_urls_are_set_up_or_refused() -> None:
+    assert settings_for("redis://h:1/0") == {"broker_url": "redis://h:1/0", "broker_transport": OURS}
+    secured = settings_for("rediss://h:1/0?ssl_ca_certs=ca.pem")
+    assert secured["broker_use_ssl"]["ssl_ca_certs"] == "ca.pem"
+    with Connection(
+        secured["broker_url"], transport=secured["broker_transport"], ssl=secured["broker_use_ssl"]
+    ) as connection:
+        channel = object.__new__(transport.Channel)
+        channel.connection = connection.transport
+        assert channel._connparams()["ssl_cert_reqs"].name == "CERT_REQUIRED"
+        assert issubclass(channel._connparams()["connection_class"], SSLConnection)
+    for url, words in (
+        ("rediss://h?ssl_cert_reqs=none", "verified"),
+        ("redis://a;redis://b", "sentinel"),
+        ("amqp://a", "begins with"),
+        ("redis://a;rediss://b", "begins with"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            settings_for(url)
+    with pytest.raises(ValueError, match="verified"):
+        settings_for("rediss://h", {"ssl_cert_reqs": "none"})
+    with pytest.raises(ValueError, match="sentinel"):
+        _ = Connection("redis://a;redis://b", transport=OURS).transport
+
+
+def test_sentinels_are_one_address() -> None:
+    settings = settings_for("sentinel://a:1;sentinel://b:2")
+    connection = Connection(settings["broker_url"], transport=settings["broker_transport"])
+    assert isinstance(connection.transport, transport.SentinelTransport)
+    connection.maybe_switch_next()
+    assert isinstance(connection.transport, transport.SentinelTransport)
+    assert "master_name" in transport.SentinelChannel.from_transport_options
+
+
+# What of kombu it depends on.
+
+#: Digest of each function's source, in kombu 5.7.0: what is overridden, and what that leans on.
+KOMBU = {
+    "kombu.transport.redis.QoS.append": "35c655f6ecc6",
+    "kombu.transport.redis.QoS.ack": "1bc15a4ddf54",
+    "kombu.transport.redis.QoS.reject": "747a02434344",
+    "kombu.transport.redis.QoS.restore_unacked": "8954efef014d",
+    "kombu.transport.redis.QoS.restore_by_tag": "58e161d81b6f",
+    "kombu.transport.virtual.base.QoS.restore_unacked_once": "c81f3d0fb29b",
+    "kombu.transport.redis.QoS.restore_visible": "d4a4a40a3eaf",
+    "kombu.transport.redis.MultiChannelPoller.on_poll_start": "414f76caaa67",
+    "kombu.transport.redis.MultiChannelPoller._register_BRPOP": "85724582464a",
+    "kombu.transport.redis.MultiChannelPoller._update_brpop_polling": "de7b4600acf5",
+    "kombu.transport.redis.MultiChannelPoller.on_readable": "c0d99f241607",
+    "kombu.transport.redis.MultiChannelPoller.get": "e0f960e0c328",
+    "kombu.transport.redis.Channel.__init__": "f189bdebe243",
+    "kombu.transport.redis.Channel._connparams": "e9a4295085a8",
+    "kombu.transport.redis.Channel.basic_consume": "34e0da85e689",
+    "kombu.transport.virtual.base.Channel.basic_get": "ba4884c15b6b",
+    "kombu.transport.redis.Channel._get": "be26a9f1eb4c",
+    "kombu.transport.redis.Channel._size": "7cc839b42fdc",
+    "kombu.transport.redis.Channel._queue_bind": "29b73e023af6",
+    "kombu.transport.virtual.base.Channel.decode_body": "6e7a0c347dd9",
+    "kombu.transport.redis.Channel._update_queue_cycle": "25de35faeae0",
+    "kombu.transport.redis.Channel._brpop_start": "06723d707ddf",
+    "kombu.transport.redis.Channel._brpop_read": "c42518699709",
+    "kombu.transport.redis.Channel._poll_error": "2c941c0124b9",
+    "kombu.transport.redis.Channel._on_connection_disconnect": "9eab3394f78b",
+    "kombu.transport.redis.Channel.close": "101e9b9cdad4",
+    "kombu.transport.redis.Transport.__init__": "4fc30e8fa54d",
+    "kombu.transport.redis.Transport.register_with_event_loop": "4b835642e4a9",
+    "kombu.transport.virtual.base.QoS.can_consume": "787f80092f8d",
+    "kombu.transport.virtual.base.QoS.can_consume_max_estimate": "936d3958266c",
+    "kombu.transport.virtual.base.QoS._flush": "33e6483a6075",
+    "kombu.transport.virtual.base.QoS.append": "b388f0cd6485",
+    "kombu.transport.virtual.base.QoS.ack": "0714292b916f",
+    "kombu.transport.redis.MultiChannelPoller._register": "327dc991dcc1",
+    "kombu.transport.redis.MultiChannelPoller._unregister": "4fbf2f63a1af",
+    "kombu.transport.redis.MultiChannelPoller._client_registered": "a16964c3e3d2",
+    "kombu.transport.redis.MultiChannelPoller._register_LISTEN": "8329d648d397",
+    "kombu.transport.redis.MultiChannelPoller.handle_event": "a96a90b9df4b",
+    "kombu.transport.redis.MultiChannelPoller.discard": "07516a1a571d",
+    "kombu.transport.redis.MultiChannelPoller.maybe_check_brpop_health": "0dc592e46353",
+    "kombu.transport.redis.MultiChannelPoller._on_connection_disconnect": "d7c8ad7e6d62",
+    "kombu.transport.redis.Channel._q_for_pri": "f3997660680d",
+    "kombu.transport.redis.Channel._create_client": "dae92bc4075d",
+    "kombu.transport.redis.Channel._get_pool": "d6e689f654ff",
+    "kombu.transport.redis.Channel._flush_brpop_reauth": "bb4930b4fd3c",
+    "kombu.transport.redis.Channel.conn_or_acquire": "25883caca6c4",
+    "kombu.transport.redis.Channel._disconnect_pools": "db50da048a22",
+    "kombu.transport.redis.Channel._close_clients": "0e15da1c9ab7",
+    "kombu.transport.redis.Channel._maybe_update_queues_expire": "104bcd671ad5",
+    "kombu.transport.redis.Channel.basic_cancel": "d2e3a03a48d2",
+    "kombu.transport.redis.Channel._basic_cancel": "f799ede50375",
+    "kombu.transport.redis.SentinelChannel._get_pool": "6abc6e5c81e1",
+    "kombu.transport.redis.SentinelChannel._sentinel_managed_pool": "bde54a2d6e93",
+    "kombu.transport.virtual.base.Channel.drain_events": "33836a8c5699",
+    "kombu.transport.virtual.base.Channel.close": "26368e1cadfc",
+    "kombu.transport.virtual.base.Channel.message_to_python": "36cc33042f6d",
+    "kombu.transport.virtual.base.Transport._deliver": "799e242f3ec5",
+    "kombu.transport.virtual.base.Transport.drain_events": "dc55900aa0d2",
+    "kombu.transport.virtual.base.Transport.close_channel": "dc17d64611ab",
+    "kombu.transport.virtual.base.Transport.close_connection": "e16eb2eabe26",
+    "kombu.transport.virtual.base.Message.__init__": "c90d08ccfa2e",
+    "kombu.connection.Connection.__eqhash__": "00d346834cab",
+    "kombu.connection.Connection.switch": "2b1f8abee4fe",
+    "kombu.connection.Connection.maybe_switch_next": "4224624771e9",
+}
+
+#: Where each of our classes' functions may come from.
+BASES = {
+    transport.QoS: (kombu_redis.QoS, virtual.QoS),
+    transport.Poller: (kombu_redis.MultiChannelPoller,),
+    transport.Channel: (kombu_redis.Channel, virtual.Channel),
+    transport.Transport: (kombu_redis.Transport, virtual.Transport),
+    transport.SentinelTransport: (kombu_redis.SentinelTransport,),
+}
+#: Called, or relied on to call.
+LEANED_ON = (
+    *((virtual.QoS, name) for name in ("can_consume", "can_consume_max_estimate", "_flush", "append", "ack")),
+    *((kombu_redis.MultiChannelPoller, name) for name in ("_register", "_unregister", "_client_registered")),
+    *((kombu_redis.MultiChannelPoller, name) for name in ("_register_LISTEN", "handle_event", "discard")),
+    *((kombu_redis.MultiChannelPoller, name) for name in ("maybe_check_brpop_health", "_on_connection_disconnect")),
+    *((kombu_redis.Channel, name) for name in ("_q_for_pri", "_create_client", "_get_pool", "_flush_brpop_reauth")),
+    *((kombu_redis.Channel, name) for name in ("conn_or_acquire", "_disconnect_pools", "_close_clients")),
+    *((kombu_redis.Channel, name) for name in ("_maybe_update_queues_expire", "basic_cancel", "_basic_cancel")),
+    *((kombu_redis.SentinelChannel, name) for name in ("_get_pool", "_sentinel_managed_pool")),
+    *((virtual.Channel, name) for name in ("drain_events", "close", "message_to_python")),
+    *((virtual.Transport, name) for name in ("_deliver", "drain_events", "close_channel", "close_connection")),
+    (virtual.Message, "__init__"),
+    (Connection, "__eqhash__"),
+    (Connection, "switch"),
+    (Connection, "maybe_switch_next"),
+)
+
+
+def digest(owner: type, name: str) -> str:
+    return hashlib.sha256(inspect.getsource(vars(owner)[name]).encode()).hexdigest()[:12]
+
+
+def overridden() -> Iterator[tuple[type, str]]:
+    for ours, bases in BASES.items():
+        for name, value in vars(ours).items():
+            if inspect.isfunction(value) and (base := next((each for each in bases if name in vars(each)), None)):
+                yield base, name
+
+
+def test_kombu_is_the_one_that_was_read() -> None:
+    """When this fails: read what changed, mend shared/transport.py, and write the new digests down."""
+    found = {
+        f"{owner.__module__}.{owner.__qualname__}.{name}": digest(owner, name)
+        for owner, name in (*overridden(), *LEANED_ON)
+    }
+    changed = {name for name in found.keys() | KOMBU.keys() if found.get(name) != KOMBU.get(name)}
+    assert not changed, f"kombu has changed {sorted(changed)}; now: {json.dumps(found, indent=4)}"
+
+
+def test_all_that_is_overridden_is_explained() -> None:
+    told = transport.__doc__ or ""
+    assert not {name for _, name in overridden() if f"`{name}`" not in told and f".{name}`" not in told} - {"__init__"}

@@ -1,0 +1,325 @@
+"""Whole Celery workers on the transport that reserves: beside stock ones, and through what befalls Redis."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from feedmill.stack import Child, free_port
+from tests.support import RedisServer, redis_servers, wait_until
+
+#: A worker's application: its tasks count in Redis how often they ran.
+APPLICATION = """
+import os, time
+from celery import Celery
+from redis import Redis, RedisError
+
+app = Celery("counting", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
+app.conf.update(
+    broker_transport=os.environ["TRANSPORT"],
+    broker_transport_options={"visibility_timeout": 1.5, "unacked_restore_interval": 0.3, "socket_timeout": 1}
+    if "shared" in os.environ["TRANSPORT"] else {},
+    broker_connection_retry_on_startup=True, broker_connection_max_retries=None,
+    worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16, task_acks_late=True,
+)
+redis = Redis.from_url(os.environ["BROKER"], socket_timeout=None)
+
+def note(key):
+    while True:
+        try:
+            return redis.incr(key)
+        except (OSError, RedisError):
+            time.sleep(0.1)
+
+@app.task(name="count")
+def count(name, seconds=0.0):
+    note("began:" + name)
+    time.sleep(seconds)
+    note("ended:" + name)
+    return name
+
+@app.task(name="silent")
+def silent(seconds):
+    time.sleep(seconds)
+
+@app.task(name="again", bind=True)
+def again(self, name):
+    if note("began:" + name) < 3:
+        raise self.retry(countdown=0.1)
+    return self.request.retries
+"""
+
+OURS = "shared.transport:Transport"
+STOCK = "redis"
+
+
+class Worker:
+    """A `celery worker` process; what it counted; what it said."""
+
+    def __init__(self, url: str, folder: Path, name: str, through: str, pool: str, *arguments: str) -> None:
+        (folder / "counting.py").write_text(APPLICATION)
+        self._log = folder / f"{name}.log"
+        command = [sys.executable, "-m", "celery", "-A", "counting", "worker", "-n", name, "-P", pool, "-c", "4"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "-l", "INFO", "-E", *arguments],
+                cwd=folder,
+                env=os.environ | {"BROKER": url, "TRANSPORT": through, "PYTHONWARNINGS": "ignore"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def lives(self) -> bool:
+        assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.text()}"
+        return True
+
+    def says(self, words: str, times: int = 1) -> bool:
+        return self.lives() and self.text().count(words) >= times
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+
+
+@contextmanager
+def working(
+    url: str, folder: Path, name: str = "ours", through: str = OURS, pool: str = "threads", mingle: bool = False
+) -> Iterator[Worker]:
+    worker = Worker(url, folder, name, through, pool, *([] if mingle else ["--without-mingle", "--without-gossip"]))
+    try:
+        wait_until(lambda: worker.says(" ready."), f"{name} is ready")
+        yield worker
+    finally:
+        worker.end()
+
+
+def application(url: str, through: str = STOCK) -> Any:
+    app = Celery("client", broker=url, backend=url)
+    app.conf.update(broker_transport=through)
+    return app
+
+
+class Restartable:
+    """A redis-server that keeps its data, and can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path, self._port = folder, next(iter(redis_servers().values())), free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.client = Redis.from_url(self.url, decode_responses=True)
+        self.start()
+
+    def start(self) -> None:
+        configuration = (
+            f'bind 127.0.0.1\nport {self._port}\nsave ""\nappendonly yes\nappendfsync always\ndir "{self._folder}"\n'
+        )
+        self._child = Child("redis", [self._path, "-"], self._folder, dict(os.environ), stdin=configuration)
+        wait_until(self._answers, "Redis answers")
+
+    def _answers(self) -> bool:
+        with suppress(Exception):
+            return bool(self.client.ping())
+        return False
+
+    def signal(self, which: signal.Signals) -> None:
+        os.kill(self._child.process.pid, which)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._child.process.wait()
+
+    def stop(self) -> None:
+        self.client.close()
+        self._child.stop(10)
+
+
+def ran(client: Redis, *names: str) -> list[tuple[Any, Any]]:
+    return [(client.get(f"began:{name}"), client.get(f"ended:{name}")) for name in names]
+
+
+def idle(client: Redis) -> bool:
+    held = [client.hlen(key) for key in ("reserved", "unacked")] + [client.zcard("reserved_index")]
+    return not client.llen("celery") and not any(held)
+
+
+def send(app: Any, names: list[str], seconds: float = 0.0) -> None:
+    for name in names:
+        app.send_task("count", (name, seconds), ignore_result=True)
+
+
+# Beside stock clients and workers.
+
+
+def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: Path) -> None:
+    app, through_ours = application(redis.url), application(redis.url, OURS)
+    events: list[dict[str, Any]] = []
+    with (
+        working(redis.url, tmp_path, "stock", STOCK, mingle=True) as stock,
+        working(redis.url, tmp_path, "ours", mingle=True) as ours,
+        app.connection() as connection,
+    ):
+        assert ours.says("sync with 1 nodes")
+        receiver = app.events.Receiver(connection, handlers={"task-succeeded": events.append})
+        listener = Thread(target=receiver.capture)
+        listener.start()
+        replies = app.control.ping(timeout=5, limit=2)
+        assert len(replies) == 2
+        assert len(through_ours.control.inspect(timeout=5, limit=2).stats()) == 2
+        assert len(app.control.inspect(timeout=5, limit=2).active_queues()) == 2
+        for sender in (app, through_ours):  # all at once: one by one, the stock worker is always the quicker to take
+            with sender.producer_or_acquire() as producer, producer.batch():
+                results = [sender.send_task("count", (str(n), 0.05), producer=producer) for n in range(40)]
+            assert [result.get(timeout=20) for result in results] == [str(n) for n in range(40)]
+        wait_until(lambda: idle(redis.client), "all is done")
+        assert ran(redis.client, *map(str, range(40))) == [("2", "2")] * 40
+        assert "count[" in stock.text()
+        assert "count[" in ours.text()
+        assert app.send_task("again", ("thrice",)).get(timeout=20) == 2
+        assert app.send_task("count", ("later",), countdown=2).get(timeout=20) == "later"
+        app.control.revoke("never", reply=True, timeout=5, limit=2)
+        app.send_task("count", ("never",), task_id="never")
+        wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "it is revoked")
+        wait_until(lambda: idle(redis.client), "all is done")
+        assert ran(redis.client, "never") == [(None, None)]
+        wait_until(lambda: len(events) == 82, "all events have come")
+        receiver.should_stop = True
+        listener.join()
+    assert (stock.process.returncode, ours.process.returncode) == (0, 0)
+
+
+def test_a_task_much_longer_than_the_leases_runs_once(redis: RedisServer, tmp_path: Path) -> None:
+    """A stock worker's, whatever our timeout; and one of ours, though it blocks its event loop."""
+    app = application(redis.url)
+    with working(redis.url, tmp_path, "stock", STOCK, pool="solo") as stock:
+        send(app, ["theirs"], 5)
+        wait_until(lambda: "received" in stock.text(), "the stock worker has it, and is busy")
+        with (
+            working(redis.url, tmp_path, "ours", pool="solo") as ours,
+            working(redis.url, tmp_path, "beside") as beside,
+        ):
+            send(app, ["ours"], 3.5)
+            wait_until(lambda: idle(redis.client), "all is done")
+            assert ours.lives()
+            assert beside.lives()
+    assert ran(redis.client, "theirs", "ours") == [("1", "1"), ("1", "1")]
+
+
+def test_what_a_killed_worker_held_is_done_by_another(redis: RedisServer, tmp_path: Path) -> None:
+    app, names = application(redis.url), [str(number) for number in range(30)]
+    with working(redis.url, tmp_path, "dies") as dies:
+        send(app, names, 0.3)
+        wait_until(lambda: redis.client.hlen("reserved"), "it has some")
+        with working(redis.url, tmp_path, "lives"):
+            dies.process.kill()
+            wait_until(lambda: idle(redis.client), "all is done")
+    assert all(ended for _, ended in ran(redis.client, *names))
+
+
+def test_a_closing_worker_gives_back_at_once_what_it_has_not_begun(redis: RedisServer, tmp_path: Path) -> None:
+    names = [str(number) for number in range(20)]
+    with working(redis.url, tmp_path) as worker:
+        send(application(redis.url), names, 0.5)
+        wait_until(lambda: redis.client.hlen("reserved") == 20, "it has all")
+        worker.end()
+    assert redis.client.hlen("reserved") == 0
+    done = sum(ended is not None for _, ended in ran(redis.client, *names))
+    assert done + redis.client.llen("celery") == 20
+
+
+# What befalls Redis. With kombu's own transport the first ends the worker, the second runs each task in hand twice.
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Restartable]:
+    server = Restartable(tmp_path)
+    yield server
+    server.stop()
+
+
+def test_redis_is_killed_and_started_again(durable: Restartable, tmp_path: Path) -> None:
+    names = [str(number) for number in range(12)]
+    with working(durable.url, tmp_path) as worker:
+        send(application(durable.url), names, 0.5)
+        wait_until(lambda: durable.client.hlen("reserved"), "it has some")
+        durable.kill()
+        wait_until(lambda: worker.says("Trying to re-establish"), "the worker has noticed")
+        durable.start()
+        wait_until(lambda: idle(durable.client), "all is done")
+        send(application(durable.url), ["after"])
+        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+        assert worker.lives()
+    assert all(ended for _, ended in ran(durable.client, *names))
+    assert worker.process.returncode == 0
+
+
+def test_connections_are_cut_while_work_is_in_hand(durable: Restartable, tmp_path: Path) -> None:
+    names = [str(number) for number in range(12)]
+    with working(durable.url, tmp_path) as worker:
+        send(application(durable.url), names, 0.5)
+        wait_until(lambda: durable.client.hlen("reserved") == 12, "it has all")
+        for kind in ("normal", "pubsub"):
+            durable.client.client_kill_filter(_type=kind, skipme=True)
+        wait_until(lambda: idle(durable.client), "all is done")
+        assert worker.lives()
+    assert ran(durable.client, *names) == [("1", "1")] * 12
+
+
+def test_redis_stands_still_for_longer_than_leases_last(durable: Restartable, tmp_path: Path) -> None:
+    names = [str(number) for number in range(12)]
+    with working(durable.url, tmp_path) as worker, working(durable.url, tmp_path, "beside"):
+        send(application(durable.url), names, 0.7)
+        wait_until(lambda: durable.client.hlen("reserved") == 12, "they have all")
+        durable.signal(signal.SIGSTOP)
+        until = time.monotonic() + 3
+        wait_until(lambda: time.monotonic() > until, "no lease is left")
+        durable.signal(signal.SIGCONT)
+        wait_until(lambda: idle(durable.client), "all is done")
+        assert worker.lives()
+    assert ran(durable.client, *names) == [("1", "1")] * 12
+
+
+def test_redis_is_full(durable: Restartable, tmp_path: Path) -> None:
+    """What waits is done, and leaves, even by a worker that loses its connection then."""
+    app = application(durable.url)
+    with working(durable.url, tmp_path) as worker:
+        for _ in range(12):
+            app.send_task("silent", (0.5,), ignore_result=True)
+        wait_until(lambda: durable.client.hlen("reserved"), "it has some")
+        durable.client.config_set("maxmemory", 1)
+        durable.client.client_kill_filter(_type="normal", skipme=True)
+        wait_until(lambda: worker.says("has no memory"), "it is refused a binding")
+        wait_until(lambda: worker.lives() and idle(durable.client), "all that waited is done")
+        assert worker.text().count("silent[") >= 24
+        durable.client.config_set("maxmemory", 0)
+        send(app, ["after"])
+        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+
+
+def test_redis_becomes_a_replica_and_a_master_again(durable: Restartable, tmp_path: Path) -> None:
+    with working(durable.url, tmp_path) as worker:
+        durable.client.config_set("replica-serve-stale-data", "yes")
+        durable.client.replicaof("127.0.0.1", 1)
+        durable.client.client_kill_filter(_type="normal", skipme=True)
+        wait_until(lambda: worker.says("read only replica"), "it is refused")
+        durable.client.replicaof("NO", "ONE")
+        send(application(durable.url), ["after"])
+        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+        assert worker.lives()
