@@ -21,6 +21,7 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from shared.errors import RedisError, printable
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
+from shared.transport import settings_for
 
 #: The one task. Producers send it by this name; only workers hold its code.
 CLASSIFY_TASK = "feedmill.classify"
@@ -31,8 +32,8 @@ RETRY_PAUSES = (0.1, 0.5, 2.0)
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
-#: Where kombu notes what workers hold, apart from what other applications' workers do in the same database.
-UNACKED = {f"unacked{part}_key": f"feedmill:unacked{part}" for part in ("", "_index", "_mutex")}
+#: Where the transport notes what workers hold, and what is no message at all (shared/transport.py).
+HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index", "undecodable")}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
 SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
@@ -59,21 +60,25 @@ def make_app(settings: Settings) -> Application:
         worker_send_task_events=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
-        # A worker that has lost its connection connects again for as long as it takes. (With kombu's own transport it
-        # ends instead when Redis goes away while it holds messages: it has to be started again.)
+        # A worker that has lost its connection connects again for as long as it takes.
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         worker_enable_prefetch_count_reduction=False,
-        broker_transport_options={
-            "visibility_timeout": settings.visibility_timeout,
-            # Other applications' workers look after what they hold by their own timeouts.
-            **UNACKED,
-            # Celery's default looks for abandoned messages every 100 seconds.
-            "unacked_restore_interval": 5,
-            "unacked_restore_throttle": 1,
-        },
     )
     return app
+
+
+def reserve(app: Application) -> None:
+    """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
+    settings = app.settings
+    app.conf.update(
+        settings_for(settings.broker_url),
+        broker_transport_options={
+            **HELD,
+            "visibility_timeout": settings.visibility_timeout,
+            "unacked_restore_interval": settings.visibility_timeout / 3,
+        },
+    )
 
 
 def connect(settings: Settings) -> Redis:
@@ -197,6 +202,6 @@ def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     pipe: Any = redis.pipeline(transaction=False)
     for priority in PRIORITIES:
         pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
-    pipe.hlen(UNACKED["unacked_key"])
+    pipe.hlen(HELD["reserved_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

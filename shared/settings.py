@@ -140,8 +140,8 @@ class Settings(BaseSettings):
     celery_results: Literal["redis", "rpc"] = "redis"
     #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
     drain: Seconds = 30.0
-    #: Seconds after which a message held by a vanished worker is delivered again.
-    visibility_timeout: Annotated[int, Field(ge=10)] = 600
+    #: Seconds after which a message held by a vanished worker is delivered again. A living one renews its claim.
+    visibility_timeout: Annotated[int, Field(ge=3)] = 6
 
     # What stays in Redis.
 

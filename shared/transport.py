@@ -187,7 +187,7 @@ class Leases:
         self._lock = threading.Lock()
         self._keeper: threading.Thread | None = None
         self._pid = os.getpid()
-        atexit.register(self._at_exit)
+        atexit.register(self.release)
 
     def prefix(self) -> str:
         """What the tags of one reservation begin with; later ones sort later."""
@@ -291,7 +291,7 @@ class Leases:
                 self.left_behind.pop(tag, None)
         return bool(self.left_behind)
 
-    def _at_exit(self) -> None:
+    def release(self) -> None:
         """What this process leaves unfinished need not wait for its lease."""
         if os.getpid() == self._pid and (self.held or self.acknowledged):
             with suppress(RedisError, OSError):
@@ -301,6 +301,12 @@ class Leases:
 
 #: By connection parameters and keys.
 _LEASES: dict[tuple[Any, ...], Leases] = {}
+
+
+def release() -> None:
+    """Put back all that this process holds: for an end by `os._exit`, of which `atexit` does not hear."""
+    for leases in _LEASES.values():
+        leases.release()
 
 
 def leases_of(channel: "Channel") -> Leases:
@@ -339,6 +345,15 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
     """Counts what a channel's consumer holds; the book is Leases."""
 
     channel: "Channel"
+
+    def room(self) -> int | None:
+        """How many messages to reserve in one go; None where nothing limits it. None rather than few, while there is
+        enough to do: another packet for each message would be as slow as popping.
+        """
+        if not self.can_consume():
+            return 0
+        free: int | None = self.can_consume_max_estimate()
+        return free if free is None or free >= min(self.channel.reserve_limit, self.prefetch_count // 4) else 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
         self.channel.leases.held[delivery_tag] = ref(message)
@@ -548,13 +563,10 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         return bool(self.leases.acknowledged or (not self._in_poll and self._room()))
 
     def _room(self) -> int:
-        """How many messages to reserve in one go. None rather than few, while there is enough to do."""
-        if not self.qos.can_consume():
-            return 0
-        free = self.qos.can_consume_max_estimate()
+        free: int | None = self.qos.room()
         if free is None:  # without a limit and an event loop, a consumer expects one message at a time
             return self.reserve_limit if self.connection.cycle.evented else 1
-        return min(free, self.reserve_limit) if free >= min(self.reserve_limit, self.qos.prefetch_count // 4) else 0
+        return min(free, self.reserve_limit)
 
     def _reservation(
         self, tags: str, queues: Sequence[str], room: int

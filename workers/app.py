@@ -7,7 +7,7 @@ from importlib import import_module
 from traceback import extract_tb
 from typing import Any
 
-from shared.broker import Application, make_app
+from shared.broker import Application, make_app, reserve
 from shared.errors import SettingsError
 from shared.settings import Settings, load
 from workers import task  # noqa: F401 - a shared task: whatever application is made next has it
@@ -16,6 +16,7 @@ from workers import task  # noqa: F401 - a shared task: whatever application is 
 def make_worker_app(settings: Settings) -> Application:
     """The application with its tasks and the pool, for one worker on one device. Raises SettingsError."""
     app = make_app(settings)
+    reserve(app)
     app.conf.update(
         worker_pool="workers.pool:DevicePool",
         worker_concurrency=1,

@@ -2,7 +2,8 @@
 
 What it leans on in Celery 5.7 and kombu 5.7:
 
-- `QoS.can_consume` decides whether the transport fetches; Celery's own worker_disable_prefetch replaces it too.
+- `QoS.room` says how much the transport fetches (shared/transport.py); `can_consume`, whether it fetches at all:
+  Celery's own worker_disable_prefetch replaces it too.
 - `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
 - `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
 - `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
@@ -25,12 +26,16 @@ class ConsumerFit(bootsteps.StartStopStep):
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     def start(self, parent: Any) -> None:
+        # Celery dropped what was for later with the lost connection; its list of timers would keep those alive.
+        parent.timer_entries_before_start = {
+            entry for entry in parent.timer_entries_before_start or () if not entry.canceled
+        }
         if not isinstance(parent.pool, DevicePool):
             return  # another pool was asked for on the command line
-        channel = parent.task_consumer.channel
-        has_credit = channel.qos.can_consume
-        channel.qos.can_consume = lambda: parent.pool.has_room() and has_credit()
-        _keep_client(channel)
+        qos = parent.task_consumer.channel.qos
+        credit = qos.room
+        qos.room = lambda: min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
+        parent.pool.adopt(parent.event_dispatcher)
         if parent.event_dispatcher.enabled:
             _keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush

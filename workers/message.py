@@ -60,8 +60,7 @@ class Message:
         self.started = False
         #: Its owner has been handed its outcomes.
         self.finished = False
-        #: Nothing more of it is computed, and its owner is not told when it is done: it was withdrawn, took too long,
-        #: or will be delivered again.
+        #: Nothing more of it is computed: it was withdrawn, or took too long.
         self.dropped = False
         #: Its owner has sent it once more, as a message of its own: what it lacks is no dead letter yet.
         self.sent_again = False

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -123,7 +123,7 @@ class Pipeline:
         #: Rows taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each is
         #: written by a thread of its own. Both reckon with the labels that are set.
         self._rows_each = classifier.label_set(ClassifyOptions()).rows
-        self._rows_in = self._rows_prepared = 0
+        self._rows_in = self._rows_prepared = self._messages_in = 0
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
@@ -141,8 +141,9 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Take a message in. It ends with `on_recorded`, unless it is dropped or the pipeline stops."""
+        """Take a message in. It ends with `on_recorded`, unless it is withdrawn or the pipeline stops."""
         self._rows_in += len(message.raw_posts) * self._rows_each
+        self._messages_in += 1
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
@@ -151,6 +152,10 @@ class Pipeline:
     def waiting(self) -> int:
         """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
         return len(self._window) + self._rows_in - self._rows_prepared
+
+    def rows_per_message(self) -> float:
+        """The mean of all that came so far."""
+        return max(1.0, self._rows_in / self._messages_in) if self._messages_in else float(self._rows_each)
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited for the device."""
@@ -169,12 +174,6 @@ class Pipeline:
             job()
         else:
             self._finished.put(job)
-
-    def forget(self, messages: Iterable[Message]) -> None:
-        """Drop those of the messages that have not started: they will be delivered again."""
-        with self._ready:
-            for message in messages:
-                message.dropped |= not message.started
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
         """Let a message fail as a whole, now; whether it was not too late for that.

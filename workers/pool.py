@@ -14,8 +14,8 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 - `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
   holds the decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body once more, unless
   the content type is None: then the body is taken for decoded (celery/app/trace.py, `trace_task_ret`).
-- Callbacks are bound methods of the Request; `acknowledged` keeps it from acknowledging again. `on_timeout` fails and
-  acknowledges it; a request that has been asked to terminate before it was accepted does so in `on_accepted`.
+- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it; a request that has been asked to
+  terminate before it was accepted does so in `on_accepted`.
 - What `terminate_job`, `grow`, `shrink` and `restart` raise is the answer to the remote command that asked for it.
 - `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
   from another one Celery loses events, and Flower shows tasks that never end.
@@ -157,7 +157,7 @@ class DevicePool(BasePool):
             self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
 
     def register_with_event_loop(self, loop: Any) -> None:
-        """Called anew after each lost connection."""
+        """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""
         self._hub = loop
         loop.call_soon(self._run_deliveries)
         if self._metrics:
@@ -241,7 +241,7 @@ class DevicePool(BasePool):
 
     def _run_whole(self, ticket: Ticket) -> None:
         """A task that is not micro-batched."""
-        if not ticket.request.acknowledged and self._still_wanted(ticket):
+        if self._still_wanted(ticket):
             self._deliver(partial(self._accept, ticket, time.monotonic()))
             self._trace(ticket)
             self._deliver(partial(self._finish, ticket, ticket.ending))
@@ -306,21 +306,15 @@ class DevicePool(BasePool):
             logger.exception("%s: Celery could not end it", ticket.request)
         self._held.discard(ticket)
 
-    def has_room(self) -> bool:
-        """Whether another message may be fetched: the window is bounded in rows, whatever a message's size."""
-        return self.pipeline.waiting() < self.settings.window_rows
+    def room(self) -> int:
+        """How many messages may be fetched: the window is bounded in rows, and a message has as many as the mean."""
+        free = self.settings.window_rows - self.pipeline.waiting()
+        return max(1, int(free / self.pipeline.rows_per_message())) if 4 * free >= self.settings.window_rows else 0
 
-    def flush(self) -> None:
-        """The connection is lost, and with it the right to acknowledge what came over it.
-
-        The broker delivers it all again, under the same tags: acknowledging late would take away a delivery that
-        someone else works on. Results are kept; the store takes each one once.
-        """
-        self.pipeline.forget(ticket.message for ticket in self._held if ticket.message)
-        for ticket in list(self._held):
-            ticket.request.acknowledged = True
-            if not (ticket.message.started if ticket.message else ticket.request.time_start):
-                self._held.discard(ticket)
+    def adopt(self, eventer: Any) -> None:
+        """What is held goes on over the new connection: its events too."""
+        for ticket in self._held:
+            ticket.request.eventer = eventer
 
     def on_close(self) -> None:
         """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis."""

@@ -11,6 +11,7 @@ from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
 from shared import logs
 from shared.settings import Settings
+from shared.transport import release
 from workers.app import make_worker_app
 from workers.pool import DevicePool
 
@@ -38,6 +39,7 @@ def run_worker(settings: Settings, name: str | None) -> int:
     status = int(worker.exitcode or 0)
     if status:
         # A thread that hangs inside the device's driver would hold up the interpreter's own way out.
+        release()
         logging.shutdown()
         os._exit(status)
     return status

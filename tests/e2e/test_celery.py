@@ -516,13 +516,13 @@ def _(scene: Scene) -> str:
 
 
 def _held_while_running(scene: Scene, task: str) -> str:
-    unacked = "unacked" if scene.kind == "celery-batches" else "feedmill:unacked"
-    wait_until(lambda: not scene.redis.client.hlen(unacked), "nothing is held")
+    key = "unacked" if scene.kind == "celery-batches" else "feedmill:reserved"
+    wait_until(lambda: not scene.redis.client.hlen(key), "nothing is held")
     with scene.gate() as gate:
         sent = scene.running(gate, task=task)
         wait_until(lambda: sent.state == "STARTED" or scene.kind == "celery-batches", "it has started")
         wait_until(lambda: "task-started" in scene._types(sent) or scene.kind == "celery-batches", "it has started")
-        held = int(scene.redis.client.hlen(unacked))
+        held = int(scene.redis.client.hlen(key))
     scene.settled(sent)
     return "held" if held else "acknowledged at its start"
 

@@ -48,7 +48,7 @@ def app(settings: Settings) -> Iterator[Celery]:
 def test_all_priorities_and_what_is_held(redis: RedisServer, settings: Settings, app: Celery) -> None:
     send(app, 2)
     send(app, 3, priority=9)
-    redis.client.hset("feedmill:unacked", "tag", "a message that a worker has")
+    redis.client.hset("feedmill:reserved", "tag", "a message that a worker has")
     redis.client.hset(COUNTERS, mapping={"stored": 5, "failed": 2})
     found = told(settings)
     assert found["feedmill_redis_up"] == 1

@@ -27,7 +27,7 @@ from shared.keys import (
         (tombstone_key("t3_x"), "feedmill:gone:*"),
         ("feedmill", "feedmill"),
         ("feedmill\x06\x163", "feedmill\x06\x16?"),
-        ("feedmill:unacked", "feedmill:unacked"),
+        ("feedmill:reserved", "feedmill:reserved"),
         ("celery-task-meta-1", "celery-task-meta-*"),
         ("1f.reply.celery.pidbox", "*.reply.celery.pidbox*"),
     ],

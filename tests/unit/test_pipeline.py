@@ -416,20 +416,6 @@ def test_results_wait_for_redis(owner: Owner) -> None:
     assert len(owner.store.written) == 1
 
 
-def test_forgotten_messages_never_finish_and_started_ones_do(owner: Owner) -> None:
-    owner.classifier.gate.clear()
-    started = owner.send("first")
-    wait_until(lambda: started.started, "the first has started")
-    waiting = owner.send("second")
-    owner.pipeline.forget([started, waiting])
-    assert waiting.dropped
-    assert not started.dropped
-    owner.classifier.gate.set()
-    owner.results("third")
-    assert started in owner.finished
-    assert waiting not in owner.finished + owner.started
-
-
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     names: list[str] = []
     owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name))
