@@ -1,20 +1,26 @@
 """Feedmill: posts in, labels out, and the device never waits. This package is the front door.
 
-`results` reads the stream of results (docs/results.md). Importing this package imports nothing else: what `results`
-needs comes with its first call.
+`results` reads the stream of results (docs/results.md). `classify` is the Celery task: in an application of one's own,
+`classify.delay(posts=[…])` sends posts to a worker, and `classify(posts=[…])` classifies them here, in this process;
+`ClassifyTask` is the base of tasks of one's own, and `MessageFailed` their error (docs/celery.md). Importing this
+package imports nothing else: what they need comes with their first use.
 """
 
 from collections.abc import Generator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shared.errors import MessageFailed as MessageFailed
     from shared.readers import Missed as Missed
     from shared.readers import Reader
     from shared.results import Result as Result
     from shared.settings import Settings
+    from workers.task import ClassifyTask as ClassifyTask
+    from workers.task import classify as classify
 
 __version__ = "0.1.0"
-__all__ = ["Missed", "Result", "__version__", "results"]
+__all__ = ["ClassifyTask", "MessageFailed", "Missed", "Result", "__version__", "classify", "results"]
 
 
 def results(
@@ -68,14 +74,18 @@ def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> 
         redis.close()
 
 
+#: What else is public, and where it lies.
+_ELSEWHERE = {
+    "ClassifyTask": "workers.task",
+    "MessageFailed": "shared.errors",
+    "Missed": "shared.readers",
+    "Result": "shared.results",
+    "classify": "workers.task",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The types that `results` yields, without importing them beforehand."""
-    if name == "Missed":
-        from shared.readers import Missed  # noqa: PLC0415
-
-        return Missed
-    if name == "Result":
-        from shared.results import Result  # noqa: PLC0415
-
-        return Result
+    """The task, its base and its error, and what `results` yields, without importing them beforehand."""
+    if name in _ELSEWHERE:
+        return getattr(import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,6 +120,9 @@ def worker(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve metrics to Prometheus, on loopback.", show_default=False)
     ] = None,
+    include: Annotated[
+        str | None, typer.Option(help="Modules with Celery tasks of your own: a,b.c.", show_default=False)
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
@@ -132,6 +135,7 @@ def worker(
         dtype=dtype,
         token_budget=token_budget,
         metrics_port=metrics_port,
+        include=include,
         redis_url=redis_url,
     )
     try:

@@ -73,7 +73,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
         """Classify in this process. On a stock worker results are stored as a worker of Feedmill's stores them."""
         request = self.request
         try:
-            from workers.offline import Here  # noqa: PLC0415 - torch, which only some have
+            from workers.here import Here  # noqa: PLC0415 - torch, which only some have
         except ImportError as missing:
             raise UserError(
                 f"Classifying in this process needs {missing.name}, which `pip install 'feedmill[worker]'` brings. "

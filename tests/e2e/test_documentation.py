@@ -45,6 +45,22 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
 
+def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
+    """As docs/celery.md declares it, called in this process."""
+    _, declared = blocks("docs/celery.md", "python")
+    posts = [{"id": "a", "title": "The keeper saved two penalties"}]
+    said = subprocess.run(
+        [sys.executable, "-c", f"{declared}\nprint(careful.max_retries, careful(posts={posts!r})[0]['label'])"],
+        cwd=tmp_path,
+        env=os.environ | {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_TOKEN_BUDGET": "2048"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert said.stdout == "3 sports\n", said.stderr
+
+
 def test_the_redis_configuration(tmp_path: Path) -> None:
     path = redis_servers().get("system")
     if path is None:

@@ -1,0 +1,306 @@
+"""The task without a queue: called, by `apply`, with `task_always_eager`; and sent from an application of one's own.
+
+Each runs in a process of its own, as an application does; there is no Redis where none is needed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedmill.stack import free_port
+from tests.support import RedisServer, working
+
+#: Runs what it is given, a program a line, and answers with what that left in `said`, or with what it raised.
+CALLER = """
+import json, sys
+names = {}
+for line in sys.stdin:
+    try:
+        exec(json.loads(line), names)
+        answer = [None, names.pop("said", None)]
+    except Exception as error:
+        answer = [type(error).__name__, str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+START = """
+import os, threading, feedmill
+from celery import Celery, chain, chord, group
+POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"},
+         {"id": "2", "title": "How long do dried beans keep?"}]
+def labels(outcomes):
+    return [outcome.get("label") or outcome["error"] for outcome in outcomes]
+"""
+APPLICATION = """
+app = Celery("mine", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
+app.conf.task_default_queue = "of-mine"
+"""
+NO_TEXT = "neither title nor body holds any text"
+
+
+class Caller:
+    """A Python process, none of Feedmill's, that runs what it is told."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+        nowhere = f"redis://127.0.0.1:{free_port()}/0"
+        ours = {
+            "FEEDMILL_TOKEN_BUDGET": "2048",
+            "FEEDMILL_CACHE_FOLDER": str(folder / "cache"),
+            "FEEDMILL_DATA_FOLDER": str(folder / "no-stack"),
+            "FEEDMILL_REDIS_URL": nowhere,
+            "BROKER": nowhere,
+        }
+        self.errors = folder / "caller.log"
+        with self.errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "error::UserWarning", "-c", CALLER],
+                cwd=folder,
+                env=clean | ours | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.run(START)
+
+    def _ask(self, program: str) -> tuple[str | None, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(program) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self.errors.read_text()
+        raised, said = json.loads(answer)
+        return raised, said
+
+    def run(self, program: str) -> Any:
+        """What the program left in `said`."""
+        raised, said = self._ask(program)
+        assert raised is None, f"{raised}: {said}\n{self.errors.read_text()}"
+        return said
+
+    def say(self, expression: str) -> Any:
+        return self.run(f"said = {expression}")
+
+    def fail(self, program: str) -> str:
+        """The class and the sentence of what the program raises."""
+        raised, said = self._ask(program)
+        assert raised, said
+        return f"{raised}: {said}"
+
+    def end(self) -> None:
+        """Its program ends by itself, threads or not."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        try:
+            assert self._process.wait(60) == 0, self.errors.read_text()
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+
+
+@contextmanager
+def calling(folder: Path, **environment: str) -> Iterator[Caller]:
+    caller = Caller(folder, **environment)
+    try:
+        yield caller
+    finally:
+        caller.end()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+    """A process without a Redis, with the embedded model and an application that is eager."""
+    with calling(tmp_path_factory.mktemp("here")) as caller:
+        caller.run("before = labels(feedmill.classify(posts=POSTS))")
+        caller.run(f"{APPLICATION}\napp.conf.task_always_eager = True")
+        caller.run('@app.task(name="mine.count")\ndef count(found): return len(found)')
+        yield caller
+
+
+def test_importing_it_imports_neither_celery_nor_torch(tmp_path: Path) -> None:
+    program = """
+import sys, feedmill
+before = [name in sys.modules for name in ("celery", "torch", "workers")]
+feedmill.classify
+print(before, "celery" in sys.modules, "torch" in sys.modules)
+"""
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (said.stdout, said.stderr) == ("[False, False, False] True False\n", "")
+
+
+def test_called_directly(here: Caller) -> None:
+    assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
+    assert here.say("labels(feedmill.classify([POSTS[0], {'id': 'x'}, 5]))") == [
+        "sports", NO_TEXT, "a post must be a JSON object"
+    ]  # fmt: skip
+    assert here.say("labels(feedmill.classify(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
+
+
+def test_what_it_returns_is_what_a_worker_returns(here: Caller) -> None:
+    (found,) = here.say("feedmill.classify(posts=POSTS[:1], labels={'ball': ['football', 'a match'], 'tea': 'tea'})")
+    assert list(found["scores"]) == ["ball", "tea"]
+    assert (found["id"], found["worker"], found["device"], found["queued_seconds"]) == ("1", "here", "cpu", None)
+    json.dumps(found)
+
+
+def test_called_before_there_is_an_application(here: Caller) -> None:
+    assert here.say("before") == ["sports", "food"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("posts=[{'id': 'x'}]", f"MessageFailed: 1 of 1 posts failed: x: {NO_TEXT}"),
+        ("posts=[*POSTS, {'id': 'x'}], strict=True", f"MessageFailed: 1 of 3 posts failed: x: {NO_TEXT}"),
+        ("", "RequestRefused: posts: expected a list of at least one post"),
+        ("posts=POSTS, lables='a'", "RequestRefused: lables: extra inputs are not permitted"),
+        ("POSTS, None, None, 0, 0, None, 1", "RequestRefused: argument 7: extra inputs are not permitted"),
+        ("posts=POSTS, labels=''", "RequestRefused: labels: name at least one label"),
+    ],
+)
+def test_what_is_wrong_is_raised(here: Caller, arguments: str, words: str) -> None:
+    """Of one class and with one sentence, whichever way it is called; and the next one is served."""
+    assert here.fail(f"feedmill.classify({arguments})").startswith(words)
+    assert here.fail(f"feedmill.classify.s({arguments}).apply().get()").startswith(words)
+    assert here.fail(f"feedmill.classify.delay({arguments}).get()").startswith(words)
+    assert here.say("labels(feedmill.classify(POSTS[1:]))") == ["food"]
+
+
+def test_apply(here: Caller) -> None:
+    here.run("good = feedmill.classify.apply(kwargs={'posts': POSTS}, task_id='chosen')")
+    assert here.say("[good.id, good.state, labels(good.get())]") == ["chosen", "SUCCESS", ["sports", "food"]]
+    here.run("bad = feedmill.classify.apply((POSTS,), {'lables': 'a'})")
+    assert here.say("[bad.state, type(bad.result).__name__, bad.failed()]") == ["FAILURE", "RequestRefused", True]
+    assert here.fail("feedmill.classify.apply(throw=True)").startswith("RequestRefused: posts: ")
+
+
+def test_eager(here: Caller) -> None:
+    here.run("sent = feedmill.classify.delay(posts=POSTS)")
+    assert here.say("[type(sent).__name__, labels(sent.get())]") == ["EagerResult", ["sports", "food"]]
+    here.run("sent = app.tasks['feedmill.classify'].apply_async((POSTS,), ignore_result=True)")
+    assert here.say("[sent.state, labels(sent.get())]") == ["SUCCESS", ["sports", "food"]]
+
+
+def test_eager_canvas(here: Caller) -> None:
+    here.run("one, two = (feedmill.classify.s(posts=[post]) for post in POSTS)")
+    assert here.say("[labels(found) for found in group(one, two).apply_async().get()]") == [["sports"], ["food"]]
+    assert here.say("(feedmill.classify.s(posts=POSTS) | count.s()).apply_async().get()") == 2
+    assert here.say("chord([one, two], count.s()).apply_async().get()") == 2
+    # What comes before it gives it the posts.
+    here.run('@app.task(name="mine.posts")\ndef posts(): return POSTS')
+    assert here.say("labels((posts.s() | feedmill.classify.s()).apply_async().get())") == ["sports", "food"]
+
+
+def test_eager_links(here: Caller) -> None:
+    here.run('called = []\n@app.task(name="mine.note")\ndef note(found): called.append(found)')
+    here.run("feedmill.classify.apply_async((POSTS,), link=count.s() | note.s())")
+    here.run("feedmill.classify.apply_async(link_error=note.s(), task_id='failed')")
+    assert here.say("called") == [2, "failed"]
+
+
+def test_threads_share_one_model(here: Caller) -> None:
+    here.run("""
+found, loaded = {}, feedmill.classify(posts=POSTS[:1])
+def ask(number):
+    posts = [{"id": f"{number}-{at}", "title": POSTS[(number + at) % 2]["title"]} for at in range(7)]
+    for turn in range(5):
+        outcomes = feedmill.classify(posts=posts, top_k=number + 1)
+        found[number, turn] = [[outcome["id"], outcome["label"], len(outcome["scores"])] for outcome in outcomes]
+threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""")
+    found = here.say("[[*key, value] for key, value in found.items()]")
+    assert len(found) == 40
+    for number, _, outcomes in found:
+        assert outcomes == [[f"{number}-{at}", ["sports", "food"][(number + at) % 2], number + 1] for at in range(7)]
+    assert here.say("sorted({thread.name for thread in threading.enumerate() if 'writer' in thread.name})") == [
+        "writer"
+    ]
+
+
+def test_a_thread_that_comes_with_other_settings_does_not_end_what_another_waits_for(here: Caller) -> None:
+    here.run("""
+from workers.here import Here
+found = []
+def ask(): found.append(len(feedmill.classify([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
+asking = threading.Thread(target=ask)
+feedmill.classify(POSTS)
+asking.start()
+while not Here._latest._users: pass
+os.environ["FEEDMILL_LABELS"] = "tea, football"
+other = labels(feedmill.classify(POSTS))
+asking.join()
+del os.environ["FEEDMILL_LABELS"]
+""")
+    assert here.say("[found, other, labels(feedmill.classify(POSTS))]") == [
+        [600], ["football", "tea"], ["sports", "food"]
+    ]  # fmt: skip
+    assert here.say("[thread.name for thread in threading.enumerate() if 'writer' in thread.name]") == ["writer"]
+
+
+def test_a_task_that_has_a_body_of_its_own(here: Caller) -> None:
+    here.run("""
+from workers.task import ClassifyTask
+@app.task(bind=True, base=ClassifyTask, name="mine.best")
+def best(self, posts, **options):
+    return [outcome["label"] for outcome in self.outcomes()]
+""")
+    assert here.say("best(POSTS, labels='tea, football')") == ["football", "tea"]
+    assert here.say("best.delay(POSTS).get()") == ["sports", "food"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("FEEDMILL_MODEL", "/no/such/model", "ModelError: There is no model folder '/no/such/model'"),
+        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99 is wanted"),
+        ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: input should be 'auto', 'float32', "),
+    ],
+)
+def test_a_setting_that_is_wrong(here: Caller, variable: str, value: str, words: str) -> None:
+    """Its sentence; and once it is mended, all goes well."""
+    here.run(f"os.environ[{variable!r}] = {value!r}")
+    try:
+        assert here.fail("feedmill.classify(posts=POSTS)").startswith(words)
+        assert here.fail("feedmill.classify.delay(posts=POSTS).get()").startswith(words)
+    finally:
+        here.run(f"del os.environ[{variable!r}]")
+    assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
+
+
+# With a queue.
+
+
+def test_sent_from_an_application_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
+    """To the queue of Feedmill's setting, not to the application's own; `queue` says otherwise. Without torch."""
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    settings = {"FEEDMILL_QUEUE": "labelled", "FEEDMILL_REDIS_URL": redis.url}
+    with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
+        caller.run(APPLICATION)
+        needs_torch = (
+            "UserError: Classifying in this process needs torch, which `pip install 'feedmill[worker]'` brings. "
+            "To have a worker do it, send the task instead: feedmill.classify.delay(…)."
+        )
+        assert caller.fail("feedmill.classify(posts=POSTS)") == needs_torch
+        assert caller.fail("feedmill.classify.apply(kwargs={'posts': POSTS}).get()") == needs_torch
+        caller.run("feedmill.classify.apply_async((POSTS,), queue='aside')")
+        caller.run("app.send_task('feedmill.classify', (POSTS,))")
+        caller.run("sent = feedmill.classify.delay(posts=POSTS)")
+        assert [redis.client.llen(queue) for queue in ("labelled", "aside", "of-mine", "feedmill")] == [2, 1, 0, 0]
+        with working(redis, tmp_path, FEEDMILL_QUEUE="labelled"):
+            assert caller.say("[outcome['id'] for outcome in sent.get(timeout=60)]") == ["1", "2"]
+            assert caller.say("len(group(feedmill.classify.s(POSTS) for _ in range(3))().get(timeout=60))") == 3

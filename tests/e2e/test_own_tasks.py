@@ -1,0 +1,153 @@
+"""Tasks of one's own on Feedmill's worker: one at a time, between micro-batches; neither waits for all of the other.
+
+They are plain Celery tasks in a module (tests/fakes/own_tasks.py) that the worker loads with `--include`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord
+
+from tests.support import Feedmill, RedisServer, feedmill, running, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+POSTS: list[dict[str, Any]] = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?"},
+]
+COUNT = 50
+
+
+@pytest.fixture(scope="module")
+def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Feedmill]:
+    """One that computes a post at a time, on one thread: the order of what it does is then no matter of chance."""
+    environment = {
+        "FEEDMILL_REDIS_URL": redis_server.url,
+        "FEEDMILL_BATCH_ROWS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    folder = tmp_path_factory.mktemp("worker")
+    with running(
+        "worker", "--name", "own", "--include", "json, tests.fakes.own_tasks", cwd=folder, **environment
+    ) as it:
+        wait_until(lambda: it.says(" ready."), "the worker is ready")
+        yield it
+
+
+@pytest.fixture
+def app(worker: Feedmill, redis_server: RedisServer) -> Celery:
+    """Another process: it knows the tasks by their names."""
+    assert worker.process.poll() is None
+    app = Celery("elsewhere", broker=redis_server.url, backend=redis_server.url, set_as_current=False)
+    app.conf.task_default_queue = "feedmill"
+    redis_server.client.delete("ran")
+    return app
+
+
+def ran(redis: RedisServer) -> list[str]:
+    lines: Any = redis.client.lrange("ran", 0, -1)
+    return list(lines)
+
+
+def held(app: Celery) -> int:
+    stats: Any = app.control.inspect(timeout=1).stats()
+    return sum(int(answer["pool"]["messages_held"]) for answer in (stats or {}).values())
+
+
+def test_they_take_turns_with_micro_batches(app: Celery, redis_server: RedisServer, worker: Feedmill) -> None:
+    redis_server.client.set("gate", "1")
+    app.send_task("own.hold", ["gate"])
+    wait_until(lambda: "hold gate" in ran(redis_server), "the worker is busy")
+    tasks = {7: "own.fails", 11: "own.retries"}
+    sent = [app.send_task(tasks.get(number, "own.note"), [number]) for number in range(COUNT)]
+    classified = [app.send_task("feedmill.classify", [[{**POSTS[0], "id": f"p{number}"}]]) for number in range(COUNT)]
+    wait_until(lambda: held(app) == 2 * COUNT + 1, "the worker has them all")
+    redis_server.client.delete("gate")
+    assert [each.get(timeout=60)[0]["label"] for each in classified] == ["sports"] * COUNT
+    for number, each in enumerate(sent):
+        if number == 7:
+            with pytest.raises(ValueError, match="number 7, on purpose"):
+                each.get(timeout=60)
+        else:
+            assert each.get(timeout=60) == number
+    told = ran(redis_server)[1:]
+    starts = [line for line in told if line.startswith("begin ")]
+    # In their order, the one that retried once more at the end; and never two at a time.
+    assert starts == [f"begin {number}" for number in [*range(COUNT), 11]]
+    for at, line in enumerate(told):
+        if line.startswith("begin "):
+            assert told[at + 1] == line.replace("begin", "end")
+    # One micro-batch, one task, as long as there are both.
+    kinds = [line.split()[0] for line in told if not line.startswith("end ")]
+    assert kinds[: 2 * COUNT] == ["post", "begin"] * COUNT
+    assert f"own.fails[{sent[7].id}] raised unexpected: ValueError" in worker.text()
+
+
+def test_they_are_shown_as_any_task(app: Celery, redis_server: RedisServer) -> None:
+    redis_server.client.set("gate", "1")
+    sent = app.send_task("own.hold", ["gate"])
+    wait_until(lambda: "hold gate" in ran(redis_server), "it runs")
+    inspect = app.control.inspect(timeout=1)
+    (active,) = (inspect.active() or {}).values()
+    (registered,) = (inspect.registered() or {}).values()
+    assert [task["id"] for task in active] == [sent.id]
+    assert {"feedmill.classify", "own.note", "own.once_more"} <= set(registered)
+    redis_server.client.delete("gate")
+    assert sent.get(timeout=60) == "gate"
+
+
+def test_with_feedmills_in_one_canvas(app: Celery) -> None:
+    """Here one worker has them all, and none waits for itself."""
+    classify = app.signature("feedmill.classify", [POSTS])
+    note = app.signature("own.note", [5], immutable=True)
+    assert chain(classify, note, app=app).apply_async().get(timeout=60) == 5
+    assert chord([classify, note, classify], note, app=app).apply_async().get(timeout=60) == 5
+    sent = chain(app.signature("own.sends", [POSTS]), app.signature("own.note"), app=app).apply_async()
+    assert [each["label"] for each in app.AsyncResult(sent.get(timeout=60)).get(timeout=60)] == ["sports", "food"]
+
+
+def test_one_that_calls_feedmills(app: Celery) -> None:
+    """It computes in the worker's process, with a model of its own: the device's thread waits for it."""
+    sent = app.send_task("own.classifies", [POSTS])
+    other = app.send_task("feedmill.classify", [POSTS])
+    assert sent.get(timeout=60) == ["sports", "food"]
+    assert len(other.get(timeout=60)) == 2
+
+
+MODULES = {"broken_tasks": "1 / 0", "unfinished_tasks": "def task(:", "needy_tasks": "import no_such_package"}
+NOT_IMPORTED = "feedmill: The module {}, which --include or FEEDMILL_INCLUDE names, cannot be imported: {}"
+NONE = "there is none of this name in PYTHONPATH or among the installed packages. The working directory does not count."
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("no.such.tasks", NONE),
+        ("broken_tasks", "ZeroDivisionError: division by zero ({}/broken_tasks.py, line 1)."),
+        ("unfinished_tasks", "SyntaxError: invalid syntax (unfinished_tasks.py, line 1)."),
+        ("needy_tasks", "ModuleNotFoundError: No module named 'no_such_package' ({}/needy_tasks.py, line 1)."),
+    ],
+)
+def test_a_module_that_cannot_be_imported(tmp_path: Path, module: str, reason: str) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    said = subprocess.run(
+        [sys.executable, "-P", "-m", "celery", "--app", "workers.app", "worker"],
+        cwd=tmp_path,
+        env=os.environ | {"FEEDMILL_INCLUDE": module, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (said.returncode, said.stderr) == (1, NOT_IMPORTED.format(module, reason.format(tmp_path)) + "\n")
+
+
+def test_a_module_that_cannot_be_imported_by_feedmill_worker(tmp_path: Path) -> None:
+    said = feedmill("worker", "--include", "no.such.tasks", cwd=tmp_path)
+    assert (said.returncode, said.stderr) == (2, NOT_IMPORTED.format("no.such.tasks", NONE) + "\n")

@@ -1,0 +1,308 @@
+"""Feedmill's worker and a stock worker of another application on one database of one Redis; and results by `rpc`.
+
+Either looks after abandoned messages by its own timeout, and each once has the shorter one: a second, against ten
+minutes. Each holds messages for longer than that while the other looks. That it looked is seen by a message of its own,
+put where a worker that is gone would have left it.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, group
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+
+from feedmill.stack import Child
+from shared.broker import UNACKED
+from tests.support import Feedmill, RedisServer, redis_servers, running, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+POSTS: list[dict[str, Any]] = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?"},
+]
+SHORT, LONG = 1, 600
+KOMBUS = {name: name.removesuffix("_key") for name in UNACKED}
+
+THEIRS = """
+import os, time
+from celery import Celery
+from redis import Redis
+
+URL = os.environ["FEEDMILL_REDIS_URL"]
+redis = Redis.from_url(URL, decode_responses=True)
+app = Celery("theirs", broker=URL, backend=URL)
+app.conf.update(
+    task_default_queue="theirs",
+    task_acks_late=True,
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={
+        "visibility_timeout": float(os.environ["THEIR_TIMEOUT"]),
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    },
+)
+
+@app.task(name="theirs.hold")
+def hold(key):
+    redis.rpush("ran", f"hold {key}")
+    while redis.exists(key):
+        time.sleep(0.01)
+    return key
+
+@app.task(name="theirs.note")
+def note(word):
+    redis.rpush("ran", f"note {word}")
+    return word
+"""
+
+
+@dataclass
+class Neighbours:
+    """Two workers on one database, and an application that sends to each."""
+
+    redis: RedisServer
+    worker: Feedmill
+    ours: Celery
+    theirs: Celery
+    #: Whose timeout is the short one.
+    short: str
+
+    def ran(self) -> list[str]:
+        lines: Any = self.redis.client.lrange("ran", 0, -1)
+        return list(lines)
+
+    def hold(self, app: Celery) -> AsyncResult[Any]:
+        """Keeps this application's worker busy until `let_go`."""
+        self.redis.client.set("gate", "1")
+        sent = app.send_task("own.hold" if app is self.ours else "theirs.hold", ["gate"])
+        wait_until(lambda: "hold gate" in self.ran(), "the worker is busy")
+        return sent
+
+    def let_go(self) -> None:
+        self.redis.client.delete("gate")
+
+    def held(self, keys: dict[str, str]) -> int:
+        return int(self.redis.client.hlen(keys["unacked_key"]))
+
+    def abandon(self, app: Celery, name: str, *args: Any) -> AsyncResult[Any]:
+        """A message that a worker took and never gave back, long ago."""
+        keys, queue = (UNACKED, "feedmill") if app is self.ours else (KOMBUS, "theirs")
+        sent = app.send_task(name, args, queue="aside")
+        message = json.loads(str(self.redis.client.rpop("aside")))
+        message["properties"]["delivery_info"]["routing_key"] = queue
+        tag = message["properties"]["delivery_tag"]
+        self.redis.client.hset(keys["unacked_key"], tag, json.dumps([message, "", queue]))
+        self.redis.client.zadd(keys["unacked_index_key"], {tag: time.time() - LONG - 1})
+        return sent
+
+
+def wait_ages() -> None:
+    """Return when what is held now is held for longer than the short timeout."""
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > SHORT + 0.5, "it is held for longer than that")
+
+
+@contextmanager
+def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
+    """Feedmill's gives its results to Redis the one time, and by rpc the other."""
+    redis_server = RedisServer(next(iter(redis_servers().values())), folder)
+    (folder / "theirs.py").write_text(THEIRS)
+    ours = {
+        "FEEDMILL_REDIS_URL": redis_server.url,
+        "FEEDMILL_CELERY_RESULTS": "rpc" if short == "theirs" else "redis",
+        "FAKE_VISIBILITY_TIMEOUT": str(SHORT if short == "ours" else LONG),
+        "OMP_NUM_THREADS": "1",  # one thread for the device: what holds it holds all
+        "PYTHONPATH": str(ROOT),
+    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")} | {
+        "FEEDMILL_REDIS_URL": redis_server.url,
+        "THEIR_TIMEOUT": str(SHORT if short == "theirs" else LONG),
+    }
+    command = [sys.executable, "-m", "celery", "--app", "theirs", "worker", "--concurrency", "1"]
+    stock = Child("stock", [*command, "--hostname", "theirs@test", "--loglevel", "info"], folder, environment)
+    flags = ("--name", "ours@test", "--include", "tests.fakes.own_tasks")
+    try:
+        with running("worker", *flags, cwd=folder, **ours) as worker:
+            wait_until(lambda: worker.says(" ready."), "Feedmill's worker is ready")
+            wait_until(lambda: " ready." in (folder / "stock.log").read_text(), "the other's worker is ready")
+            backend = "rpc://" if short == "theirs" else redis_server.url
+            clients = [
+                Celery("elsewhere", broker=redis_server.url, backend=backend, set_as_current=False),
+                Celery("theirs", broker=redis_server.url, backend=redis_server.url, set_as_current=False),
+            ]
+            for client, queue in zip(clients, ("feedmill", "theirs"), strict=True):
+                client.conf.task_default_queue = queue
+                client.conf.broker_transport_options = {"visibility_timeout": LONG}
+            yield Neighbours(redis_server, worker, clients[0], clients[1], short)
+            redis_server.client.delete("gate")
+            assert worker.end() == 0, worker.text()
+    finally:
+        stock.stop(20)
+        redis_server.stop()
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Neighbours]]:
+    """Each is made when it is first asked for, on a Redis of its own."""
+    made: dict[str, Neighbours] = {}
+    with ExitStack() as all_of_them:
+
+        def scene(short: str) -> Neighbours:
+            if short not in made:
+                folder = tmp_path_factory.mktemp("neighbours")
+                made[short] = all_of_them.enter_context(working_side_by_side(short, folder))
+            return made[short]
+
+        yield scene
+
+
+@pytest.fixture(params=["ours", "theirs"])
+def neighbours(request: pytest.FixtureRequest, scenes: Callable[[str], Neighbours]) -> Neighbours:
+    found = scenes(request.param)
+    found.redis.client.delete("ran")
+    return found
+
+
+def test_what_one_holds_the_other_does_not_take_for_abandoned(neighbours: Neighbours) -> None:
+    """The one with the long timeout holds four messages; the one with the short timeout looks, twice."""
+    ours, theirs = neighbours.ours, neighbours.theirs
+    sent: list[AsyncResult[Any]]
+    if neighbours.short == "ours":
+        sent = [neighbours.hold(theirs), *(theirs.send_task("theirs.note", [word]) for word in "abc")]
+        wait_until(lambda: neighbours.held(KOMBUS) == 4, "they are held")
+    else:
+        sent = [neighbours.hold(ours)]
+        sent += [ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"held-{word}"}]]) for word in "abc"]
+        wait_until(lambda: neighbours.held(UNACKED) == 4, "they are held")
+    wait_ages()
+    for turn in range(2):
+        if neighbours.short == "ours":
+            found = neighbours.abandon(ours, "feedmill.classify", [{**POSTS[1], "id": f"lost-{turn}"}])
+            assert found.get(timeout=30)[0]["label"] == "food"
+        else:
+            assert neighbours.abandon(theirs, "theirs.note", f"lost-{turn}").get(timeout=30) == f"lost-{turn}"
+    neighbours.let_go()
+    for each in sent:
+        each.get(timeout=30)
+    told = [line for line in neighbours.ran() if "lost" not in line]
+    if neighbours.short == "ours":
+        assert told == ["hold gate", "note a", "note b", "note c"]
+    else:
+        assert sorted(told) == ["hold gate", "post held-a", "post held-b", "post held-c"]
+    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(UNACKED), "nothing is held")
+
+
+def test_each_one_hears_both(neighbours: Neighbours) -> None:
+    for app in (neighbours.ours, neighbours.theirs):
+        assert set(app.control.inspect(timeout=1).ping() or ()) == {"ours@test", "theirs@test"}
+    told: Any = neighbours.theirs.control.inspect(timeout=1).active_queues()
+    assert {node: [queue["name"] for queue in queues] for node, queues in told.items()} == {
+        "ours@test": ["feedmill"],
+        "theirs@test": ["theirs"],
+    }
+
+
+def test_revoking_of_one_leaves_the_other(neighbours: Neighbours) -> None:
+    """The remote command reaches both; who has the long timeout holds what is revoked."""
+    ours, theirs = neighbours.ours, neighbours.theirs
+    holds_ours = neighbours.short == "theirs"
+    holder = ours if holds_ours else theirs
+    busy = neighbours.hold(holder)
+
+    def send(word: str) -> AsyncResult[Any]:
+        if holds_ours:
+            return ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"revoked-{word}"}]])
+        return theirs.send_task("theirs.note", [f"revoked-{word}"])
+
+    gone, stays = send("a"), send("b")
+    wait_until(lambda: neighbours.held(UNACKED) + neighbours.held(KOMBUS) == 3, "they are held")
+    holder.control.revoke(gone.id)
+    wait_until(lambda: _all_know(holder, gone.id), "both have heard of it")
+    if holds_ours:
+        assert theirs.send_task("theirs.note", ["other"]).get(timeout=30) == "other"
+    else:
+        assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=30)[0]["label"] == "sports"
+    neighbours.let_go()
+    assert busy.get(timeout=30) == "gate"
+    stays.get(timeout=30)
+    with pytest.raises(TaskRevokedError):
+        gone.get(timeout=30)
+    assert [line.split()[1] for line in neighbours.ran() if "revoked" in line] == ["revoked-b"]
+
+
+def _all_know(app: Celery, task_id: str) -> bool:
+    told: Any = app.control.inspect(timeout=1).revoked()
+    return len(told) == 2 and all(task_id in revoked for revoked in told.values())
+
+
+def test_a_message_in_the_wrong_queue(neighbours: Neighbours) -> None:
+    """Nobody there knows its task: it fails, and the worker goes on."""
+    ours, theirs = neighbours.ours, neighbours.theirs
+    lost = theirs.send_task("theirs.note", ["x"], queue="feedmill")
+    if neighbours.short == "ours":
+        with pytest.raises(Exception, match=r"theirs\.note"):
+            lost.get(timeout=30)
+        with pytest.raises(Exception, match=r"feedmill\.classify"):
+            ours.send_task("feedmill.classify", [POSTS], queue="theirs").get(timeout=30)
+    assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=30)[0]["label"] == "sports"
+    assert theirs.send_task("theirs.note", ["y"]).get(timeout=30) == "y"
+    assert "Received unregistered task of type 'theirs.note'" in neighbours.worker.text()
+    assert "note x" not in neighbours.ran()
+
+
+# Results by rpc: straight to the sender's own reply queue.
+
+by_rpc = pytest.mark.parametrize("neighbours", ["theirs"], indirect=True)
+
+
+@by_rpc
+def test_rpc_results(neighbours: Neighbours) -> None:
+    ours = neighbours.ours
+    assert ours.conf.result_backend is None or type(ours.backend).__module__ == "celery.backends.rpc"
+    sent = ours.send_task("feedmill.classify", [POSTS])
+    assert [outcome["label"] for outcome in sent.get(timeout=30)] == ["sports", "food"]
+    assert sent.state == "SUCCESS"
+    several = group([ours.signature("feedmill.classify", [[post]]) for post in POSTS], app=ours).apply_async()
+    assert [outcomes[0]["label"] for outcomes in several.get(timeout=30)] == ["sports", "food"]
+    with pytest.raises(Exception, match="posts: expected a list of at least one post"):
+        ours.send_task("feedmill.classify").get(timeout=30)
+    assert not list(neighbours.redis.client.scan_iter(f"celery-task-meta-{sent.id}"))
+
+
+@by_rpc
+def test_rpc_to_two_senders(neighbours: Neighbours) -> None:
+    """Each gets its own, whoever asks first."""
+    other = Celery("third", broker=neighbours.redis.url, backend="rpc://", set_as_current=False)
+    other.conf.task_default_queue = "feedmill"
+    first = neighbours.ours.send_task("feedmill.classify", [POSTS[:1]])
+    second = other.send_task("feedmill.classify", [POSTS[1:]])
+    assert second.get(timeout=30)[0]["label"] == "food"
+    assert first.get(timeout=30)[0]["label"] == "sports"
+
+
+@by_rpc
+def test_rpc_after_a_retry(neighbours: Neighbours) -> None:
+    """It goes on with the id and the address of the first attempt."""
+    sent = neighbours.ours.send_task("own.once_more", [POSTS])
+    assert [outcome["label"] for outcome in sent.get(timeout=30)] == ["sports", "food"]
+    attempts = [line.split()[1:] for line in neighbours.ran() if line.startswith("attempt")]
+    assert attempts == [[str(number), sent.id, neighbours.ours.thread_oid] for number in range(2)]
+
+
+@by_rpc
+def test_rpc_is_not_for_those_who_want_none(neighbours: Neighbours) -> None:
+    """With `ignore_result` nothing waits in the reply queue, which has no end of its own."""
+    ours = neighbours.ours
+    ours.send_task("feedmill.classify", [[{**POSTS[0], "id": "unread"}]], ignore_result=True)
+    wait_until(lambda: "post unread" in neighbours.ran(), "it is classified")
+    wait_until(lambda: not neighbours.held(UNACKED), "it is done")
+    assert neighbours.redis.client.llen(ours.thread_oid) == 0

@@ -1,0 +1,236 @@
+"""Ways to start the worker: `celery worker` and its flags, `celery multi`, systemd. `feedmill worker`: test_worker.py.
+
+Each is started, classifies, and is stopped while messages wait: what it holds is finished, the rest goes back. There is
+no systemd here that would run the unit: its command is run with its environment, and the notes it waits for are read.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from celery import Celery
+from celery.bin.base import CLIContext
+from celery.bin.worker import WorkersPool
+from celery.bin.worker import worker as worker_command
+
+from producers.push import Pusher
+from shared.broker import connect, make_app, queue_depth
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, make_posts, processes_in, wait_until
+from workers.app import make_worker_app
+from workers.pool import DevicePool
+
+UNIT = Path(__file__).parent.parent.parent / "docker" / "systemd" / "feedmill-worker@.service"
+BIN = Path(sys.executable).parent
+CELERY = [sys.executable, "-P", "-m", "celery", "--app", "workers.app"]
+POSTS: list[dict[str, Any]] = [
+    {"id": "1", "title": "The keeper saved two penalties in the final"},
+    {"id": "2", "title": "How long do dried beans keep?"},
+]
+MESSAGES = 20
+
+
+@pytest.fixture
+def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDMILL_", "NOTIFY_"))}
+    return clean | {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_TOKEN_BUDGET": "2048",
+        "FEEDMILL_CACHE_FOLDER": str(tmp_path / "cache"),
+        "FEEDMILL_WINDOW_ROWS": "64",
+    }
+
+
+class Started:
+    """A child process with its output, and what it is told."""
+
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+        self.output = folder / "worker.log"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.output.read_text()
+        return " ready." in self.output.read_text()
+
+    def end(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(60) == 0, self.output.read_text()
+
+
+@contextmanager
+def started(command: list[str], folder: Path, environment: dict[str, str]) -> Iterator[Started]:
+    child = Started(command, folder, environment)
+    try:
+        yield child
+    finally:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+
+
+def client(redis: RedisServer) -> Celery:
+    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    app.conf.task_default_queue = "feedmill"
+    return app
+
+
+def classifies(redis: RedisServer) -> dict[str, Any]:
+    """What the worker says of its pool, having classified."""
+    app = client(redis)
+    found = app.send_task("feedmill.classify", [POSTS]).get(timeout=60)
+    assert [outcome["label"] for outcome in found] == ["sports", "food"]
+    stats: Any = app.control.inspect(timeout=2).stats()
+    (told,) = stats.values()
+    return dict(told["pool"])
+
+
+def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Callable[[], None]) -> None:
+    """What was begun is finished, what was not is back in the queue, and nothing is held."""
+    posts = make_posts(32 * MESSAGES)
+    store = ResultsStore(connect(settings), settings)
+    before = store.counters().stored
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+    wait_until(lambda: store.counters().stored > before, "the first results are there")
+    stop()
+    waiting, held = queue_depth(redis.client, "feedmill")
+    assert held == 0
+    assert store.counters().stored - before + 32 * waiting == len(posts)
+
+
+def test_celery_worker(redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path) -> None:
+    """With a concurrency that cannot be, and Celery's name for its default pool."""
+    command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
+    with started(command, tmp_path, environment) as worker:
+        wait_until(worker.ready, "the worker is ready")
+        pool = classifies(redis)
+        assert (pool["implementation"], pool["max-concurrency"]) == ("workers.pool:DevicePool", 1)
+        assert "the device is one slot: concurrency 4 is taken as 1" in worker.output.read_text()
+        is_stopped_while_it_works(redis, settings, worker.end)
+
+
+def test_celery_multi(redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path) -> None:
+    """In the background; and with `--autoscale`, which a device cannot follow."""
+
+    def multi(what: str, *flags: str) -> None:
+        said = subprocess.run(
+            [sys.executable, "-P", "-m", "celery", "multi", what, "w1", f"--pidfile={tmp_path}/%n.pid", *flags],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        assert said.returncode == 0, said.stdout + said.stderr
+
+    log, pid = tmp_path / "w1.log", tmp_path / "w1.pid"
+    try:
+        multi("start", "--app=workers.app", f"--logfile={tmp_path}/%n.log", "--loglevel=info", "--autoscale=4,1")
+        wait_until(lambda: log.exists() and " ready." in log.read_text(), "the worker is ready")
+        assert classifies(redis)["max-concurrency"] == 1
+        assert "the device is one slot: --autoscale has no effect" in log.read_text()
+        is_stopped_while_it_works(redis, settings, lambda: multi("stopwait"))
+        assert not pid.exists()
+        wait_until(lambda: not processes_in(tmp_path), "its process is gone")
+        assert "Traceback" not in log.read_text()
+    finally:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_celerys_own_pool_instead(redis: RedisServer, environment: dict[str, str], tmp_path: Path) -> None:
+    """One message at a time, with nothing of Feedmill's in the worker but the task."""
+    with started([*CELERY, "worker", "--loglevel", "info", "--pool", "solo"], tmp_path, environment) as worker:
+        wait_until(worker.ready, "the worker is ready")
+        assert classifies(redis)["implementation"] == "celery.concurrency.solo:TaskPool"
+        worker.end()
+
+
+def test_the_names_of_pools() -> None:
+    """`--pool prefork` is what Celery says when nothing is said; `processes` is prefork."""
+    context = click.Context(worker_command, obj=CLIContext(make_worker_app(Settings()), False, None))
+    assert WorkersPool().convert("prefork", None, context) is DevicePool
+    assert WorkersPool().convert("processes", None, context).__module__ == "celery.concurrency.prefork"
+
+
+# systemd.
+
+
+def told_by_the_unit() -> dict[str, list[str]]:
+    """Each key of the unit with its values."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text().splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_as_systemd_reads_it(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if not analyze:
+        pytest.skip("needs systemd-analyze: apt install systemd")
+    unit = tmp_path / "feedmill-worker@cpu.service"
+    unit.write_text(UNIT.read_text().replace("/opt/feedmill/bin/feedmill", str(BIN / "feedmill")))
+    verified = subprocess.run([analyze, "--man=no", "verify", unit], capture_output=True, text=True, check=False)
+    assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
+
+
+def test_the_unit_fits_the_worker() -> None:
+    unit = told_by_the_unit()
+    assert unit["Type"] == ["notify"]
+    assert int(unit["TimeoutStopSec"][0]) > Settings().drain + 5
+    assert unit["RestartPreventExitStatus"] == ["2"]  # of a mistake, as feedmill/cli.py says
+    for variable in re.findall(r"FEEDMILL_[A-Z_]+", UNIT.read_text()):
+        assert variable.removeprefix("FEEDMILL_").lower() in Settings.model_fields
+    # They would hide the GPU, or keep torch from compiling.
+    assert not {"PrivateDevices", "ProtectClock", "DevicePolicy", "DeviceAllow", "MemoryDenyWriteExecute"} & set(unit)
+
+
+def test_the_units_command(redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path) -> None:
+    unit = told_by_the_unit()
+    (words,) = unit["ExecStart"]
+    given = dict(each.replace("%C", str(tmp_path / "cache")).split("=", 1) for each in unit["Environment"])
+    command = shlex.split(words.replace("%i", "cpu").replace("/opt/feedmill/bin", str(BIN)))
+    assert command[1:] == ["worker", "--device", "cpu", "--name", "feedmill-cpu"]
+    with notified(tmp_path / "notify") as notes:
+        address = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        with started(command, tmp_path, environment | given | address) as worker:
+            assert notes.recv(100) == b"READY=1"
+            assert classifies(redis)["device"].startswith("cpu")
+            is_stopped_while_it_works(redis, settings, worker.end)
+            assert notes.recv(100) == b"STOPPING=1"
+
+
+def test_a_worker_that_is_no_service_and_one_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens, or somebody in Linux's abstract namespace."""
+    from workers.run import _tell_service_manager as tell  # noqa: PLC0415 - torch
+
+    tell("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    tell("READY=1")
+    name = f"feedmill-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+    with notified(f"\0{name}") as notes:
+        tell("READY=1")
+        assert notes.recv(100) == b"READY=1"
+
+
+@contextmanager
+def notified(address: Path | str) -> Iterator[socket.socket]:
+    """systemd's end of the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notes:
+        notes.bind(str(address))
+        notes.settimeout(60)
+        yield notes
