@@ -21,7 +21,7 @@ from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
 from feedmill.stack import Child
-from shared.broker import UNACKED
+from shared.broker import HELD
 from tests.support import Feedmill, RedisServer, redis_servers, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +30,8 @@ POSTS: list[dict[str, Any]] = [
     {"id": "2", "title": "How long do dried beans keep?"},
 ]
 SHORT, LONG = 1, 600
-KOMBUS = {name: name.removesuffix("_key") for name in UNACKED}
+#: Where each notes what its worker holds, and since or until when.
+OURS, KOMBUS = (HELD["reserved_key"], HELD["reserved_index_key"]), ("unacked", "unacked_index")
 
 THEIRS = """
 import os, time
@@ -90,18 +91,19 @@ class Neighbours:
     def let_go(self) -> None:
         self.redis.client.delete("gate")
 
-    def held(self, keys: dict[str, str]) -> int:
-        return int(self.redis.client.hlen(keys["unacked_key"]))
+    def held(self, keys: tuple[str, str]) -> int:
+        return int(self.redis.client.hlen(keys[0]))
 
     def abandon(self, app: Celery, name: str, *args: Any) -> AsyncResult[Any]:
         """A message that a worker took and never gave back, long ago."""
-        keys, queue = (UNACKED, "feedmill") if app is self.ours else (KOMBUS, "theirs")
+        (held, index), queue = (OURS, "feedmill") if app is self.ours else (KOMBUS, "theirs")
         sent = app.send_task(name, args, queue="aside")
         message = json.loads(str(self.redis.client.rpop("aside")))
         message["properties"]["delivery_info"]["routing_key"] = queue
-        tag = message["properties"]["delivery_tag"]
-        self.redis.client.hset(keys["unacked_key"], tag, json.dumps([message, "", queue]))
-        self.redis.client.zadd(keys["unacked_index_key"], {tag: time.time() - LONG - 1})
+        tag = f"gone-0-{sent.id} {queue}"
+        noted = message if app is self.ours else [message, "", queue]
+        self.redis.client.hset(held, tag, json.dumps(noted))
+        self.redis.client.zadd(index, {tag: time.time() - LONG - 1})
         return sent
 
 
@@ -182,7 +184,7 @@ def test_what_one_holds_the_other_does_not_take_for_abandoned(neighbours: Neighb
     else:
         sent = [neighbours.hold(ours)]
         sent += [ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"held-{word}"}]]) for word in "abc"]
-        wait_until(lambda: neighbours.held(UNACKED) == 4, "they are held")
+        wait_until(lambda: neighbours.held(OURS) == 4, "they are held")
     wait_ages()
     for turn in range(2):
         if neighbours.short == "ours":
@@ -198,7 +200,7 @@ def test_what_one_holds_the_other_does_not_take_for_abandoned(neighbours: Neighb
         assert told == ["hold gate", "note a", "note b", "note c"]
     else:
         assert sorted(told) == ["hold gate", "post held-a", "post held-b", "post held-c"]
-    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(UNACKED), "nothing is held")
+    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(OURS), "nothing is held")
 
 
 def test_each_one_hears_both(neighbours: Neighbours) -> None:
@@ -224,7 +226,7 @@ def test_revoking_of_one_leaves_the_other(neighbours: Neighbours) -> None:
         return theirs.send_task("theirs.note", [f"revoked-{word}"])
 
     gone, stays = send("a"), send("b")
-    wait_until(lambda: neighbours.held(UNACKED) + neighbours.held(KOMBUS) == 3, "they are held")
+    wait_until(lambda: neighbours.held(OURS) + neighbours.held(KOMBUS) == 3, "they are held")
     holder.control.revoke(gone.id)
     wait_until(lambda: _all_know(holder, gone.id), "both have heard of it")
     if holds_ours:
@@ -304,5 +306,5 @@ def test_rpc_is_not_for_those_who_want_none(neighbours: Neighbours) -> None:
     ours = neighbours.ours
     ours.send_task("feedmill.classify", [[{**POSTS[0], "id": "unread"}]], ignore_result=True)
     wait_until(lambda: "post unread" in neighbours.ran(), "it is classified")
-    wait_until(lambda: not neighbours.held(UNACKED), "it is done")
+    wait_until(lambda: not neighbours.held(OURS), "it is done")
     assert neighbours.redis.client.llen(ours.thread_oid) == 0
