@@ -41,6 +41,8 @@ MEASURING = "measuring the token budget"
 #: A worker that ends this often within a minute is not started again.
 RESTARTS_A_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
+#: Settings that say how another Redis is reached.
+OTHER_REDIS = ("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_master", "redis_sentinel_password")
 
 
 class Child:
@@ -133,18 +135,25 @@ class Stack:
         self._port = free_port()
         self._password = secrets.token_urlsafe(24)
         url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
-        self.settings = Settings(**(settings.model_dump() | {"redis_url": url, "data_folder": folder}))
+        elsewhere = dict.fromkeys(OTHER_REDIS)
+        self.settings = Settings(**(settings.model_dump() | elsewhere | {"redis_url": url, "data_folder": folder}))
         self._flower_port = free_port()
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
         self.flower_password = password_of(settings)
         # Passwords travel in the environment and through a pipe: `ps` shows neither.
-        self._environment = os.environ | {
-            f"{PREFIX}REDIS_URL": url,
-            f"{PREFIX}DATA_FOLDER": str(folder),
-            f"{PREFIX}LOG_FORMAT": settings.log_format,
-            # The children work in the data folder; a path is meant from here.
-            f"{PREFIX}MODEL": str(Path(settings.model).absolute()) if Path(settings.model).is_dir() else settings.model,
-        }
+        self._environment = (
+            os.environ
+            | {f"{PREFIX}{name.upper()}": "" for name in OTHER_REDIS}
+            | {
+                f"{PREFIX}REDIS_URL": url,
+                f"{PREFIX}DATA_FOLDER": str(folder),
+                f"{PREFIX}LOG_FORMAT": settings.log_format,
+                # The children work in the data folder; a path is meant from here.
+                f"{PREFIX}MODEL": str(Path(settings.model).absolute())
+                if Path(settings.model).is_dir()
+                else settings.model,
+            }
+        )
         self._children: list[Child] = []
         self._lock: IO[str] | None = None
         self._ends: list[float] = []

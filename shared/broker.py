@@ -4,19 +4,23 @@ Everything that opens a connection does it here, so that passwords, timeouts and
 JSON only: no process of ours reads or writes pickle.
 """
 
+import re
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
-from redis.exceptions import AuthenticationError, OutOfMemoryError
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared.errors import RedisError, printable
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
@@ -29,6 +33,10 @@ CLASSIFY_TASK = "feedmill.classify"
 SENT_AT = "sent_at"
 #: Seconds before a batch of messages is sent again after a lost connection.
 RETRY_PAUSES = (0.1, 0.5, 2.0)
+#: Seconds that a Sentinel may take: the next one is asked instead.
+SENTINEL_PATIENCE = 2.0
+#: What Redis says, in an error of no kind of its own, of a script that does what its user may not.
+DENIED_SCRIPT = "user executing the script can't"
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
@@ -64,16 +72,50 @@ def make_app(settings: Settings) -> Application:
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         worker_enable_prefetch_count_reduction=False,
+        # Said outright: of rediss:// alone kombu makes a connection that verifies nothing.
+        broker_use_ssl=tls(settings),
+        redis_backend_use_ssl=tls(settings),
+        broker_transport_options=_sentinel_options(settings),
+        result_backend_transport_options=_sentinel_options(settings),
     )
     return app
+
+
+def tls(settings: Settings) -> dict[str, Any] | None:
+    """How redis-py, kombu and Celery are told to verify a rediss:// server; None for plain text."""
+    if settings.redis.scheme != "rediss":
+        return None
+    files = {
+        "ssl_ca_certs": settings.redis_ca_file,
+        "ssl_certfile": settings.redis_certificate_file,
+        "ssl_keyfile": settings.redis_key_file,
+    }
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED} | {name: str(path) for name, path in files.items() if path}
+
+
+def _sentinel_options(settings: Settings) -> dict[str, Any]:
+    """How kombu and Celery find the master that a sentinel:// address means."""
+    if settings.redis.scheme != "sentinel":
+        return {}
+    return {"master_name": settings.redis_master, "sentinel_kwargs": _to_sentinels(settings)}
+
+
+def _to_sentinels(settings: Settings) -> dict[str, Any]:
+    password = settings.redis_sentinel_password
+    return {
+        "socket_timeout": SENTINEL_PATIENCE,
+        "socket_connect_timeout": SENTINEL_PATIENCE,
+        "password": password and password.get_secret_value(),
+    }
 
 
 def reserve(app: Application) -> None:
     """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
     settings = app.settings
     app.conf.update(
-        settings_for(settings.broker_url),
+        settings_for(settings.broker_url, tls(settings)),
         broker_transport_options={
+            **_sentinel_options(settings),
             **HELD,
             "visibility_timeout": settings.visibility_timeout,
             "unacked_restore_interval": settings.visibility_timeout / 3,
@@ -83,37 +125,91 @@ def reserve(app: Application) -> None:
 
 def connect(settings: Settings) -> Redis:
     """A client of the Redis that holds queue and results. Connects with its first command."""
-    return Redis.from_url(
-        settings.broker_url,
-        decode_responses=True,
-        socket_connect_timeout=5,
-        socket_timeout=30,
-        health_check_interval=30,
-    )
+    options: dict[str, Any] = {
+        "decode_responses": True,
+        "socket_connect_timeout": 5,
+        "socket_timeout": 30,
+        "health_check_interval": 30,
+    }
+    found = settings.redis
+    if found.scheme != "sentinel":
+        return Redis.from_url(settings.broker_url, **options, **(tls(settings) or {}))
+    # Once each: while one Sentinel is tried again and again, the next one knows the answer.
+    asking = _to_sentinels(settings) | {"retry": Retry(NoBackoff(), 0)}
+    options |= {"username": found.user, "password": found.password, "db": found.database}
+    sentinel: Any = Sentinel
+    client: Redis = sentinel(found.hosts, sentinel_kwargs=asking, **options).master_for(settings.redis_master)
+    return client
 
 
 @contextmanager
 def told_plainly(settings: Settings) -> Iterator[None]:
-    """Turns a Redis that cannot be reached, or takes no more, into RedisError, a sentence for people."""
+    """Turns a Redis that cannot be reached or trusted, or refuses, into RedisError, a sentence for people."""
     try:
         yield
-    except (ConnectionFault, TimeoutFault, OperationalError, OutOfMemoryError) as fault:
-        if "maxmemory" in str(fault):
-            raise RedisError(
-                f"Redis at {settings.redis_address} has reached its memory limit and takes nothing more. "
-                "Raise its `maxmemory`."
-            ) from None
-        if isinstance(fault, AuthenticationError):
-            given = urlsplit(settings.broker_url).password is not None
-            raise RedisError(
-                f"Redis at {settings.redis_address} answers, but "
-                f"{'refuses the password' if given else 'wants a password, and none is set'}. "
-                f"Set {PREFIX}REDIS_URL with its password, as redis://:password@host:6379/0."
-            ) from None
-        raise RedisError(
-            f"Redis at {settings.redis_address} does not answer ({fault}). "
-            f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
-        ) from None
+    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError) as fault:
+        if (why := _why(fault, settings)) is None:
+            raise
+        raise RedisError(f"Redis at {settings.redis_address} {why}") from None
+
+
+def _why(fault: Exception, settings: Settings) -> str | None:
+    """What Redis does, or does not, and what to do about it; None where that is not known."""
+    causes = {type(cause): cause for cause in _causes(fault)}
+    said = _refusal(fault, causes, settings) or _insecurity(causes, settings)
+    if said or isinstance(fault, ResponseError):
+        return said
+    if lost := causes.get(MasterNotFoundError):  # its text shows redis-py's clients whole
+        if re.search("AuthenticationError|NOAUTH|WRONGPASS", str(lost)):
+            return f"cannot be asked for: its Sentinels want their own password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
+        return f"is not to be found: no Sentinel answers that knows this master. Set {PREFIX}REDIS_MASTER to its name."
+    hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
+    if settings.redis.scheme == "redis" and re.search("closed|reset", str(fault)):
+        hint = f"If it speaks TLS there, {PREFIX}REDIS_URL is to begin with rediss://."
+    elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
+        hint = "Does it speak TLS on this port? Nothing is sent to it without."
+    return f"does not answer ({fault}). {hint}"
+
+
+def _refusal(fault: Exception, causes: Mapping[type, Any], settings: Settings) -> str | None:
+    """Where it answers, and refuses."""
+    found = settings.redis
+    if "maxmemory" in str(fault):
+        return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
+    if (denied := causes.get(NoPermissionError)) or DENIED_SCRIPT in str(fault):
+        return (
+            f"does not let user {found.user or 'default'} do this ({denied or fault}). "
+            "docs/redis.md tells which user may do what."
+        )
+    if AuthenticationError in causes:
+        return (
+            f"answers, but {'refuses the password' if found.password else 'wants a password, and none is set'}. "
+            f"Set {PREFIX}REDIS_URL with its password, as {found.scheme}://:password@host:6379/0."
+        )
+    return None
+
+
+def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
+    """Where no TLS comes about."""
+    if untrusted := causes.get(ssl.SSLCertVerificationError):
+        return (
+            f"shows a certificate that is not to be trusted ({untrusted.verify_message.rstrip('.')}), and was sent "
+            f"nothing. It must be valid for {settings.redis.hosts[0][0]}, and be vouched for by {PREFIX}REDIS_CA_FILE."
+        )
+    broken = next((cause for kind, cause in causes.items() if issubclass(kind, ssl.SSLError)), None)
+    if broken:
+        return (
+            f"cannot be spoken to with TLS ({broken.reason or broken.strerror}). Is this its TLS port? Does it ask for "
+            f"a certificate of ours: {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE?"
+        )
+    return None
+
+
+def _causes(fault: BaseException | None) -> Iterator[BaseException]:
+    """The error itself, and what it came of: redis-py and kombu make errors of their own of TLS's."""
+    while fault is not None:
+        yield fault
+        fault = fault.__cause__ or fault.__context__
 
 
 def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:

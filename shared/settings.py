@@ -7,15 +7,16 @@ Loading a bad value raises SettingsError, which names the variable and says what
 import json
 import os
 import re
+import ssl
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from shared import address
 from shared.errors import SettingsError, first_problem, json_problem
 from shared.messages import Labels, Template
 
@@ -48,8 +49,21 @@ class Settings(BaseSettings):
 
     # Where things are.
 
-    #: Redis, as redis://[user]:[password]@host:port/database. Unset: the running `feedmill up`, else localhost.
+    #: Redis, as redis://[user]:[password]@host:port/database; with TLS rediss://…; found by its Sentinels
+    #: sentinel://…;sentinel://…, user, password and database being Redis' own. Unset: the running `feedmill up`, else
+    #: localhost.
     redis_url: SecretStr | None = None
+    #: File of the authorities, in PEM, that vouch for a rediss:// server. Unset: those that this machine trusts.
+    redis_ca_file: Path | None = None
+    #: Files of this client's certificate and of its key, in PEM, where a rediss:// server asks for one.
+    redis_certificate_file: Path | None = None
+    redis_key_file: Path | None = Field(None, validate_default=True)
+    #: What the Sentinels call the master that a sentinel:// address means.
+    redis_master: Annotated[str, _form(r"[!-~]{1,128}", "a name without spaces")] | None = Field(
+        None, validate_default=True
+    )
+    #: Password of the Sentinels themselves, where they ask for one.
+    redis_sentinel_password: SecretStr | None = None
     #: Folder of the embedded stack's data: the append-only file of its Redis, logs, its address.
     data_folder: Path = Path("~/.local/share/feedmill")
     #: Name of the Celery queue that posts wait in.
@@ -202,20 +216,40 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            address.parse(value.get_secret_value())
+        return value
+
+    @field_validator("redis_ca_file", "redis_certificate_file", "redis_key_file")
+    @classmethod
+    def _is_for_tls(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        certificate = info.data.get("redis_certificate_file") if info.field_name == "redis_key_file" else None
         if value is None:
+            if certificate:
+                raise ValueError(f"must be set, to the key of {PREFIX}REDIS_CERTIFICATE_FILE")
             return None
+        _only_for("rediss", info)
+        value = value.expanduser().absolute()
+        context = ssl.create_default_context()
         try:
-            url = urlsplit(value.get_secret_value())
-            well_formed = (
-                url.scheme == "redis" and url.hostname and url.port != 0 and re.fullmatch(r"(/\d*)?", url.path)
-            )
-        except ValueError:  # the port is no number; the error would quote the password
-            well_formed = False
-        if not well_formed:
-            raise ValueError(
-                "must look like redis://:password@host:6379/0, with /, # and ? in the password percent-encoded "
-                "(TLS and Sentinel come later)"
-            )
+            value.read_bytes()
+            if info.field_name == "redis_ca_file":
+                context.load_verify_locations(value)
+            elif certificate:
+                context.load_cert_chain(certificate, value, password="")
+        except ssl.SSLError as error:
+            raise ValueError(f"{value} should be in PEM, without a passphrase, and fit ({error.reason})") from None
+        except OSError as error:
+            raise ValueError(f"{value} cannot be read: {error.strerror}") from None
+        return value
+
+    @field_validator("redis_master", "redis_sentinel_password")
+    @classmethod
+    def _is_for_sentinels(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            _only_for("sentinel", info)
+        elif info.field_name == "redis_master" and _scheme(info) == "sentinel":
+            raise ValueError(f"must be set, to what the Sentinels of {PREFIX}REDIS_URL call the master")
         return value
 
     @field_validator("data_folder", "cache_folder", "reddit_topics")
@@ -239,10 +273,31 @@ class Settings(BaseSettings):
             ) from None
 
     @property
+    def redis(self) -> address.Address:
+        """The address of Redis in its parts, its password among them."""
+        return address.parse(self.broker_url)
+
+    @property
     def redis_address(self) -> str:
         """The address of Redis for people to read: no user, no password."""
-        url = urlsplit(self.broker_url)
-        return f"{url.hostname}:{url.port or 6379}{url.path}"
+        found = self.redis
+        places = ", ".join(f"{host}:{port}" for host, port in found.hosts)
+        if found.scheme == "sentinel":
+            return f"{self.redis_master}/{found.database} of the Sentinels {places}"
+        return f"{places}/{found.database}"
+
+
+def _scheme(info: ValidationInfo) -> str:
+    """That of the address, once it was found good; "redis" where none is set: so is the embedded stack's."""
+    url = info.data.get("redis_url")
+    return "redis" if url is None else address.parse(url.get_secret_value()).scheme
+
+
+def _only_for(scheme: str, info: ValidationInfo) -> None:
+    """Refuse what has no effect with another kind of address: whoever names certificates means to be encrypted."""
+    if "redis_url" in info.data and (found := _scheme(info)) != scheme:
+        how = f"begins with {found}://" if info.data["redis_url"] else "is not set"
+        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {how}")
 
 
 def load(**flags: Any) -> Settings:

@@ -46,12 +46,12 @@ def redis_servers() -> dict[str, str]:
 class RedisServer:
     """A redis-server on loopback, with a password, and nothing on disk but its log."""
 
-    def __init__(self, path: str, folder: Path) -> None:
-        port = free_port()
+    def __init__(self, path: str, folder: Path, configuration: str = "") -> None:
+        self.port = free_port()
         self.version = server_version(path)
-        self.url = f"redis://:{PASSWORD}@127.0.0.1:{port}/0"
-        configuration = f'bind 127.0.0.1\nport {port}\nrequirepass {PASSWORD}\nsave ""\ndir "{folder}"\n'
-        self._child = Child("redis", [path, "-"], folder, dict(os.environ), stdin=configuration)
+        self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
+        basic = f'bind 127.0.0.1\nport {self.port}\nrequirepass {PASSWORD}\nsave ""\ndir "{folder}"\n'
+        self._child = Child("redis", [path, "-"], folder, dict(os.environ), stdin=basic + configuration)
         self.client = Redis.from_url(self.url, decode_responses=True)
         self._child.wait_until(self._answers)
 
@@ -63,6 +63,42 @@ class RedisServer:
     def stop(self) -> None:
         self.client.close()
         self._child.stop(10)
+
+    def kill(self) -> None:
+        """What a power cut does to it."""
+        self._child.kill()
+
+
+class Authority:
+    """Makes certificates, as files in PEM: `file` is its own, `other` that of one that made none of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.file, self.other = self._own("authority"), self._own("other")
+
+    def certificate(self, name: str, host: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+        """A certificate, and its key, for this host, for so many days; -1: it ended yesterday."""
+        certificate, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
+        extension = self._folder / f"{name}.ext"
+        extension.write_text(f"subjectAltName={host}\n")
+        _openssl("req", *KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+        signing = ("-CA", self.file, "-CAkey", self.file.with_suffix(".key"), "-CAcreateserial", "-days", days)
+        _openssl("x509", "-req", "-in", request, "-out", certificate, *signing, "-extfile", extension)
+        return certificate, key
+
+    def _own(self, name: str) -> Path:
+        certificate = self._folder / f"{name}.pem"
+        key = certificate.with_suffix(".key")
+        _openssl("req", "-x509", *KEY, "-keyout", key, "-out", certificate, "-subj", f"/CN={name}", "-days", 2)
+        return certificate
+
+
+#: Made in no time.
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)  # noqa: S607 - wherever it is
 
 
 def _environment(folder: Path, **environment: str) -> dict[str, str]:

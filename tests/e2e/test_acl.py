@@ -1,0 +1,234 @@
+"""docker/users.conf on a real Redis: each user serves its purpose, and what it may not do is refused in a sentence."""
+
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
+
+from shared.broker import connect, publish, told_plainly
+from shared.broker import make_app as make_celery
+from shared.errors import RedisError
+from shared.messages import ClassifyOptions
+from shared.settings import load
+from tests.support import (
+    RedisServer,
+    as_jsonl,
+    feedmill,
+    last_json,
+    make_posts,
+    redis_servers,
+    running,
+    wait_until,
+)
+
+USERS = Path(__file__).parent.parent.parent / "docker" / "users.conf"
+POSTS = 40
+
+
+def rules(**passwords: str) -> str:
+    """The file, with these passwords put in."""
+    text = USERS.read_text()
+    for user, password in passwords.items():
+        text = text.replace(f"#{user.upper()} ", f"#{hashlib.sha256(password.encode()).hexdigest()} ")
+    return text
+
+
+@pytest.fixture(scope="module")
+def system_server() -> str:
+    path = redis_servers().get("system")
+    if path is None:
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    return path
+
+
+class Guarded(RedisServer):
+    """A Redis with the users; its worker has stored POSTS results of what its producer sent."""
+
+    def as_user(self, user: str) -> str:
+        return f"redis://{user}:{user}-secret@127.0.0.1:{self.port}/0"
+
+    def refused(self) -> list[tuple[str, str]]:
+        """User and object of each refusal so far."""
+        return [(str(entry["username"]), str(entry["object"])) for entry in self.client.acl_log()]
+
+
+@pytest.fixture(scope="module")
+def guarded(system_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    users = {user: f"{user}-secret" for user in ("worker", "producer", "reader")}
+    server = Guarded(system_server, tmp_path_factory.mktemp("redis"), rules(**users))
+    try:
+        yield from _served(server, tmp_path_factory.mktemp("worker"))
+    finally:
+        server.stop()
+
+
+def _served(server: Guarded, folder: Path) -> Iterator[Guarded]:
+    options = {"FEEDMILL_REDIS_URL": server.as_user("worker"), "FEEDMILL_STATISTICS_INTERVAL": "1"}
+    with running("worker", "--name", "guarded", cwd=folder, **options) as worker:
+        wait_until(lambda: worker.says(" ready.") or server.refused(), "the worker is ready")
+        assert server.refused() == [], worker.text()
+        posts = folder / "posts.jsonl"
+        posts.write_text(as_jsonl(make_posts(POSTS)))
+        sent = feedmill("enqueue", str(posts), cwd=folder, FEEDMILL_REDIS_URL=server.as_user("producer"))
+        assert sent.returncode == 0, sent.stderr
+        wait_until(lambda: server.client.xlen("feedmill:results") == POSTS, "all are stored")
+        yield server
+        assert worker.end() == 0
+    assert "Traceback" not in worker.text()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_but_what_is_tested(guarded: Guarded) -> None:
+    assert guarded.refused() == [], "something that is needed is refused"
+
+
+def test_the_worker_s_user_looks_after_the_whole(guarded: Guarded, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": guarded.as_user("worker")}
+    for command in (["status", "--json"], ["health"], ["purge", "p1"], ["purge", "--lift", "p1"]):
+        said = feedmill(*command, cwd=tmp_path, **url)
+        assert (said.returncode, said.stderr) == (0, ""), said.stdout
+        if command[0] == "status":
+            assert last_json(said.stdout)["workers"]
+    assert guarded.refused() == []
+
+
+def test_another_application_waits_for_its_results(guarded: Guarded) -> None:
+    app = make_celery(load(redis_url=guarded.as_user("worker")))
+    posts = [{"id": "x", "title": "A storm is coming"}]
+    result = app.send_task("feedmill.classify", kwargs={"posts": posts})
+    assert result.get(timeout=30)[0]["id"] == "x"
+    assert guarded.refused() == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["results", "--json"],
+        ["results", "--failed"],
+        ["results", "--group", "readers", "--from-start"],
+        ["results", "--group", "readers", "--claim-after", "1"],
+        ["export", "--format", "jsonl", "results.jsonl"],
+        ["report"],
+    ],
+    ids=" ".join,
+)
+def test_the_reader_reads(guarded: Guarded, tmp_path: Path, command: list[str]) -> None:
+    said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=guarded.as_user("reader"))
+    assert said.returncode == 0, said.stderr
+    assert guarded.refused() == []
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [
+        ("producer", ["results"]),
+        ("producer", ["results", "--group", "thieves"]),
+        ("producer", ["purge", "p1"]),
+        ("reader", ["enqueue", "-"]),
+        ("reader", ["purge", "p1"]),
+        ("reader", ["status"]),
+    ],
+    ids=str,
+)
+def test_what_a_user_may_not_do_is_said_in_a_sentence(
+    guarded: Guarded, tmp_path: Path, user: str, command: list[str]
+) -> None:
+    said = feedmill(*command, cwd=tmp_path, stdin=as_jsonl(make_posts(1)), FEEDMILL_REDIS_URL=guarded.as_user(user))
+    assert said.returncode == 2
+    assert f"does not let user {user} do this" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert guarded.client.acl_log_reset()
+
+
+NO_RESULTS: tuple[tuple[Any, ...], ...] = (
+    ("XRANGE", "feedmill:results", "-", "+"),
+    ("XREAD", "STREAMS", "feedmill:results", "0"),
+    ("HGETALL", "feedmill:result:p1"),
+    ("GET", "celery-task-meta-x"),
+    ("XRANGE", "feedmill:dead", "-", "+"),
+)
+NO_MESSAGES: tuple[tuple[Any, ...], ...] = (
+    ("RPOP", "feedmill"),
+    ("LRANGE", "feedmill", 0, -1),
+    ("BRPOP", "feedmill", 1),
+    ("HGETALL", "feedmill:reserved"),
+    ("DEL", "feedmill:reserved"),
+    ("PUBLISH", "/0.celery.pidbox", "x"),
+    ("LPUSH", "x.celery.pidbox", "x"),
+)
+NO_ADMINISTRATION: tuple[tuple[Any, ...], ...] = (
+    ("CONFIG", "GET", "*"),
+    ("ACL", "LIST"),
+    ("CLIENT", "LIST"),
+    ("FLUSHALL",),
+    ("KEYS", "*"),
+    ("SHUTDOWN",),
+    ("MONITOR",),
+    ("GET", "another-application"),
+)
+NO_WRITING: tuple[tuple[Any, ...], ...] = (
+    ("LPUSH", "feedmill", "x"),
+    ("XADD", "feedmill:results", "*", "a", "b"),
+    ("XDEL", "feedmill:results", "0-1"),
+    ("DEL", "feedmill:results"),
+    ("HSET", "feedmill:result:p1", "a", "b"),
+    ("HSET", "feedmill:sent:p1", "a", "b"),
+)
+
+
+@pytest.mark.parametrize(
+    ("user", "forbidden"),
+    [
+        ("worker", NO_ADMINISTRATION),
+        ("producer", NO_RESULTS + NO_MESSAGES + NO_ADMINISTRATION + (("DEL", "feedmill"), ("SET", "feedmill", "x"))),
+        ("reader", NO_WRITING + NO_MESSAGES + NO_ADMINISTRATION),
+    ],
+    ids=["worker", "producer", "reader"],
+)
+def test_nothing_more_than_that(guarded: Guarded, user: str, forbidden: tuple[tuple[Any, ...], ...]) -> None:
+    client: Any = Redis.from_url(guarded.as_user(user))
+    allowed = []
+    for command in forbidden:
+        try:
+            client.execute_command(*command)
+        except NoPermissionError:
+            continue
+        allowed.append(command)
+    client.close()
+    guarded.client.acl_log_reset()
+    assert not allowed
+
+
+def test_the_sentence_also_comes_through_celery(guarded: Guarded) -> None:
+    settings = load(redis_url=guarded.as_user("reader"))
+    with pytest.raises(RedisError, match="does not let user reader do this"), told_plainly(settings):
+        publish(make_celery(settings), [make_posts(1)], ClassifyOptions())
+    with pytest.raises(RedisError, match="does not let user reader do this"), told_plainly(settings):
+        connect(settings).set("x", 1)
+    guarded.client.acl_log_reset()
+
+
+def test_a_script_may_do_no_more_than_its_user(guarded: Guarded) -> None:
+    script = guarded.client.script_load("return redis.call('HGETALL', 'feedmill:result:p1')")
+    settings = load(redis_url=guarded.as_user("producer"))
+    with pytest.raises(RedisError, match="does not let user producer do this"), told_plainly(settings):
+        connect(settings).evalsha(script, 0)
+    guarded.client.acl_log_reset()
+
+
+def test_redis_does_not_start_before_passwords_are_put_in(system_server: str, tmp_path: Path) -> None:
+    said = subprocess.run(
+        [system_server, "-"],
+        input=f"port 0\ndir {tmp_path}\n{USERS.read_text()}",
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert said.returncode != 0
+    assert "#WORKER" in said.stderr

@@ -1,0 +1,88 @@
+"""Feedmill's worker through what befalls Redis, and its messages through what befalls the worker: nothing is lost."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.exceptions import RedisError as RedisFault
+
+from producers.push import Pusher
+from shared.broker import connect, make_app, queue_depth
+from shared.keys import RESULTS_STREAM
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
+from shared.settings import Settings
+from tests.integration.test_transport_faults import Restartable
+from tests.support import make_posts, wait_until, working
+
+LEASE = 3
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Restartable]:
+    server = Restartable(tmp_path)
+    yield server
+    server.stop()
+
+
+def kill(server: Restartable) -> None:
+    server.kill()
+    server.start()
+
+
+def pause(server: Restartable) -> None:
+    """For longer than leases last."""
+    worker_lease = server.client.time()[0] + 2 * LEASE
+    server.signal(signal.SIGSTOP)
+    from time import time  # noqa: PLC0415
+
+    wait_until(lambda: time() > worker_lease, "leases would have ended")
+    server.signal(signal.SIGCONT)
+
+
+def cut(server: Restartable) -> None:
+    for kind in ("normal", "pubsub"):
+        server.client.client_kill_filter(_type=kind, skipme=True)
+
+
+@pytest.mark.parametrize("befalls", [kill, pause, cut])
+def test_the_worker_goes_on_with_what_it_holds(
+    durable: Restartable, tmp_path: Path, befalls: Callable[[Restartable], None]
+) -> None:
+    """The same process, every post stored, none twice, none computed twice but what was on its way to be stored."""
+    posts = make_posts(400)
+    settings = Settings.model_validate({"redis_url": durable.url})
+    store = ResultsStore(connect(settings), settings)
+    with working(durable, tmp_path, FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)) as worker:  # type: ignore[arg-type]
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        befalls(durable)
+        wait_until(lambda: _quietly(lambda: store.counters().stored == len(posts)), "all are stored", 90)
+        wait_until(lambda: _quietly(lambda: not sum(queue_depth(durable.client, "feedmill"))), "the queue is empty")
+        assert worker.end(signal.SIGTERM) == 0, worker.text()
+    assert durable.client.xlen(RESULTS_STREAM) == len(posts)
+    assert "Traceback" not in worker.text()
+
+
+def _quietly(holds: Callable[[], bool]) -> bool:
+    with suppress(RedisFault):
+        return holds()
+    return False
+
+
+def test_what_a_killed_worker_held_is_done_by_the_next(durable: Restartable, tmp_path: Path) -> None:
+    posts = make_posts(400)
+    settings = Settings.model_validate({"redis_url": durable.url})
+    store = ResultsStore(connect(settings), settings)
+    with working(durable, tmp_path, "first", FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)) as first:  # type: ignore[arg-type]
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
+        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        first.process.kill()
+        first.process.wait()
+    assert queue_depth(durable.client, "feedmill").held > 0
+    with working(durable, tmp_path, "second", FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)):  # type: ignore[arg-type]
+        wait_until(lambda: store.counters().stored == len(posts), "all are stored")
+        wait_until(lambda: not sum(queue_depth(durable.client, "feedmill")), "the queue is empty")
+    assert durable.client.xlen(RESULTS_STREAM) == len(posts)

@@ -1,0 +1,187 @@
+"""sentinel://: the master that Sentinels name, and the next one when that is gone, without a new worker."""
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from feedmill.stack import Child, free_port
+from producers.push import Pusher
+from shared.broker import HELD, connect, make_app, queue_depth, told_plainly
+from shared.errors import RedisError
+from shared.keys import RESULTS_STREAM
+from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
+from shared.settings import Settings, load
+from tests.support import (
+    PASSWORD,
+    RedisServer,
+    as_jsonl,
+    feedmill,
+    make_posts,
+    redis_servers,
+    running,
+    wait_until,
+)
+
+#: The Sentinels' own.
+SENTINELS_PASSWORD = "sentinels-password"
+MASTER = "posts"
+DOWN_AFTER_MS = 1000
+
+
+class Watched:
+    """A master with a replica, watched by three Sentinels."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._path = next(iter(redis_servers().values()))
+        self._folder = folder
+        self.first = self._redis("first", stack)
+        self.second = self._redis("second", stack, f"replicaof 127.0.0.1 {self.first.port}\n")
+        wait_until(lambda: self.second.client.info("replication")["master_link_status"] == "up", "it replicates")
+        self.sentinels = [self._sentinel(number, stack) for number in range(3)]
+        wait_until(lambda: all(map(self._knows_all, self.sentinels)), "the Sentinels know each other", 90)
+        self.url = ";".join(f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0" for port in self.sentinels)
+
+    @property
+    def flags(self) -> dict[str, str]:
+        return {
+            "redis_url": self.url,
+            "redis_master": MASTER,
+            "redis_sentinel_password": SENTINELS_PASSWORD,
+        }
+
+    def settings(self) -> Settings:
+        return load(**self.flags)
+
+    def masters(self) -> set[int]:
+        """The ports of the masters that the Sentinels name: one, once they agree."""
+        found: list[Any] = []
+        for port in self.sentinels:
+            with Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
+                found.append(client.sentinel_get_master_addr_by_name(MASTER))
+        return {int(address[1]) for address in found}
+
+    def _redis(self, name: str, stack: ExitStack, configuration: str = "") -> RedisServer:
+        folder = self._folder / name
+        folder.mkdir()
+        more = f"masterauth {PASSWORD}\nrepl-diskless-sync-delay 0\n"
+        server = RedisServer(self._path, folder, more + configuration)
+        stack.callback(server.stop)
+        return server
+
+    def _sentinel(self, number: int, stack: ExitStack) -> int:
+        port, folder = free_port(), self._folder / f"sentinel-{number}"
+        folder.mkdir()
+        configuration = folder / "sentinel.conf"
+        configuration.write_text(
+            f"port {port}\nbind 127.0.0.1\nrequirepass {SENTINELS_PASSWORD}\n"
+            f"sentinel monitor {MASTER} 127.0.0.1 {self.first.port} 2\nsentinel auth-pass {MASTER} {PASSWORD}\n"
+            f"sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\nsentinel failover-timeout {MASTER} 5000\n"
+        )
+        child = Child("sentinel", [self._path, str(configuration), "--sentinel"], folder, dict(os.environ))
+        stack.callback(child.stop, 10)
+        return port
+
+    def _knows_all(self, port: int) -> bool:
+        with suppress(RedisFault), Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
+            found: Any = client.sentinel_master(MASTER)
+            return bool(found["num-other-sentinels"] == 2 and found["num-slaves"] == 1)
+        return False
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    if not redis_servers():
+        pytest.skip("needs a redis-server: apt install redis-server")
+    with ExitStack() as stack:
+        yield Watched(tmp_path_factory.mktemp("watched"), stack)
+
+
+def test_from_end_to_end_and_through_a_failover_under_load(watched: Watched, tmp_path: Path) -> None:
+    """The same worker goes on with the new master: all that it knows of is stored, nothing twice."""
+    settings = watched.settings()
+    posts = make_posts(300)
+    pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
+    old, new = watched.first.client, watched.second.client
+    way = {f"FEEDMILL_{name.upper()}": value for name, value in watched.flags.items()}
+    way |= {"FEEDMILL_VISIBILITY_TIMEOUT": "3"}
+    with running("worker", "--name", "w", cwd=tmp_path, **way) as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts[:40]), **way)
+        assert sent.returncode == 0, sent.stderr
+        wait_until(lambda: old.xlen(RESULTS_STREAM) == 40, "the first are stored")
+        found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
+        assert len(found.stdout.splitlines()) == 40, found.stderr
+        assert feedmill("health", cwd=tmp_path, **way).returncode == 0
+
+        pusher.push(posts[40:220])
+        wait_until(lambda: old.xlen(RESULTS_STREAM) > 60, "the worker is busy")
+        watched.first.kill()
+        wait_until(lambda: watched.masters() == {watched.second.port}, "there is a new master", 60)
+        known = known_posts(new)
+        pusher.push(posts[220:])  # to the new master, by the producer that was there before
+        known |= {post.id for post in posts[220:]}
+        wait_until(lambda: not sum(queue_depth(new, settings.queue)), "the queue is empty", 120)
+        wait_until(lambda: stored(new) >= known, "all that the new master knows of is stored")
+        assert worker.process.poll() is None
+        assert worker.end() == 0
+    ids = [result.post.id for _, result in ResultsStore(new, settings).entries()]
+    assert len(ids) == len(set(ids))
+    # What was acknowledged by the old master and had not reached the new one: counted, and no more than that.
+    lost = {post.id for post in posts} - set(ids)
+    assert lost == {post.id for post in posts} - known
+    assert len(lost) < len(posts) / 2
+
+
+def known_posts(redis: Redis) -> set[str]:
+    """Ids of posts that are stored, or are in a message that waits or is held: at one moment."""
+    pipe: Any = redis.pipeline(transaction=True)
+    pipe.xrange(RESULTS_STREAM)
+    pipe.lrange("feedmill", 0, -1)
+    pipe.hvals(HELD["reserved_key"])
+    entries, waiting, held = pipe.execute()
+    bodies = (json.loads(base64.b64decode(json.loads(message)["body"])) for message in waiting + held)
+    return {entry["id"] for _, entry in entries} | {post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]}
+
+
+def stored(redis: Any) -> set[str]:
+    return {entry["id"] for _, entry in redis.xrange(RESULTS_STREAM)}
+
+
+def test_one_sentinel_is_enough_to_find_the_master(watched: Watched) -> None:
+    """Whoever does not answer is passed over."""
+    settings = watched.settings()
+    gone = f"sentinel://:{PASSWORD}@127.0.0.1:{free_port()}/0"
+    settings = load(**watched.flags | {"redis_url": f"{gone};{watched.url.split(';')[0]}"})
+    assert connect(settings).ping()
+    make_app(settings).connection_for_write().connect()
+    app: Any = make_app(settings)
+    assert app.backend.client.ping()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"redis_master": "other"},
+            "other/0 of the Sentinels .* is not to be found: .* FEEDMILL_REDIS_MASTER",
+        ),
+        ({"redis_sentinel_password": "wrong"}, "FEEDMILL_REDIS_SENTINEL_PASSWORD"),
+        ({"redis_sentinel_password": None}, "FEEDMILL_REDIS_SENTINEL_PASSWORD"),
+    ],
+    ids=str,
+)
+def test_what_goes_wrong_is_said_in_a_sentence(watched: Watched, changed: dict[str, str], words: str) -> None:
+    settings = load(**watched.flags | changed)
+    with pytest.raises(RedisError, match=words) as told, told_plainly(settings):
+        connect(settings).ping()
+    assert PASSWORD not in str(told.value)
+    assert len(str(told.value)) < 300

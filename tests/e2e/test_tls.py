@@ -1,0 +1,234 @@
+"""rediss://: verified certificates or nothing, from the producer to the reader."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedmill.stack import free_port
+from shared.broker import connect, make_app, publish, reserve, told_plainly
+from shared.errors import RedisError, SettingsError
+from shared.messages import ClassifyOptions
+from shared.metrics import connect_briefly
+from shared.settings import Settings, load
+from tests.support import (
+    PASSWORD,
+    Authority,
+    RedisServer,
+    as_jsonl,
+    feedmill,
+    make_posts,
+    redis_servers,
+    running,
+    wait_until,
+)
+
+
+class SecureRedis(RedisServer):
+    """Has a port for each certificate it may show: Redis shows one, so there is a process for each."""
+
+    def __init__(self, folder: Path, certificate: tuple[Path, Path], authority: Path, clients: str = "no") -> None:
+        self.tls_port = free_port()
+        shown = f"tls-cert-file {certificate[0]}\ntls-key-file {certificate[1]}\ntls-ca-cert-file {authority}\n"
+        path = redis_servers().get("system")
+        if path is None:
+            pytest.skip("needs a redis-server with TLS: apt install redis-server")
+        super().__init__(path, folder, f"tls-port {self.tls_port}\ntls-auth-clients {clients}\n{shown}")
+        self.secure_url = f"rediss://:{PASSWORD}@127.0.0.1:{self.tls_port}/0"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def secure(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureRedis]:
+    server = SecureRedis(tmp_path_factory.mktemp("redis"), authority.certificate("server"), authority.file)
+    yield server
+    server.stop()
+
+
+def plain_connections(server: RedisServer) -> int:
+    """Of others than the test itself."""
+    return sum(int(each["laddr"].rpartition(":")[2]) == server.port for each in server.client.client_list()) - 1
+
+
+def test_from_end_to_end(secure: SecureRedis, authority: Authority, tmp_path: Path) -> None:
+    secure.client.flushall()
+    way = {"FEEDMILL_REDIS_URL": secure.secure_url, "FEEDMILL_REDIS_CA_FILE": str(authority.file)}
+    with running("worker", "--name", "w", cwd=tmp_path, **way) as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(40)), **way)
+        assert (sent.returncode, "Traceback" in sent.stderr) == (0, False), sent.stderr
+        wait_until(lambda: secure.client.xlen("feedmill:results") == 40, "all are stored")
+        found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
+        assert len(found.stdout.splitlines()) == 40, found.stderr
+        health = feedmill("health", cwd=tmp_path, **way)
+        assert health.returncode == 0, health.stdout + health.stderr
+        assert plain_connections(secure) == 0
+        assert worker.end() == 0
+    assert "Traceback" not in worker.text()
+
+
+def send(settings: Settings) -> None:
+    publish(make_app(settings), [make_posts(1)], ClassifyOptions())
+
+
+def take(settings: Settings) -> None:
+    app = make_app(settings)
+    reserve(app)
+    app.connection_for_read().connect()
+
+
+def look_up(settings: Settings) -> None:
+    app: Any = make_app(settings)
+    app.backend.client.ping()
+
+
+#: Everything that opens a connection: results and readers, the producer, the worker, and Celery's results.
+WAYS: dict[str, Callable[[Settings], Any]] = {
+    "client": lambda settings: connect(settings).ping(),
+    "producer": send,
+    "worker": take,
+    "backend": look_up,
+}
+
+
+@pytest.fixture(scope="module")
+def untrusted(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SecureRedis]]:
+    """Redis servers with something wrong about them, by what it is."""
+    certificates = {
+        "expired": authority.certificate("expired", days=-1),
+        "another host's": authority.certificate("host", "DNS:example.org"),
+    }
+    with ExitStack() as stack:
+        found = {}
+        for name, certificate in certificates.items():
+            found[name] = SecureRedis(tmp_path_factory.mktemp("redis"), certificate, authority.file)
+            stack.callback(found[name].stop)
+        yield found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("another authority", "self-signed certificate in certificate chain"),
+        ("no authority", "self-signed certificate in certificate chain"),
+        ("expired", "certificate has expired"),
+        ("another host's", "certificate is not valid for '127.0.0.1'"),
+    ],
+)
+def test_what_is_not_to_be_trusted_is_sent_nothing(
+    secure: SecureRedis,
+    untrusted: dict[str, SecureRedis],
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: str,
+    words: str,
+    way: str,
+) -> None:
+    monkeypatch.setattr("shared.broker.RETRY_PAUSES", ())
+    server = untrusted.get(wrong, secure)
+    files = {"another authority": authority.other, "no authority": None}
+    settings = load(redis_url=server.secure_url, redis_ca_file=files.get(wrong, authority.file))
+    before = server.client.info("commandstats")
+    with pytest.raises(RedisError, match=words) as told, told_plainly(settings):
+        WAYS[way](settings)
+    assert PASSWORD not in str(told.value)
+    assert server.client.info("commandstats").keys() == before.keys() | {"cmdstat_info"}
+
+
+def test_a_command_says_so_without_a_traceback(secure: SecureRedis, authority: Authority, tmp_path: Path) -> None:
+    way = {"FEEDMILL_REDIS_URL": secure.secure_url, "FEEDMILL_REDIS_CA_FILE": str(authority.other)}
+    with running("worker", cwd=tmp_path, **way) as worker:
+        said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(1)), **way)
+        assert (said.returncode, "Traceback" in said.stderr) == (2, False)
+        assert "shows a certificate that is not to be trusted" in said.stderr
+        wait_until(lambda: worker.says("CERTIFICATE_VERIFY_FAILED"), "the worker says so")
+        assert "Traceback" not in worker.text()
+
+
+def test_a_client_s_certificate(authority: Authority, tmp_path: Path) -> None:
+    server = SecureRedis(tmp_path, authority.certificate("asking"), authority.file, clients="yes")
+    try:
+        certificate, key = authority.certificate("client")
+        flags = {"redis_url": server.secure_url, "redis_ca_file": authority.file}
+        for opens in WAYS.values():
+            opens(load(**flags, redis_certificate_file=certificate, redis_key_file=key))
+        with pytest.raises(RedisError, match="FEEDMILL_REDIS_CERTIFICATE_FILE"), told_plainly(load(**flags)):
+            connect(load(**flags)).ping()
+    finally:
+        server.stop()
+
+
+def test_plain_text_to_a_tls_port_is_an_error(secure: SecureRedis) -> None:
+    settings = load(redis_url=secure.secure_url.replace("rediss://", "redis://"))
+    with pytest.raises(RedisError, match="If it speaks TLS there"), told_plainly(settings):
+        connect(settings).ping()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plain_port_never_sees_a_command(authority: Authority, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """What comes there is the beginning of a TLS handshake, which an answer that is none ends."""
+    monkeypatch.setattr("shared.broker.RETRY_PAUSES", ())
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def listen() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    heard.append(connection.recv(4096))
+                    connection.sendall(b"-ERR unknown command\r\n")
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        url = f"rediss://:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}/0"
+        settings = load(redis_url=url, redis_ca_file=authority.file)
+        with pytest.raises(RedisError, match="cannot be spoken to with TLS"), told_plainly(settings):
+            WAYS[way](settings)
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert heard
+    assert all(each[:2] == b"\x16\x03" and PASSWORD.encode() not in each for each in heard)
+
+
+def test_a_redis_that_does_not_speak_tls(secure: SecureRedis, authority: Authority) -> None:
+    """It waits for the end of what it takes for a command."""
+    settings = load(redis_url=secure.url.replace("redis://", "rediss://"), redis_ca_file=authority.file)
+    with pytest.raises(RedisError, match="TLS"), told_plainly(settings):
+        connect_briefly(settings).ping()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"redis_url": "redis://h", "redis_ca_file": "ca"}, "--redis-ca-file: is for rediss:// addresses, but "),
+        ({"redis_ca_file": "ca"}, "--redis-ca-file: is for rediss:// addresses, but FEEDMILL_REDIS_URL is not set"),
+        ({"redis_url": "rediss://h", "redis_ca_file": "/none"}, "--redis-ca-file: /none cannot be read: No such file"),
+        ({"redis_url": "rediss://h", "redis_ca_file": "key"}, "should be in PEM"),
+        ({"redis_url": "rediss://h", "redis_certificate_file": "ca"}, "FEEDMILL_REDIS_KEY_FILE: must be set"),
+        (
+            {"redis_url": "rediss://h", "redis_certificate_file": "ca", "redis_key_file": "other"},
+            "--redis-key-file: .* should be in PEM, without a passphrase, and fit",
+        ),
+        ({"redis_url": "rediss://h?ssl_cert_reqs=none"}, "--redis-url: takes no .options: certificates and the like"),
+    ],
+)
+def test_settings_that_do_not_go_together(authority: Authority, flags: dict[str, str], words: str) -> None:
+    files = {
+        "ca": authority.file,
+        "key": authority.file.with_suffix(".key"),
+        "other": authority.other.with_suffix(".key"),
+    }
+    with pytest.raises(SettingsError, match=words):
+        load(**{name: files.get(value, value) for name, value in flags.items()})

@@ -1,0 +1,92 @@
+"""Where Redis is: what may be written, what each is set up as, and what is refused by name."""
+
+import ssl
+
+import pytest
+
+from feedmill.stack import OTHER_REDIS, Stack
+from shared.broker import connect, make_app, reserve
+from shared.errors import SettingsError
+from shared.settings import load
+
+SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://host", "must look like redis://.* http:// is none of these: queue, results and "),
+        ("amqp://u:s3cret@host//", ".*amqp:// is none of these: .* no other broker can take its place"),
+        ("sqs://", ".*sqs:// is none of these"),
+        ("s3cret", "must look like redis://"),
+        ("redis://:s3/cret@host", "must look like redis://.*percent-encoded"),
+        ("redis://:s3#cret@host", "must look like redis://.*percent-encoded"),
+        ("redis://:s3cret@", "must look like redis://"),
+        ("redis://host:0", "must look like redis://"),
+        ("redis://host/a", "must look like redis://"),
+        ("redis://a;redis://b", "names several Redis servers, .* run Redis Sentinel .* sentinel://"),
+        ("rediss://a;rediss://b", "names several Redis servers"),
+        ("redis://:s3;cret@host", "must look like redis://"),
+        ("redis://a;sentinel://b", "must look like redis://"),
+        ("redis://host?ssl_cert_reqs=none", "takes no .options"),
+        ("rediss://host/0?ssl_check_hostname=false", "takes no .options"),
+        ("sentinel://:s3cret@a;sentinel://b", "must give each of its Sentinels the same user, password and database"),
+        ("sentinel://a/1;sentinel://b/2", "must give each of its Sentinels the same"),
+        ("sentinel://a,b:26379", "must look like redis://"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--redis-url: {words}") as told:
+        load(redis_url=url, redis_master="posts" if url.startswith("sentinel") else None)
+    assert "cret" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set, to what the Sentinels .* call the master"),
+        ({"redis_url": "redis://a", "redis_master": "m"}, "--redis-master: is for sentinel:// addresses, but "),
+        ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "--redis-sentinel-password: is for sentinel"),
+        ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "--redis-ca-file: is for rediss://"),
+    ],
+)
+def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as told:
+        load(**flags)
+    assert "s3cret" not in str(told.value)
+
+
+def test_sentinels_are_told_to_everything_that_connects() -> None:
+    settings = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
+    assert settings.redis_address == "posts/2 of the Sentinels a:1, b:26379"
+    assert "s3cret" not in repr(settings) + repr(settings.redis) + str(settings.redis)
+    assert "theirs" not in repr(settings)
+    pool = connect(settings).connection_pool
+    assert (pool.service_name, pool.connection_kwargs["db"]) == ("posts", 2)  # type: ignore[attr-defined]
+    app = make_app(settings)
+    for options in (app.conf.broker_transport_options, app.conf.result_backend_transport_options):
+        assert options["master_name"] == "posts"
+        assert options["sentinel_kwargs"]["password"] == "theirs"
+    reserve(app)
+    assert app.conf.broker_transport == "shared.transport:SentinelTransport"
+    assert app.conf.broker_transport_options["master_name"] == "posts"
+    assert app.conf.broker_transport_options["reserved_key"] == "feedmill:reserved"
+
+
+def test_rediss_is_verified_by_everything_that_connects() -> None:
+    settings = load(redis_url="rediss://:s3cret@h/1")
+    assert settings.redis_address == "h:6379/1"
+    app = make_app(settings)
+    assert app.conf.broker_use_ssl == app.conf.redis_backend_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    reserve(app)
+    assert app.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    assert app.conf.broker_transport == "shared.transport:Transport"
+    assert connect(settings).connection_pool.connection_kwargs["ssl_cert_reqs"] == ssl.CERT_REQUIRED
+
+
+def test_the_embedded_stack_has_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever Redis the environment leads to."""
+    outside = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
+    stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
+    assert stack.settings.redis.scheme == "redis"
+    assert not any(getattr(stack.settings, name) for name in OTHER_REDIS)
