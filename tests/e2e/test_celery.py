@@ -403,8 +403,10 @@ def _(scene: Scene) -> str:
     sent = scene.send(post(), eta=due)
     scene.received(sent)
     scene.order("revoke", task_id=sent.id)
-    wait_until(lambda: datetime.now(UTC) > due + timedelta(seconds=1), "it is due")
-    return scene.state(sent)
+    wait_until(lambda: datetime.now(UTC) > due, "it is due")
+    found = scene.state(sent)
+    # It ran all the same in some runs, and not in others.
+    return "SUCCESS or REVOKED" if scene.kind == "celery-batches" and found in ("SUCCESS", "REVOKED") else found
 
 
 @row("`revoke_by_stamped_headers`")
