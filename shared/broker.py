@@ -16,7 +16,7 @@ from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
@@ -40,7 +40,7 @@ DENIED_SCRIPT = "user executing the script can't"
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
-#: Where the transport notes what workers hold, and what is no message at all (shared/transport.py).
+#: Where the transport notes what workers hold, and what is no message at all (shared/leases.py).
 HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index", "undecodable")}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
@@ -148,13 +148,23 @@ def told_plainly(settings: Settings) -> Iterator[None]:
     try:
         yield
     except (ConnectionFault, TimeoutFault, OperationalError, ResponseError) as fault:
-        if (why := _why(fault, settings)) is None:
+        if (said := plainly(fault, settings)) is None:
             raise
-        raise RedisError(f"Redis at {settings.redis_address} {why}") from None
+        raise RedisError(said) from None
 
 
-def _why(fault: Exception, settings: Settings) -> str | None:
-    """What Redis does, or does not, and what to do about it; None where that is not known."""
+def plainly(fault: BaseException, settings: Settings) -> str | None:
+    """What Redis does, or does not, and what to do about it, as a sentence; None where that is not known."""
+    why = _why(fault, settings)
+    return why and f"Redis at {settings.redis_address} {why}"
+
+
+def is_denied(fault: BaseException) -> bool:
+    """Whether Redis said that its user may not do this."""
+    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in _causes(fault))
+
+
+def _why(fault: BaseException, settings: Settings) -> str | None:
     causes = {type(cause): cause for cause in _causes(fault)}
     said = _refusal(fault, causes, settings) or _insecurity(causes, settings)
     if said or isinstance(fault, ResponseError):
@@ -171,16 +181,20 @@ def _why(fault: Exception, settings: Settings) -> str | None:
     return f"does not answer ({fault}). {hint}"
 
 
-def _refusal(fault: Exception, causes: Mapping[type, Any], settings: Settings) -> str | None:
+def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
     """Where it answers, and refuses."""
     found = settings.redis
     if "maxmemory" in str(fault):
         return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
-    if (denied := causes.get(NoPermissionError)) or DENIED_SCRIPT in str(fault):
+    if is_denied(fault):
         return (
-            f"does not let user {found.user or 'default'} do this ({denied or fault}). "
+            f"does not let user {found.user or 'default'} do this ({causes.get(NoPermissionError) or fault}). "
             "docs/redis.md tells which user may do what."
         )
+    if ReadOnlyError in causes:
+        return f"is a replica, and lets nobody write. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
+    if "MISCONF" in str(fault):
+        return f"cannot save its data, and so takes nothing more ({fault})"
     if AuthenticationError in causes:
         return (
             f"answers, but {'refuses the password' if found.password else 'wants a password, and none is set'}. "

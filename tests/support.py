@@ -145,6 +145,9 @@ def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill
     command = Feedmill(*arguments, cwd=cwd, **environment)
     try:
         yield command
+    except AssertionError as error:
+        error.add_note(f"feedmill {arguments[0]} said:\n{command.text()[-8000:]}")
+        raise
     finally:
         if command.process.poll() is None:
             command.process.kill()

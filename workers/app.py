@@ -20,6 +20,7 @@ def make_worker_app(settings: Settings) -> Application:
     app.conf.update(
         worker_pool="workers.pool:DevicePool",
         worker_concurrency=1,
+        worker_consumer="workers.consumer:Consumer",
         worker_autoscaler="workers.consumer:Scaler",
         # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
         worker_prefetch_multiplier=settings.window_rows,

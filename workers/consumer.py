@@ -6,18 +6,75 @@ What it leans on in Celery 5.7 and kombu 5.7:
   Celery's own worker_disable_prefetch replaces it too.
 - `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
 - `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
+- `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
+  connection may mend (celery/worker/consumer/consumer.py).
 - `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
 """
 
 import logging
+import warnings
 from typing import Any
 
 from celery import bootsteps
+from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
+from celery.platforms import EX_FAILURE
+from celery.worker import consumer
 from celery.worker.autoscale import Autoscaler
+from celery.worker.state import maybe_shutdown
+from redis.exceptions import ResponseError
 
+from shared.broker import Application, is_denied, plainly
 from workers.pool import DevicePool
 
 logger = logging.getLogger(__name__)
+
+
+class Consumer(consumer.Consumer):
+    """Celery's, which says what is wrong with Redis, knocks again soon, and ends where no waiting helps."""
+
+    app: Application
+
+    #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
+    PAUSE, LONGEST_PAUSE = 0.5, 2.0
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """Wait for Redis, for as long as it takes; each thing that is wrong is said once."""
+        said: set[str] = set()
+
+        def failed(error: Exception, *_: Any) -> None:
+            self._end_if_denied(error)
+            if (what := plainly(error, self.app.settings) or repr(error)) not in said:
+                said.add(what)
+                logger.error("%s Trying again.", what)
+
+        conn.as_uri = lambda **_: self.app.settings.redis_address  # of a transport by class path it knows no URL
+        connected = conn.ensure_connection(
+            failed,
+            interval_start=self.PAUSE,
+            interval_step=self.PAUSE,
+            interval_max=self.LONGEST_PAUSE,
+            callback=maybe_shutdown,
+        )
+        self.first_connection_attempt = False
+        return connected
+
+    def on_connection_error_before_connected(self, exc: Exception) -> None:
+        self._end_if_denied(exc)
+        super().on_connection_error_before_connected(exc)
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        self._end_if_denied(exc)
+        if isinstance(exc, ResponseError):  # Celery names no more than its kind
+            logger.warning("%s", plainly(exc, self.app.settings) or repr(exc))
+        with warnings.catch_warnings():  # what it advises would cancel what the device is busy with
+            warnings.simplefilter("ignore", CPendingDeprecationWarning)
+            super().on_connection_error_after_connected(exc)
+
+    def _end_if_denied(self, error: Exception) -> None:
+        """A user's rights do not come back by themselves, and another connection has no others."""
+        if is_denied(error):
+            logger.critical("%s", plainly(error, self.app.settings))
+            raise WorkerShutdown(EX_FAILURE) from None
 
 
 class ConsumerFit(bootsteps.StartStopStep):

@@ -10,8 +10,8 @@ from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
 from shared import logs
+from shared.leases import release
 from shared.settings import Settings
-from shared.transport import release
 from workers.app import make_worker_app
 from workers.pool import DevicePool
 

@@ -16,7 +16,7 @@ from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.integration.test_transport_faults import Restartable
-from tests.support import make_posts, wait_until, working
+from tests.support import make_posts, running, wait_until, working
 
 #: Seconds; the shortest that the setting takes.
 LEASE = 3
@@ -70,6 +70,17 @@ def _quietly(holds: Callable[[], bool]) -> bool:
     with suppress(RedisFault):
         return holds()
     return False
+
+
+def test_a_user_who_loses_a_right_ends_the_worker_with_a_sentence(durable: Restartable, tmp_path: Path) -> None:
+    durable.client.acl_setuser("worker", enabled=True, passwords=["+x"], keys=["*"], channels=["*"], commands=["+@all"])
+    url = durable.url.replace("redis://", "redis://worker:x@")
+    with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=url) as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        durable.client.acl_setuser("worker", enabled=True, keys=["*"], channels=["*"], commands=["+@all", "-hdel"])
+        assert worker.process.wait(30) == 1
+    assert "does not let user worker do this" in worker.text()
+    assert "Traceback" not in worker.text()
 
 
 def test_what_a_killed_worker_held_is_done_by_the_next(durable: Restartable, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from redis import Redis, RedisError, SSLConnection
 
 from feedmill.stack import Child, free_port
 from shared import transport
-from shared.transport import RESERVE, settings_for
+from shared.leases import KEEP, RESERVE
+from shared.transport import settings_for
 from tests.support import PASSWORD, RedisServer, redis_servers, wait_until
 
 OURS = "shared.transport:Transport"
@@ -449,7 +450,7 @@ def test_at_the_memory_limit_all_goes_on_but_publishing(each_redis: RedisServer)
 def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
     publish(redis, 1)
     reserve_and_die(redis)
-    keep = redis.client.register_script(transport.KEEP)
+    keep = redis.client.register_script(KEEP)
 
     def ended(seconds_ago: float) -> int:
         now, _ = keep(["reserved_index"], [10, 0, 0, 4])
@@ -556,6 +557,7 @@ KOMBU = {
     "kombu.transport.virtual.base.Channel.drain_events": "33836a8c5699",
     "kombu.transport.virtual.base.Channel.close": "26368e1cadfc",
     "kombu.transport.virtual.base.Channel.message_to_python": "36cc33042f6d",
+    "kombu.transport.virtual.base.Transport.establish_connection": "b9aeb4ed88b4",
     "kombu.transport.virtual.base.Transport._deliver": "799e242f3ec5",
     "kombu.transport.virtual.base.Transport.drain_events": "dc55900aa0d2",
     "kombu.transport.virtual.base.Transport.close_channel": "dc17d64611ab",

@@ -108,6 +108,9 @@ def working(
     try:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
+    except AssertionError as error:
+        error.add_note(f"{name} said:\n{worker.text()[-8000:]}")
+        raise
     finally:
         worker.end()
 
@@ -318,7 +321,8 @@ def test_redis_becomes_a_replica_and_a_master_again(durable: Restartable, tmp_pa
         durable.client.config_set("replica-serve-stale-data", "yes")
         durable.client.replicaof("127.0.0.1", 1)
         durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("read only replica"), "it is refused")
+        wait_until(lambda: worker.says("Cannot connect") and worker.says("read only replica"), "it is refused")
+        assert "Frequent restarts" not in worker.text()
         durable.client.replicaof("NO", "ONE")
         send(application(durable.url), ["after"])
         wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
