@@ -16,17 +16,23 @@ import warnings
 from typing import Any
 
 from celery import bootsteps
-from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
+from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.worker import consumer
 from celery.worker.autoscale import Autoscaler
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import ResponseError
 
-from shared.broker import Application, is_denied, plainly
+from shared.broker import Application, plainly
+from shared.refusals import is_denied
+from workers import wellformed
 from workers.pool import DevicePool
 
 logger = logging.getLogger(__name__)
+
+
+#: What a message can bring about in Celery that expects another one: not what Redis, or its connection, can.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Consumer(consumer.Consumer):
@@ -69,6 +75,21 @@ class Consumer(consumer.Consumer):
         with warnings.catch_warnings():  # what it advises would cancel what the device is busy with
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
+
+    # What no task takes.
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's, which a message of odd types alone cannot end the worker with."""
+        handle = super().create_task_handler(*args, **kwargs)
+
+        def on_task_received(message: Any) -> Any:
+            try:
+                wellformed.check(message)
+                return handle(message)
+            except (InvalidTaskError, *MALFORMED) as error:
+                return None if message.acknowledged else self.on_invalid_task(None, message, error)
+
+        return on_task_received
 
     def _end_if_denied(self, error: Exception) -> None:
         """A user's rights do not come back by themselves, and another connection has no others."""
