@@ -25,7 +25,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from shared import compression
 from shared.errors import RedisError, printable
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.refusals import causes_of, is_denied
+from shared.refusals import causes_of, is_denied, is_full
 from shared.settings import PREFIX, Settings
 from shared.transport import MAX_MESSAGE, settings_for
 
@@ -180,7 +180,7 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
     """Where it answers, and refuses."""
     found = settings.redis
-    if "maxmemory" in str(fault):
+    if is_full(fault):
         return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
     if is_denied(fault):
         return (

@@ -1,4 +1,4 @@
-"""Redis' refusals: which of them no waiting mends. Knows nothing of Celery."""
+"""Redis' refusals, and which of them no waiting mends. Knows nothing of Celery."""
 
 from collections.abc import Iterator
 
@@ -17,6 +17,11 @@ def hopeless(fault: BaseException) -> str | None:
     if any(WRONG_TYPE in str(cause) for cause in causes_of(fault)):
         return f"a key is there already, and is not Feedmill's ({fault}). Give Feedmill a database of its own."
     return None
+
+
+def is_full(fault: BaseException) -> bool:
+    """Whether Redis said that it has reached its memory limit."""
+    return any("maxmemory" in str(cause) for cause in causes_of(fault))
 
 
 def is_denied(fault: BaseException) -> bool:

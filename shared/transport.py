@@ -23,9 +23,9 @@ What is overridden, and why (tests/integration/test_transport.py fails when komb
   book is `Leases`; closing gives back what nothing refers to any more, instead of everything.
 - `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
   know what is not to be acknowledged. `_update_queue_cycle`: waits for the lists of today's queues. `decode_body`:
-  tells what cannot be decoded. `_queue_bind`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and nobody
-  could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`: acknowledgements
-  without an answer are sent again. `close`: waits for no dead connection.
+  tells what cannot be decoded. `_queue_bind`, `_delete`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and
+  nobody could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`:
+  acknowledgements without an answer are sent again. `close`: waits for no dead connection.
 - `Transport.connection_errors`: an error reply (out of memory, read-only after a failover) is no reason to exit.
   `register_with_event_loop`: whether there is one. `establish_connection`: a Redis that cannot be written to counts as
   one that cannot be reached, for which Celery pauses between its tries.
@@ -287,6 +287,12 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             super()._queue_bind(exchange, routing_key, pattern, queue)
         except OutOfMemoryError as error:
             logger.warning("Redis has no memory to note that %r is bound to %r (%s)", queue, exchange, error)
+
+    def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._delete(queue, *args, **kwargs)
+        except OutOfMemoryError as error:
+            logger.debug("Redis has no memory to forget queue %r, which expires (%s)", queue, error)
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         try:

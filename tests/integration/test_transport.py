@@ -579,6 +579,7 @@ KOMBU = {
     "kombu.transport.redis.Channel._get": "be26a9f1eb4c",
     "kombu.transport.redis.Channel._size": "7cc839b42fdc",
     "kombu.transport.redis.Channel._queue_bind": "29b73e023af6",
+    "kombu.transport.redis.Channel._delete": "4e33e7dc5845",
     "kombu.transport.virtual.base.Channel.decode_body": "6e7a0c347dd9",
     "kombu.transport.redis.Channel._update_queue_cycle": "25de35faeae0",
     "kombu.transport.redis.Channel._brpop_start": "06723d707ddf",
