@@ -87,7 +87,7 @@ TABLE: tuple[Key, ...] = (
     Key(COUNTERS, "hash", "shared/results.py", "six fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
     Key(
-        PASSES, "hash", "workers/suspects.py", "one field a lane of a worker process; ttl KEPT, at the next look"
+        PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"
     ),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
