@@ -107,8 +107,8 @@ redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
 
 #: Tags renewed, or leases looked at, in one call: a call of either size takes Redis a millisecond or so.
 RENEWED, SWEPT = 1000, 100
-#: Bytes that are kept of what is no message; there is no telling how long it is.
-ASIDE = 2**20
+#: Bytes that are kept of what is no message, at most: 64 MiB of all of it, unless `undecodable_limit` is set higher.
+KEPT_ASIDE = 2**16
 #: Seconds between two collections of garbage, while something is held that came over a closed channel: requests that
 #: Celery drops with a lost connection refer to themselves.
 COLLECT = 5.0
@@ -206,7 +206,7 @@ class Leases:
         """Keep for people what is no message, or its beginning, so that no worker meets it again."""
         queue = tag.partition(" ")[2]
         logger.error("an element of %r is no message (%s); it goes to %r", queue, reason, self.undecodable)
-        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message[:ASIDE], self._kept_aside])
+        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message[:KEPT_ASIDE], self._kept_aside])
 
     def start(self, channel: Any) -> None:
         """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""

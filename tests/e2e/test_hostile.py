@@ -20,7 +20,7 @@ from tests.support import RedisServer, make_posts, wait_until
 
 
 def test_no_hostile_message_ends_the_worker_or_vanishes(tmp_path: Path) -> None:
-    found = fuzz.run(2000, 1, tmp_path)
+    found = fuzz.run(1500, 1, tmp_path)
     assert not found["vanished"], found
     assert set(found["read"]) >= {"undecodable", "refused", "refused by us", "good"}
 

@@ -262,7 +262,7 @@ def test_what_is_too_long_for_a_message_is_set_aside_unread(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "MAX_MESSAGE", 10_000)
-    monkeypatch.setattr(leases, "ASIDE", 100)
+    monkeypatch.setattr(leases, "KEPT_ASIDE", 100)
     publish(redis, "x" * 10_000)
     publish(redis, 2)
     with consuming(redis) as consumer:
