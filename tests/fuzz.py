@@ -31,7 +31,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from shared.broker import HELD, SENT_AT, shown_arguments
 from shared.errors import RequestRefused
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
-from shared.leases import marked
+from shared.leases import KEPT_ASIDE, marked
 from shared.transport import Channel, UndecodableError, decoded
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import RedisServer, redis_servers, wait_until
@@ -143,7 +143,7 @@ class Served:
         dead = {json.loads(fields["letter"])["message"] for _, fields in entries}
         results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
-            if element in aside:
+            if element[:KEPT_ASIDE] in aside:
                 yield task_id, "undecodable"
             elif result:
                 yield task_id, json.loads(result)["status"]
