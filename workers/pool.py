@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 #: What the result backends redis and rpc raise when they have tried for long enough.
 BACKEND_AWAY = (RedisFault, OperationalError)
+#: Seconds after which a message whose result it did not take goes back to the queue.
+AGAIN = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -257,13 +259,17 @@ class DevicePool(BasePool):
                 self._trace(ticket)
             except RedisFault as fault:
                 logger.warning("%s: Redis does not take its result (%s); it will be run again", ticket.request, fault)
+                try:
+                    raise Reject(fault, requeue=True)
+                except Reject:
+                    ticket.ending = partial(self._hub.call_later, AGAIN, ticket.failed, ExceptionInfo())
             self._deliver(partial(self._finish, ticket, ticket.ending))
 
     def _trace(self, ticket: Ticket) -> None:
         """Have Celery run the task and say how it ends. Raises redis' errors where the result is not stored.
 
         Celery's own pools let such a message go, and its result is lost. Here it is not acknowledged: the body of a
-        micro-batched task runs once more when Redis is back, another message comes again when its lease has ended.
+        micro-batched task runs once more when Redis is back, another message goes back to the queue after a while.
         """
 
         def ended(outcome: Any) -> None:

@@ -106,6 +106,19 @@ def test_an_interrupted_run_goes_on_where_it_stopped(redis: RedisServer, tmp_pat
     assert positions(redis) == []
 
 
+def test_who_would_rather_be_told_is_refused_by_a_full_queue(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text(as_jsonl(make_posts(100)))
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="2", **url)
+    assert said.returncode == 2
+    assert "The queue is full: 2 messages wait" in said.stderr
+    assert "64 posts were sent before" in said.stderr
+    assert "Traceback" not in said.stderr
+    said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
+    assert said.stdout.startswith("36 posts sent (messages: 2), 64 skipped as sent before")
+
+
 @pytest.fixture
 def frames() -> list[bytes]:
     """Four posts in a frame each, none of which packs well: the first alone is larger than what a file is known by."""

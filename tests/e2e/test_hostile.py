@@ -45,12 +45,15 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
         worker.send_signal(signal.SIGSTOP)
         # Its classification is stored: Celery's result is all that there is to write.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
+        another = app.send_task("celery.accumulate", (5, 7), {"index": 1})
         redis.client.config_set("maxmemory", 1)
         worker.send_signal(signal.SIGCONT)
         wait_until(lambda: said().count("results wait for Redis") > waited, "Celery's result waits")
-        assert queue_depth(redis.client, "feedmill").held == 1
+        wait_until(lambda: "it will be run again" in said(), "another task's is given up for now")
+        assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
+        assert another.get(timeout=60) == 7
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
@@ -63,7 +66,8 @@ def standing_in(redis: RedisServer, folder: Path) -> Iterator[tuple["subprocess.
         worker = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.standin_worker", "standin"],
             cwd=fuzz.ROOT,
-            env=os.environ | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"},
+            env=os.environ
+            | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_VISIBILITY_TIMEOUT": "3"},
             stdout=output,
             stderr=output,
         )

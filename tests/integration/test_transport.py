@@ -276,7 +276,7 @@ def test_what_is_too_long_for_a_message_is_set_aside_unread(
 def test_a_message_that_names_a_consumer_is_acknowledged_all_the_same(redis: RedisServer) -> None:
     publish(redis, 1, 2)
     for number, tag in enumerate(["[]", '"1"']):
-        element = redis.client.lindex("posts", number) or ""
+        element: Any = redis.client.lindex("posts", number)
         redis.client.lset(
             "posts", number, element.replace('"delivery_info": {', f'"delivery_info": {{"consumer_tag": {tag}, ')
         )

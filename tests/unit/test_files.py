@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,6 +216,40 @@ def test_endless_lines_are_bounded(tmp_path: Path) -> None:
     good, bad = both(tmp_path, f'{long}\n{{"id": 2, "title": "y"}}\n{long}')
     assert [post.id for post in good] == ["2"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]
+
+
+#: Reads a file, and prints the ids of its posts, how many records were bad, and the megabytes that this took at most.
+READS = """
+import re, sys
+from producers.files import read
+from producers.records import BadRecord
+megabytes = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+before, found = megabytes(), list(read(sys.argv[1]))
+bad = [item for item in found if isinstance(item, BadRecord)]
+print([item.id for item in found if item not in bad], len(bad), int(megabytes() - before))
+"""
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        (b'{"id": 1, "title": "x"}\n{"id": 2, "title": "', b'"}\n{"id": 3, "title": "y"}\n'),
+        (b'[{"id": 1, "title": "x"}, {"id": 2, "title": "', b'"}]'),
+        (b"id,title\n1,x\n2," + b'"', b'"\n'),
+    ],
+    ids=["lines", "array", "csv"],
+)
+def test_what_unpacks_to_no_end_takes_time_not_memory(tmp_path: Path, begins: bytes, ends: bytes) -> None:
+    """A file of 150 KB that holds 150 MB."""
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(begins) + 150 * gzip.compress(b"x" * 2**20) + gzip.compress(ends))
+    said = subprocess.run(
+        [sys.executable, "-c", READS, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    ids, bad, megabytes = re.fullmatch(r"\[(.*)\] (\d+) (\d+)\n", said.stdout).groups()  # type: ignore[union-attr]
+    assert ids == ("'1', '3'" if begins.startswith(b"{") else "'1'")
+    assert int(bad) > 0
+    assert int(megabytes) < 100
 
 
 def test_deep_nesting_is_a_bad_line(tmp_path: Path) -> None:
