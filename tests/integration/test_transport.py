@@ -239,7 +239,7 @@ def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
         b"\xff",
         b"[]",
         b"{}",
-        b"[" * 100_000,
+        b"[" * 10_000,
         f'{{"body": "a", {properties}}}'.encode(),
         f'{{"body": [], {properties}}}'.encode(),
         f'{{"body": "", "headers": [], {properties}}}'.encode(),
