@@ -201,6 +201,8 @@ class Stack:
             "appendfsync": "everysec",
             # A queue must not lose its oldest messages to make room for new ones.
             "maxmemory-policy": "noeviction",
+            # An entry that is purged leaves no bytes beside its neighbours.
+            "stream-node-max-entries": 1,
         }
         lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
         # An orphaned redis-server writes its append-only file to the end before it goes.
