@@ -23,7 +23,7 @@ from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import RedisServer, redis_servers, shapes, wait_until
 
 # Celery's, when it keeps a result in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
@@ -91,12 +91,6 @@ def fill(kept: Kept) -> None:
     assert redis.hlen(HELD["reserved_key"]) == 4
     ours.close()
     theirs.close()
-
-
-def shapes(words: str) -> list[bytes]:
-    """What the words look like in a text, and in Base64, whose letters begin at any third byte."""
-    encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
-    return [words.encode(), *encoded]
 
 
 def places(kept: Kept, words: str) -> set[str]:
