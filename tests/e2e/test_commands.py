@@ -317,7 +317,7 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1); refused for 365 days\n"
+    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1, messages: 1); refused for 365 days\n"
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
     assert again.stdout == "a1 purged (nothing was kept); refused for 365 days\n"

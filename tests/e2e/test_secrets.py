@@ -6,6 +6,7 @@ And after a purge none of a post's words is in its folder: not in Redis' files, 
 import json
 import os
 import pickle
+import socket
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +26,7 @@ from feedmill.stack import WORKER_NODE, free_port
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.settings import STACK_FILE, Settings
-from tests.e2e.test_flower import Visitor
+from tests.e2e.test_flower import Visitor, own_address
 from tests.support import Feedmill, feedmill, running, shapes, wait_until
 
 #: What `feedmill up` is told that nobody else is to read.
@@ -123,6 +124,14 @@ def test_neither_metrics_nor_flower_show_a_secret(up: Up) -> None:
         shown.append(page)
     assert "feedmill" in shown[0]
     assert not any(secret in page for page in shown for secret in up.secrets)
+
+
+def test_metrics_are_for_this_machine_alone(up: Up) -> None:
+    outside = own_address()
+    if outside is None:
+        pytest.skip("needs a network address beside loopback")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((outside, urlsplit(up.metrics).port or 0), timeout=10)
 
 
 # What is sent is read, never run.
