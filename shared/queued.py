@@ -18,8 +18,8 @@ from redis.client import NEVER_DECODE
 from shared.broker import HELD, queue_lists
 from shared.messages import Post
 
-#: Messages fetched together: a message of ours has some 20 KB.
-MESSAGES_AT_ONCE = 50
+#: Messages fetched together: one of ours has some 20 KB, but a stranger's may have a thousand times as many.
+MESSAGES_AT_ONCE = 10
 #: What makes an object with an id a post.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
 #: What a sender's headers say in place of the beginning of the arguments.

@@ -264,6 +264,8 @@ def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
     exported = feedmill("export", "--format", "jsonl", str(tmp_path / "posts.jsonl"), cwd=tmp_path, **way)
     assert exported.returncode == 0, exported.stderr
     assert "penalties" in (tmp_path / "posts.jsonl").read_text()
+    shown = [up.flower().ask("/api/tasks?limit=1000")[1], str(up.app.control.inspect(timeout=5).scheduled())]
+    assert all("gone" in each and WORDS not in each for each in shown)
     for folder in (up.data, tmp_path, up.command.output.parent):
         assert files_with(folder, WORDS) == []
 
