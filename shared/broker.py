@@ -307,11 +307,16 @@ class QueueDepth(NamedTuple):
     held: int
 
 
+def queue_lists(queue: str) -> list[str]:
+    """The lists in which messages of a queue wait, the most urgent first."""
+    return [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
+
+
 def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue of Feedmill's)."""
     pipe: Any = redis.pipeline(transaction=False)
-    for priority in PRIORITIES:
-        pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
+    for name in queue_lists(queue):
+        pipe.llen(name)
     pipe.hlen(HELD["reserved_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

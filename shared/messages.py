@@ -147,12 +147,14 @@ def _described(value: object) -> object:
     if isinstance(value, dict):
         return value
     if not isinstance(value, list | tuple):
-        raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {value!r:.80}")
+        # Posts that were sent in the labels' place are not quoted: reasons are logged, and shown in Flower.
+        kind = type(value).__name__
+        raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {kind}")
     described: dict[str, tuple[str]] = {}
     for label in value[: MAX_LABELS + 1]:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
-            raise ValueError(f"expected names, got {label!r:.80}")
+            raise ValueError(f"expected names, got {type(label).__name__}")
         if name in described:
             raise ValueError(f"the label {name!r} is named twice")
         described[name] = (name,)

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError as RedisFault
 from redis.retry import Retry
 
-from shared.broker import PRIORITIES, PRIORITY_MARK, SENT_AT, connect, queue_depth
+from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError
 from shared.results import ResultsStore
 from shared.settings import PREFIX, Settings
@@ -155,7 +155,7 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
 
     None where none waits, or none of them bears the time of its sending. Raises redis.exceptions.RedisError.
     """
-    keys = [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
+    keys = queue_lists(queue)
     script: Any = redis.register_script(OLDEST)
     sent: list[str] = script(keys=keys, args=[SENT_AT])
     return max(0.0, time.time() - min(map(float, sent))) if sent else None

@@ -8,6 +8,7 @@ What it leans on in Celery 5.7 and kombu 5.7:
 - `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
 - `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
   connection may mend (celery/worker/consumer/consumer.py).
+- What a step's `info` returns goes into `inspect stats`, in place of what an earlier step's did (celery/bootsteps.py).
 - `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
 """
 
@@ -27,6 +28,9 @@ from shared.broker import Application, is_denied, plainly
 from workers.pool import DevicePool
 
 logger = logging.getLogger(__name__)
+
+#: Of what kombu tells of a connection, what has passwords in it: Redis' own, Sentinels' addresses, the Sentinels' own.
+WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
 
 
 class Consumer(consumer.Consumer):
@@ -96,6 +100,13 @@ class ConsumerFit(bootsteps.StartStopStep):
         if parent.event_dispatcher.enabled:
             _keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
+
+    def info(self, parent: Any) -> Any:
+        """How Redis is reached, for `inspect stats` and Flower: of three passwords Celery leaves out but two."""
+        if not parent.connection:
+            return {}
+        told = parent.connection.info()
+        return {"broker": {name: value for name, value in told.items() if name not in WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
         """What waits goes to the dispatcher, which hands what it cannot send to its successor."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.broker import connect, publish, told_plainly
+from shared.broker import connect, publish, queue_depth, told_plainly
 from shared.broker import make_app as make_celery
 from shared.errors import RedisError
 from shared.messages import ClassifyOptions
+from shared.purge import purge, rewrite
 from shared.settings import load
 from tests.support import (
     RedisServer,
@@ -95,6 +96,23 @@ def test_the_worker_s_user_looks_after_the_whole(guarded: Guarded, tmp_path: Pat
         if command[0] == "status":
             assert last_json(said.stdout)["workers"]
     assert guarded.refused() == []
+
+
+def test_a_purge_reaches_what_waits_and_what_is_held(guarded: Guarded) -> None:
+    settings = load(redis_url=guarded.as_user("worker"))
+    redis = connect(settings)
+    app = make_celery(settings)
+    app.send_task("feedmill.classify", kwargs={"posts": [{"id": "later", "title": "x"}]}, countdown=3600)
+    wait_until(lambda: queue_depth(redis, settings.queue).held == 1, "the worker keeps it for later")
+    assert purge(redis, settings, ["later"]).messages == 1
+    # What the same would do to a list, from which the worker takes everything at once.
+    assert redis.lpos("feedmill", "x") is None
+    with pytest.raises(ResponseError, match="no such key"):
+        redis.lset("feedmill", 0, "x")
+    assert guarded.refused() == []
+    with pytest.raises(RedisError, match="does not let user worker do this"), told_plainly(settings):
+        rewrite(redis)
+    guarded.client.acl_log_reset()
 
 
 def test_another_application_waits_for_its_results(guarded: Guarded) -> None:

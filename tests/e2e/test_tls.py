@@ -31,13 +31,15 @@ from tests.support import (
 class SecureRedis(RedisServer):
     """Has a port for each certificate it may show: Redis shows one, so there is a process for each."""
 
-    def __init__(self, folder: Path, certificate: tuple[Path, Path], authority: Path, clients: str = "no") -> None:
+    def __init__(
+        self, folder: Path, certificate: tuple[Path, Path], authority: Path, clients: str = "no", users: str = ""
+    ) -> None:
         self.tls_port = free_port()
         shown = f"tls-cert-file {certificate[0]}\ntls-key-file {certificate[1]}\ntls-ca-cert-file {authority}\n"
         path = redis_servers().get("system")
         if path is None:
             pytest.skip("needs a redis-server with TLS: apt install redis-server")
-        super().__init__(path, folder, f"tls-port {self.tls_port}\ntls-auth-clients {clients}\n{shown}")
+        super().__init__(path, folder, f"tls-port {self.tls_port}\ntls-auth-clients {clients}\n{shown}{users}")
         self.secure_url = f"rediss://:{PASSWORD}@127.0.0.1:{self.tls_port}/0"
 
 
