@@ -32,7 +32,7 @@ from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, Outputs, Row, Scores
-from workers.message import Message, PostAtWork
+from workers.message import Message, PostAtWork, traced
 from workers.statistics import Statistics
 from workers.window import Window
 
@@ -236,6 +236,7 @@ class Pipeline:
             except Exception as error:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
             if rows:
                 for at in range(0, len(rows), ROWS_AT_ONCE):
                     with self._ready:
@@ -418,6 +419,7 @@ class Pipeline:
             work = rows[0].owner
             reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
+            work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
             scored = self._classifier.finish(rows, outputs)
             self.statistics.count(rows, outputs.seconds, share)
