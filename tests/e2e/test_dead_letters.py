@@ -88,8 +88,8 @@ UNKNOWN = "this worker knows no task of the name 'no.such'"
         (message([["p", "q"]]), "Celery cannot take it: ValueError: ", [None]),
         (message(b'[["what'), "its body cannot be read as application/json in utf-8: ", [None]),
         (message(**{"content-type": "application/x-python-serialize"}), "Celery cannot take it: Content", [None]),
-        (message([{"id": "x"}, {}, {}]), "posts: expected a list of at least one post", ["x"]),
-        (message([[POST] * 1001]), "posts: 1001 in one message; at most 1000", [None]),
+        (message([[{"id": "x"}], {}, {}]), "posts: expected a list of at least one post", ["x"]),
+        (message([[[POST] * 1001], {}, {}]), "posts: 1001 in one message; at most 1000", [None]),
     ],
     ids=[
         "unknown", "no id", "several posts", "no posts", "first protocol", "no task", "odd task", "no id of ours",
@@ -145,7 +145,7 @@ def test_while_redis_takes_no_letter_the_worker_keeps_the_message(redis_server: 
 
 @pytest.mark.parametrize(
     "element",
-    [b"\xff", b"[]", json.dumps(message(body="no base64")).encode()],
+    [b"\xff", b"[]", json.dumps(message(body="a")).encode()],
     ids=["bytes", "no object", "no base64"],
 )
 @pytest.mark.usefixtures("app")
