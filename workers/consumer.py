@@ -124,41 +124,42 @@ class Consumer(consumer.Consumer):
         return on_task_received
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
-        what = f"{message.content_type} in {message.content_encoding}"
-        self._refuse(message, f"its body cannot be read as {_quoted(what)}: {_quoted(exc)}", message.ack)
+        what = f"its body cannot be read as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
+        self._refuse(message, what, message.ack, exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
-        reason = "neither its headers nor its body name a task: it is no message of Celery's"
-        self._refuse(message, reason, partial(super().on_unknown_message, body, message))
+        what = "neither its headers nor its body name a task: it is no message of Celery's"
+        self._refuse(message, what, partial(super().on_unknown_message, body, message))
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        reason = f"this worker knows no task of the name {_quoted(exc)}; one of your own is loaded with {PREFIX}INCLUDE"
-        self._refuse(message, reason, partial(super().on_unknown_task, body, message, exc))
+        what = f"this worker knows no task of the name {_quoted(exc)}; one of your own is loaded with {PREFIX}INCLUDE"
+        self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        reason = f"Celery cannot take it: {type(exc).__name__}: {_quoted(exc)}"
-        self._refuse(message, reason, partial(super().on_invalid_task, body, message, exc), traced(exc))
+        what = "Celery cannot take it"
+        self._refuse(message, what, partial(super().on_invalid_task, body, message, exc), exc)
 
-    def _refuse(self, message: Any, reason: str, let_go: Callable[[], None], traceback: str | None = None) -> None:
+    def _refuse(self, message: Any, what: str, let_go: Callable[[], None], error: Exception | None = None) -> None:
         """Keep a message as dead letters, then have Celery tell who waits for it, and let it go.
 
-        While Redis takes nothing the message stays with this worker. Should the connection be lost meanwhile, nobody
-        refers to it any more, and it comes again.
+        what: is wrong with it; the error's own words may be a post's, and are kept out of the log. While Redis takes
+        nothing the message stays with this worker. Should the connection be lost meanwhile, nobody refers to it any
+        more, and it comes again.
         """
         if message.acknowledged:
             return
         try:
-            self._store.write([], _letters(message, reason, traceback, self.hostname))
+            self._store.write([], _letters(message, what, error, self.hostname))
         except RedisFault as fault:
             self._end_if_denied(fault)
             logger.warning("a dead letter waits for Redis (%s); next try in %.1f s", fault, self.LONGEST_PAUSE)
-            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, reason, let_go, traceback))
+            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error))
             return
-        logger.error("message %s is a dead letter: %s", _quoted(_id_of(message)), reason)
+        logger.error("message %s is a dead letter: %s", _quoted(_id_of(message)), what)
         try:
             let_go()
-        except MALFORMED as error:  # it wants to tell who waits, and that is not said, or of an odd type
-            logger.debug("nobody can be told of it (%r)", error)
+        except MALFORMED as fault:  # who waits for it is not said, or in odd types
+            logger.debug("nobody can be told of it (%r)", fault)
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
 
@@ -173,13 +174,15 @@ def _tells_not_too_much(record: logging.LogRecord) -> bool:
     return record.msg not in TELLS_TOO_MUCH
 
 
-def _letters(message: Any, reason: str, traceback: str | None, worker: str) -> Sequence[DeadLetter]:
+def _letters(message: Any, what: str, error: Exception | None, worker: str) -> Sequence[DeadLetter]:
     """One for each post that can be made out in a message of kombu's; else one in all, with its body."""
+    reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
+    traceback = traced(error) if error else None
     now, task_id, attempts = time.time(), _id_of(message), times_delivered(message)
     found = Message(_arguments(message), None, task_id, attempts=attempts)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
-        found.tracebacks = {0: traceback} if traceback else {}
+        found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
         return found.dead_letters(worker, now)
     return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts)]
 

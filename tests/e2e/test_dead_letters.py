@@ -145,7 +145,7 @@ def test_while_redis_takes_no_letter_the_worker_keeps_the_message(redis_server: 
 
 @pytest.mark.parametrize(
     "element",
-    [b"\xff", b"[]", json.dumps(message(body="a")).encode()],
+    [b"\xff", b"[]", json.dumps(message() | {"body": "a"}).encode()],
     ids=["bytes", "no object", "no base64"],
 )
 @pytest.mark.usefixtures("app")
