@@ -67,14 +67,14 @@ class Consumer(consumer.Consumer):
 
     app: Application
 
+    #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
+    PAUSE, LONGEST_PAUSE = 0.5, 2.0
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Briefly: the event loop waits for it.
         self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
         celery_consumer.logger.addFilter(_tells_not_too_much)
-
-    #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
-    PAUSE, LONGEST_PAUSE = 0.5, 2.0
 
     def ensure_connected(self, conn: Any) -> Any:
         """Wait for Redis, for as long as it takes; each thing that is wrong is said once."""
