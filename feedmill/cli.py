@@ -14,6 +14,7 @@ from rich.console import Console
 
 from feedmill import (
     __version__,
+    dead_commands,
     enqueue_commands,
     export_commands,
     flags,
@@ -52,6 +53,7 @@ app = typer.Typer(
     help="Posts in, labels out: enqueue posts, classify them in micro-batches, read the results.",
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
+app.add_typer(dead_commands.app, name="dead")
 app.add_typer(enqueue_commands.app)
 app.add_typer(export_commands.app)
 app.add_typer(flower_command.app)

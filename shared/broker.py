@@ -23,6 +23,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared.errors import RedisError, printable
+from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
 from shared.transport import settings_for
@@ -41,7 +42,7 @@ DENIED_SCRIPT = "user executing the script can't"
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
 #: Where the transport notes what workers hold, and what is no message at all (shared/leases.py).
-HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index", "undecodable")}
+HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {"undecodable_key": UNDECODABLE}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
 SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40

@@ -97,16 +97,19 @@ for number = 3, #KEYS do
 end
 """
 
-#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept.
+#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept. Returns how many are there no more.
 SET_ASIDE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('LPUSH', KEYS[3], ARGV[2])
+local length = redis.call('LPUSH', KEYS[3], ARGV[2])
 redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
+return math.max(0, length - ARGV[3])
 """
 
 #: Tags renewed, or leases looked at, in one call: a call of either size takes Redis a millisecond or so.
 RENEWED, SWEPT = 1000, 100
+#: Bytes that are kept of what is no message, at most: 64 MiB of all of it, unless `undecodable_limit` is set higher.
+KEPT_ASIDE = 2**16
 #: Seconds between two collections of garbage, while something is held that came over a closed channel: requests that
 #: Celery drops with a lost connection refer to themselves.
 COLLECT = 5.0
@@ -188,8 +191,10 @@ class Leases:
 
     def set_aside(self, tag: str, message: bytes) -> None:
         """Keep for people what is no message, so that no worker meets it again."""
-        logger.error("an element of %r is no message; it goes to %r: %r", tag, self.undecodable, message[:200])
-        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message, self._kept_aside])
+        logger.error("an element of %r is no message (%d bytes); it goes to %r", tag, len(message), self.undecodable)
+        keys = [self.reserved, self.index, self.undecodable]
+        if gone := self._set_aside(keys, [tag, message[:KEPT_ASIDE], self._kept_aside]):
+            logger.warning("%r is full: %d of its oldest elements were dropped", self.undecodable, gone)
 
     def start(self, channel: Any) -> None:
         """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""

@@ -134,6 +134,7 @@ RESULTS = {
         "gone": "Results and dead letters that were dropped, since their posts had been purged.",
         "answered": "Posts that were asked for again, and answered with the stored result.",
         "trimmed": "Results trimmed from the old end of their stream; each post's own are still there.",
+        "dead_trimmed": "Dead letters trimmed from the old end of their stream: nothing is left of them.",
     }.items()
 }
 #: What every process reads off Redis: the same whoever is asked, so take the maximum, never the sum.

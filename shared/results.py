@@ -6,6 +6,7 @@ result and one stream entry. The store knows nothing of models or of Celery.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,7 +16,9 @@ from redis import Redis
 
 from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
 
 #: Writes one micro-batch. Of a post that has a tombstone nothing is kept: a worker may have had it when it was purged.
 #:
@@ -29,10 +32,10 @@ from shared.settings import Settings
 #:   ARGV[7+] id, fingerprint, label, classification, post of each result
 #:   after them, id and letter of each dead letter
 #:
-#: Returns how many of the results were new.
+#: Returns how many of the results were new, and how many dead letters were trimmed.
 WRITE = """
 local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
-local length = redis.call('XLEN', KEYS[1])
+local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
 for i = 1, results do
   local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
   if redis.call('EXISTS', tombstone) == 1 then
@@ -65,10 +68,11 @@ for i = 5 + 2 * results, #KEYS do
   at = at + 2
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
+counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
-return new
+return {new, counts.dead_trimmed}
 """
 
 #: Finds results that are there.
@@ -135,6 +139,8 @@ class Counters(NamedTuple):
     answered: int = 0
     #: Trimmed from the stream; whoever had not read them by then is told (shared/readers.py).
     trimmed: int = 0
+    #: Dead letters trimmed from theirs: nothing is left of them.
+    dead_trimmed: int = 0
 
 
 class Score(NamedTuple):
@@ -189,7 +195,15 @@ class ResultsStore:
             post_id = (letter.id or "").strip()
             keys.append(tombstone_key(post_id))
             arguments += [post_id, letter.model_dump_json()]
-        return int(self._write(keys=keys, args=arguments))
+        new, trimmed = self._write(keys=keys, args=arguments)
+        if trimmed:
+            logger.warning(
+                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
+                "list`), or raise %sDEAD_LETTERS_LENGTH",
+                trimmed,
+                PREFIX,
+            )
+        return int(new)
 
     def _clipped(self, post: Post) -> str:
         """The post as its stream entry carries it."""

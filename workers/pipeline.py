@@ -33,7 +33,7 @@ from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, LabelSet, Outputs, Row, Scores
-from workers.message import Message, PostAtWork
+from workers.message import Message, PostAtWork, traced
 from workers.statistics import Statistics
 from workers.suspects import DEADLY, Quarantine, Suspects
 from workers.window import Window
@@ -249,6 +249,7 @@ class Pipeline:
             except Exception as error:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
             rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
             for at in range(0, len(rows), ROWS_AT_ONCE):
                 with self._ready:
@@ -297,6 +298,7 @@ class Pipeline:
                 return [rows for work in at_work for rows in self._rows([work], label_set)]
             logger.error("post %s cannot be prepared", at_work[0].post.id, exc_info=error)
             reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
+            at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
             return [[]]
 
@@ -502,6 +504,7 @@ class Pipeline:
             work = rows[0].owner
             reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
+            work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
             scored = self._classifier.finish(rows, outputs)
             self.statistics.count(rows, outputs.seconds, share)

@@ -43,7 +43,9 @@ def letter(post_id: str | None, reason: str = "no text") -> DeadLetter:
     return DeadLetter(id=post_id, reason=reason, post="{}", options="{}", message="m", worker="w", failed_at=1.0)
 
 
-def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) -> None:
+def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     store = ResultsStore(server.client, Settings.model_validate({"dead_letters_length": 100}))
     assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
     assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
@@ -51,7 +53,12 @@ def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) 
     assert store.dead_letters(0) == []
     for _ in range(10):
         store.write([], [letter("3")] * 100)
-    assert server.client.xlen(DEAD_LETTERS) < 300
+    kept = server.client.xlen(DEAD_LETTERS)
+    assert kept < 300
+    counters = store.counters()
+    assert counters.failed - counters.dead_trimmed == kept
+    assert "the oldest" in caplog.text
+    assert "FEEDMILL_DEAD_LETTERS_LENGTH" in caplog.text
 
 
 def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> None:
