@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from celery import bootsteps
-from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
+from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.worker import consumer
 from celery.worker.autoscale import Autoscaler
@@ -33,12 +33,14 @@ from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError as RedisFault
 from redis.exceptions import ResponseError
 
-from shared.broker import Application, is_denied, plainly
+from shared.broker import Application, plainly
 from shared.errors import RequestRefused, printable
 from shared.messages import DeadLetter
 from shared.metrics import connect_briefly
+from shared.refusals import is_denied
 from shared.results import ResultsStore
 from shared.settings import PREFIX
+from workers import wellformed
 from workers.message import Message, traced, without_posts
 from workers.pool import DevicePool, times_delivered
 from workers.task import named
@@ -120,8 +122,9 @@ class Consumer(consumer.Consumer):
 
         def on_task_received(message: Any) -> Any:
             try:
+                wellformed.check(message)
                 return handle(message)
-            except MALFORMED as error:
+            except (InvalidTaskError, *MALFORMED) as error:
                 return self.on_invalid_task(None, message, error)
 
         return on_task_received

@@ -215,10 +215,10 @@ def _known_fields(raw: object) -> object:
 
 
 def _as_json(value: object, limit: int) -> str | None:
-    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, or too deep."""
+    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, too deep, or no JSON."""
     try:
         written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):  # kombu's JSON has types that JSON has not
         return None
     return written.decode() if len(written) <= limit else None
 

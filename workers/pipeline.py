@@ -27,8 +27,9 @@ from typing import NamedTuple, Protocol
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RequestRefused
+from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RedisError, RequestRefused
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError, fingerprint
+from shared.refusals import hopeless
 from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
@@ -186,6 +187,24 @@ class Pipeline:
         else:
             self._finished.put(job)
 
+    def until_taken(self, write: Callable[[], object]) -> bool:
+        """Write to Redis until it does not raise redis' errors; False when the pipeline stops first.
+
+        Raises RedisError, which ends the worker, where no waiting helps.
+        """
+        pause = 0.1
+        while not self._stopping.is_set():
+            try:
+                write()
+                return True
+            except RedisFault as fault:
+                if why := hopeless(fault):
+                    raise RedisError(f"Redis does not take results: {why}") from None
+                logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
+                self._stopping.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        return False
+
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
         """Let a message fail as a whole, now; whether it was not too late for that.
 
@@ -217,12 +236,15 @@ class Pipeline:
         """A thread that dies must not leave the others, and the queue, waiting for it."""
         try:
             loop()
+        except RedisError as error:
+            self._fail(error, str(error))
         except BaseException as error:
             self._fail(error, f"the {threading.current_thread().name} thread died")
 
     def _fail(self, error: BaseException, what: str) -> None:
         self.failure = error
-        logger.critical("%s; this worker ends, its messages go back to the queue", what, exc_info=error)
+        told = None if isinstance(error, RedisError) else error
+        logger.critical("%s; this worker ends, its messages go back to the queue", what.rstrip("."), exc_info=told)
         self._on_failure()
 
     def _watcher_loop(self) -> None:
@@ -553,16 +575,9 @@ class Pipeline:
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Write until Redis takes it: results that were computed are kept. False when the pipeline stops first."""
-        pause = 0.1
-        while (results or dead) and not self._stopping.is_set():
-            try:
-                self._store.write(results, dead)
-                return True
-            except RedisFault as fault:
-                logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
-                self._stopping.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-        return not self._stopping.is_set()
+        if not results and not dead:
+            return not self._stopping.is_set()
+        return self.until_taken(lambda: self._store.write(results, dead))
 
 
 def _lane_name(lane: int) -> str:

@@ -1,6 +1,7 @@
 """workers/message.py: what becomes of one message, apart from the threads that work on it."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
     assert letters({"id": "1", "body": "x" * 10**6})[0].post is None
     assert json.loads(letters({"id": "1", "author": "someone"})[0].post or "") == {"id": "1"}
     assert letters({"id": "1"}, labels=["x" * 10**5])[0].options is None
+    # As kombu reads {"__type__": "decimal", …} and its like.
+    assert letters({"id": "1", "extra": {"price": Decimal(1)}})[0].post is None
     deep: Any = 1
     for _ in range(900):
         deep = [deep]
