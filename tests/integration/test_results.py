@@ -49,9 +49,28 @@ def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) 
     assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
     assert store.dead_letters(1)[0].id is None
     assert store.dead_letters(0) == []
-    for _ in range(10):
-        store.write([], [letter("3")] * 100)
+    for start in range(0, 1000, 100):
+        store.write([], [letter(f"{number}") for number in range(start, start + 100)])
     assert server.client.xlen(DEAD_LETTERS) < 300
+
+
+def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsStore, server: RedisServer) -> None:
+    """What a killed worker had written and not acknowledged fails once more, with a sender's second message as well."""
+    again = letter("1", "another reason").model_copy(update={"message": "another", "worker": "v", "failed_at": 2.0})
+    store.write([], [letter("1"), letter("2"), letter("1")])
+    store.write([], [again])
+    assert [(found.id, found.reason) for found in store.dead_letters(9)] == [("1", "no text"), ("2", "no text")]
+    store.write([], [letter("1").model_copy(update={"options": '{"top_k": 1}'})])
+    assert store.counters().failed == 3
+    server.client.delete(DEAD_LETTERS)
+    store.write([], [again])
+    assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
+
+
+def test_dead_letters_without_their_posts_are_told_apart_by_their_messages(store: ResultsStore) -> None:
+    too_long = [letter(None).model_copy(update={"post": None, "message": message}) for message in ("m", "n", "m")]
+    store.write([], too_long)
+    assert [found.message for found in store.dead_letters(9)] == ["m", "n"]
 
 
 def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> None:

@@ -1,0 +1,116 @@
+"""A worker of Feedmill's own on a stand-in for a model: ready in two seconds, and as fast as it is told to be.
+
+    python -m tests.fakes.standin_worker NAME
+
+Everything is the worker's but the classifier: torch and transformers, which take most of a worker's start, are never
+imported. What becomes of a forward pass is said by the titles of its posts, by signals, and by STANDIN_ROW_SECONDS,
+the time that a row takes. Signals other than these do what they do to any worker.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from threading import Event
+from typing import Any
+from unittest.mock import MagicMock
+
+#: A post with this in its title raises in its forward pass; with this, it kills the process there.
+RAISES, KILLS = "(this one raises)", "(this one kills)"
+#: The next forward pass hangs; the next of several rows finds no memory; this process's clock jumps by JUMP.
+HANG, FULL, CLOCK = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
+#: Seconds, forwards and backwards by turns.
+JUMP = 3600.0
+
+
+class Device:
+    """What stands for a GPU: one forward pass at a time."""
+
+    name = hardware = "stand-in"
+    lanes = 1
+
+    def take_share(self, passes: int) -> None: ...
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Done:
+    """Outputs that are there at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def ready(self) -> bool:
+        return True
+
+
+class StandIn:
+    """One row a post, of one token a word; every post gets the first of two labels."""
+
+    kind = "stand-in"
+    packed = False
+    device = Device()
+
+    def __init__(self, row_seconds: float) -> None:
+        from workers.classifiers import LabelSet  # noqa: PLC0415 - when what it imports has its stand-ins
+        from workers.weights import Weights  # noqa: PLC0415
+
+        self._row_seconds = row_seconds
+        self._labels = LabelSet(("good", "bad"), False, "stand-in")
+        self.weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
+        self._hangs = self._full = False
+        self._ahead = False
+        clock = time.time
+        signal.signal(HANG, lambda *_: setattr(self, "_hangs", True))
+        signal.signal(FULL, lambda *_: setattr(self, "_full", True))
+        signal.signal(CLOCK, lambda *_: setattr(self, "_ahead", not self._ahead))
+        time.time = lambda: clock() + JUMP * self._ahead
+
+    def warm_up(self) -> None: ...
+
+    def label_set(self, _: Any) -> Any:
+        return self._labels
+
+    def prepare(self, texts: Sequence[str], label_set: Any) -> list[list[Any]]:
+        from workers.classifiers import Row  # noqa: PLC0415
+        from workers.tokenizer import Tokens  # noqa: PLC0415
+
+        return [[Row(Tokens([0] * len(text.split())), label_set)] for text in texts]
+
+    def forward(self, rows: Sequence[Any]) -> Done:
+        from shared.errors import DeviceFull  # noqa: PLC0415
+
+        titles = [row.owner.post.title for row in rows]
+        if self._hangs:
+            Event().wait()
+        if self._full and len(rows) > 1:
+            self._full = False
+            raise DeviceFull("the stand-in was told to be full")
+        if any(KILLS in title for title in titles):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if any(RAISES in title for title in titles):
+            raise ValueError("the stand-in was told to raise")
+        time.sleep(len(rows) * self._row_seconds)
+        return Done(len(rows) * self._row_seconds)
+
+    def finish(self, rows: Sequence[Any], _: Done) -> list[tuple[Any, dict[str, float]]]:
+        return [(row, {"good": 0.75, "bad": 0.25}) for row in rows]
+
+
+def main(name: str) -> int:
+    absent = {name: MagicMock() for name in ("torch", "transformers", "workers.hub", "workers.classifiers.choose")}
+    sys.modules |= absent
+    standin = StandIn(float(os.environ.get("STANDIN_ROW_SECONDS", "0")))
+    absent["workers.classifiers.choose"].load_classifier = lambda *_: standin
+    from shared.settings import load  # noqa: PLC0415
+    from workers import device  # noqa: PLC0415
+    from workers.run import run_worker  # noqa: PLC0415
+
+    device.choose = lambda *_: standin.device  # type: ignore[assignment, return-value]
+    return run_worker(load(), name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
