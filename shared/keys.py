@@ -15,6 +15,8 @@ DEAD_LETTERS = "feedmill:dead"
 COUNTERS = "feedmill:counters"
 #: Hash: consumer group of the stream of results -> its place there, to tell what was trimmed before the group read it.
 GROUPS = "feedmill:groups"
+#: Hash: worker process and lane -> which posts are in the forward pass that it is at, as JSON.
+PASSES = "feedmill:passes"
 #: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
 CELERY_RESULTS = "celery-task-meta-*"
 
@@ -42,6 +44,11 @@ def reddit_known_key(subreddit: str) -> str:
 def result_key(post_id: str) -> str:
     """Hash of a post's results: fingerprint -> Classification as JSON; and `score` -> its latest score as JSON."""
     return f"feedmill:result:{post_id}"
+
+
+def suspect_key(message: str) -> str:
+    """Hash: index of a post -> in how many passes of vanished workers it was. message: digest of its id."""
+    return f"feedmill:suspect:{message}"
 
 
 def labels_key(hour: int) -> str:
@@ -84,6 +91,10 @@ TABLE: tuple[Key, ...] = (
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "six fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
+    Key(
+        PASSES, "hash", "workers/suspects.py", "one field a lane of a worker process; ttl KEPT, at the next look"
+    ),
+    Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),

@@ -5,6 +5,7 @@ Knows nothing of Celery; the pool keeps what it needs to answer in `ticket`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ class Message:
     """One message inside the worker: its posts, and an outcome for each as they come.
 
     arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters. priority: whose turn it
-    is when several wait, 0 before 9. ticket: whatever its owner needs to answer it.
+    is when several wait, 0 before 9. redelivered: whether a worker had it before. ticket: whatever its owner needs to
+    answer it.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Message:
         sent_at: object,
         task_id: str | None = None,
         priority: int = 0,
+        redelivered: bool = False,
         ticket: Any = None,
     ) -> None:
         self.arguments = dict(arguments)
@@ -46,6 +49,9 @@ class Message:
         self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < LATEST else None
         self.task_id = task_id
         self.priority = priority
+        self.redelivered = redelivered
+        #: By index, how many workers vanished in a forward pass that this post was in (workers/suspects.py).
+        self.deaths: Mapping[int, int] = {}
         self.ticket = ticket
         posts = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = posts if isinstance(posts, list) else []

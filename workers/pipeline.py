@@ -5,7 +5,8 @@
 The device is what must never wait: tokenization, Redis and Celery happen on other threads than its own, and a GPU is
 handed the next micro-batch while the last one runs. A CPU has a device thread, a lane, for each of its cores, whose
 forward passes run side by side; a micro-batch that finds the others idle gets all cores. One more thread watches: a
-forward pass that hangs ends the worker, as does any thread that dies. The pipeline knows what a message of posts is,
+forward pass that hangs ends the worker, as does any thread that dies. Posts in whose passes workers vanished before
+(workers/suspects.py) are computed apart, while every lane else is idle. The pipeline knows what a message of posts is,
 but nothing of Celery. It asks and tells its owner, on threads of its own: `admits`, whether a message whose turn has
 come is still wanted, under the pipeline's lock; `on_started`, when its first row enters a forward pass; `on_finished`,
 when its last post has an outcome and every result is stored; `on_recorded`, when its dead letters are stored as well,
@@ -31,9 +32,10 @@ from shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome
 from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
-from workers.classifiers import Classifier, Outputs, Row, Scores
+from workers.classifiers import Classifier, LabelSet, Outputs, Row, Scores
 from workers.message import Message, PostAtWork
 from workers.statistics import Statistics
+from workers.suspects import DEADLY, Quarantine, Suspects
 from workers.window import Window
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Pipeline:
         budget: TokenBudget,
         worker: str,
         *,
+        suspects: Suspects | None = None,
         admits: Callable[[Message], bool] = lambda _: True,
         on_started: Callable[[Message], None] = lambda _: None,
         on_finished: Callable[[Message], None] = lambda _: None,
@@ -97,6 +100,7 @@ class Pipeline:
         self._store = store
         self._budget = budget
         self._worker = worker
+        self._suspects = suspects
         self._admits = admits
         self._on_started = on_started
         self._on_finished = on_finished
@@ -104,6 +108,8 @@ class Pipeline:
         self._on_failure = on_failure
         self._batch_rows = settings.batch_rows
         self._forward_timeout = settings.forward_timeout
+        #: A row of no message: what the device must be able to compute.
+        self._proof = classifier.prepare(["A first post."], classifier.label_set(ClassifyOptions()))[0]
         self.statistics = Statistics(settings.statistics_interval, time.monotonic())
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -111,12 +117,17 @@ class Pipeline:
         #: Guards the window, the jobs, and every message's `started`, `finished` and `dropped`.
         self._ready = threading.Condition()
         self._window: Window[Row] = Window(time.monotonic)
+        self._quarantine: Quarantine[Row] = Quarantine()
+        #: Whether suspects are on the device: then nothing else may be.
+        self._apart = False
         self._jobs: deque[Callable[[], None]] = deque()
         self._lanes = classifier.device.lanes
         #: Lanes that have a micro-batch. Guarded by `_ready` too.
         self._busy = 0
         #: By lane: when its latest forward pass began, and what it left; for the watching thread.
         self._computing: list[tuple[float, Outputs | None] | None] = [None] * self._lanes
+        #: By lane: the posts of that pass, for `_note`.
+        self._noted: list[list[tuple[str | None, int]]] = [[] for _ in range(self._lanes)]
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         #: Room for what the device and the tokenizer hand to the writer.
         self._room = threading.Semaphore(WRITE_AHEAD)
@@ -151,7 +162,7 @@ class Pipeline:
 
     def waiting(self) -> int:
         """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
-        return len(self._window) + self._rows_in - self._rows_prepared
+        return len(self._window) + len(self._quarantine) + self._rows_in - self._rows_prepared
 
     def rows_per_message(self) -> float:
         """The mean of all that came so far."""
@@ -197,6 +208,8 @@ class Pipeline:
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)
+        if self._suspects and not self.failure:
+            self._suspects.release(self._lanes)
 
     # Its threads.
 
@@ -228,26 +241,31 @@ class Pipeline:
 
     def _tokenizer_loop(self) -> None:
         while (message := self._arrived.get()) and not self._stopping.is_set():
-            rows: list[Row] = []
+            prepared: list[tuple[PostAtWork, list[Row]]] = []
             try:
-                rows = self._prepare(message)
+                prepared = self._prepare(message)
             except RequestRefused as refused:
                 message.refused = refused
             except Exception as error:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
-            if rows:
-                for at in range(0, len(rows), ROWS_AT_ONCE):
-                    with self._ready:
-                        for row in rows[at : at + ROWS_AT_ONCE]:
-                            self._window.add(row, message.priority)
-                        self._ready.notify_all()
-            else:
+            rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
+            for at in range(0, len(rows), ROWS_AT_ONCE):
+                with self._ready:
+                    for row in rows[at : at + ROWS_AT_ONCE]:
+                        self._window.add(row, message.priority)
+                    self._ready.notify_all()
+            with self._ready:
+                for work, each in prepared:
+                    if deaths := message.deaths.get(work.index):
+                        self._quarantine.add(deaths, each)
+                self._ready.notify_all()
+            if not prepared:
                 self._hand_to_writer(message)
             self._rows_prepared += len(message.raw_posts) * self._rows_each
 
-    def _prepare(self, message: Message) -> list[Row]:
-        """Rows for the posts that are good; the others are settled with their error."""
+    def _prepare(self, message: Message) -> list[tuple[PostAtWork, list[Row]]]:
+        """The posts that are to be computed, with their rows; the others are settled."""
         posts = message.read()
         label_set = self._classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
@@ -262,11 +280,39 @@ class Pipeline:
             else:
                 message.settle(index, post)
         at_work = self._unanswered(at_work, label_set.recipe)
-        prepared = self._classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
-        for work, rows in zip(at_work, prepared, strict=True):
+        if message.redelivered and self._suspects:
+            at_work = self._not_deadly(at_work, message, self._suspects)
+        prepared = list(zip(at_work, self._rows(at_work, label_set), strict=True))
+        for work, rows in prepared:
             for row in rows:
                 row.owner = work
-        return [row for rows in prepared for row in rows]
+        return [(work, rows) for work, rows in prepared if rows]
+
+    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet) -> list[list[Row]]:
+        """Each post's rows; none of one that cannot be prepared, which is settled with the reason."""
+        try:
+            return self._classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
+        except BaseException as error:  # a panic of the tokenizer, in Rust, is no Exception
+            if len(at_work) > 1:
+                return [rows for work in at_work for rows in self._rows([work], label_set)]
+            logger.error("post %s cannot be prepared", at_work[0].post.id, exc_info=error)
+            reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
+            at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
+            return [[]]
+
+    def _not_deadly(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
+        """Those of a message that came again which may be computed, if apart; the others are settled."""
+        message.deaths = suspects.deaths(message.task_id)
+        allowed = []
+        for work in at_work:
+            if (deaths := message.deaths.get(work.index, 0)) < DEADLY:
+                allowed.append(work)
+            else:
+                reason = f"{deaths} workers vanished in forward passes that it was in; in the last it was alone"
+                message.settle(work.index, PostError(id=work.post.id, error=reason))
+        if found := [work.post.id for work in allowed if work.index in message.deaths]:
+            logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))
+        return allowed
 
     def _unanswered(self, at_work: list[PostAtWork], recipe: str) -> list[PostAtWork]:
         """Those of the posts whose classification is not stored; the others are settled with it."""
@@ -283,15 +329,22 @@ class Pipeline:
 
     def _device_loop(self, lane: int) -> None:
         while batch := self._next_batch(lane):
-            rows, passes = batch
+            rows, passes, apart = batch
             self._classifier.device.take_share(passes)
+            if apart:
+                self._prove_device(lane)
             for part, outputs in self._forward(rows, lane):
+                if apart and not isinstance(outputs, Exception):
+                    self._wait_for(outputs)
                 self._hand_to_writer(Computed(part, outputs, 1 / passes))
             with self._ready:
                 self._busy -= 1
+                self._apart = False
+                self._ready.notify_all()
 
-    def _next_batch(self, lane: int) -> tuple[list[Row], int] | None:
-        """The lane's next micro-batch, once there is one, and how many share the device with it, itself counted.
+    def _next_batch(self, lane: int) -> tuple[list[Row], int, bool] | None:
+        """The lane's next micro-batch, once there is one; how many share the device with it, itself counted; and
+        whether it is one of suspects.
 
         None when the pipeline stops. The first lane runs a job after each micro-batch.
         """
@@ -299,18 +352,38 @@ class Pipeline:
             if not lane:
                 self._run_job()
             with self._ready:
-                self._ready.wait_for(lambda: (not lane and self._jobs) or self._window or self._stopping.is_set())
-                rows = self._window.take(self._budget.tokens, self._batch_rows)
+                self._ready.wait_for(lambda: (not lane and self._jobs) or self._is_due() or self._stopping.is_set())
+                rows = self._take() if self._is_due() else []
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if not row.owner.message.dropped]
                 alone = not self._busy and not self._window
+                self._apart = apart = self._apart and bool(rows)
                 self._busy += bool(rows)
             for message in starting:
                 self._on_started(message)
             if rows:
-                return rows, 1 if alone else self._lanes
+                return rows, 1 if alone or apart else self._lanes, apart
         return None
+
+    def _is_due(self) -> bool:
+        """Whether a lane may take a micro-batch: suspects wait for all lanes, and all lanes for them. Locked."""
+        return not self._busy if self._quarantine else bool(self._window) and not self._apart
+
+    def _take(self) -> list[Row]:
+        """The next micro-batch, of suspects where there are any. Locked."""
+        self._apart = bool(self._quarantine)
+        return (self._quarantine or self._window).take(self._budget.tokens, self._batch_rows)
+
+    def _prove_device(self, lane: int) -> None:
+        """See that the device computes at all, before its failing counts against suspects."""
+        if (computing := self._computing[lane]) and computing[1]:
+            self._wait_for(computing[1])
+        self._wait_for(self._compute(self._proof, lane))
+
+    def _wait_for(self, outputs: Outputs) -> None:
+        while not outputs.ready() and not self._stopping.wait(0.001):
+            pass
 
     def _run_job(self) -> None:
         with self._ready:
@@ -351,7 +424,16 @@ class Pipeline:
             self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
         return halves
 
+    def _note(self, rows: Sequence[Row], lane: int) -> None:
+        """Have it known which posts are on the device, should this worker vanish now."""
+        if self._suspects:
+            latest = self._computing[lane]
+            running = self._noted[lane] if latest and latest[1] and not latest[1].ready() else []
+            self._noted[lane] = [(row.owner.message.task_id, row.owner.index) for row in rows if row.owner]
+            self._suspects.note(lane, (*running, *self._noted[lane]))
+
     def _compute(self, rows: Sequence[Row], lane: int) -> Outputs:
+        self._note(rows, lane)
         began = time.monotonic()
         self._computing[lane] = began, None
         try:
@@ -408,6 +490,8 @@ class Pipeline:
             self.statistics.totals.failed += len(dead)
             logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
         for message in done:
+            if message.deaths and self._suspects:
+                self._suspects.clear(message.task_id)
             self._on_recorded(message)
 
     def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:

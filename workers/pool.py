@@ -51,6 +51,7 @@ from workers.message import Message
 from workers.metrics import TURN, WorkerMetrics
 from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
+from workers.suspects import Suspects
 from workers.task import IN_HAND, ClassifyTask, named
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class DevicePool(BasePool):
             self.settings,
             self._budget,
             worker,
+            suspects=Suspects(connect(self.settings)),
             admits=self._admits,
             on_started=self._on_started,
             on_finished=self._on_finished,
@@ -187,12 +189,14 @@ class DevicePool(BasePool):
             ticket.args = (name, task_id, request, ticket.request.message.payload, None, None)
         if isinstance(ticket.request.task, ClassifyTask):
             arguments = named(request["args"], request["kwargs"])
-            priority = ticket.request.delivery_info["priority"]
+            delivery = ticket.request.delivery_info
+            priority = delivery["priority"]
             ticket.message = Message(
                 arguments,
                 request.get(SENT_AT),
                 str(task_id)[:128],
                 priority if isinstance(priority, int) else 0,
+                bool(delivery.get("redelivered")),
                 ticket,
             )
             self.pipeline.submit(ticket.message)

@@ -21,6 +21,7 @@ from workers.device import Device
 from workers.message import Message
 from workers.offline import classify
 from workers.pipeline import MAX_ROWS_PER_MESSAGE, Pipeline
+from workers.suspects import Suspects
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -60,10 +61,12 @@ class StandIn:
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         if options.labels == {"unservable": ("unservable",)}:
             raise RequestRefused("labels: this model cannot serve them")
+        if options.labels == {"unreadable": ("unreadable",)}:
+            raise RuntimeError("a bug")
         return LABELS
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        if "explode" in texts:
+        if any("explode" in text for text in texts):
             raise RuntimeError("the tokenizer is broken")
         return [[Row(Tokens(list(range(len(text.split())))), label_set)] for text in texts]
 
@@ -110,7 +113,7 @@ class Store:
 class Owner:
     """A pipeline with what it told its owner."""
 
-    def __init__(self, classifier: StandIn | None = None, **settings: Any) -> None:
+    def __init__(self, classifier: StandIn | None = None, suspects: Suspects | None = None, **settings: Any) -> None:
         self.classifier, self.store, self.budget = classifier or StandIn(), Store(), TokenBudget(2048)
         self.started: list[Message] = []
         self.finished: list[Message] = []
@@ -124,6 +127,7 @@ class Owner:
             Settings(**settings),
             self.budget,
             "worker",
+            suspects=suspects,
             admits=lambda message: message not in self.unwanted,
             on_started=self.started.append,
             on_finished=self._finish,
@@ -274,12 +278,33 @@ def test_a_message_of_too_many_rows_is_refused() -> None:
         owner.pipeline.stop()
 
 
-def test_offline_what_is_refused_as_a_whole_is_an_error_of_each_post() -> None:
+def test_offline_a_post_that_cannot_be_prepared_fails_alone() -> None:
     posts = [Post(id="a", title="explode"), Post(id="b", title="fine")]
-    outcomes = list(classify(posts, StandIn(), Settings(), TokenBudget(64)))
-    assert [post.id for post, _ in outcomes] == ["a", "b"]
-    assert all("the tokenizer is broken" in outcome.error for _, outcome in outcomes if isinstance(outcome, PostError))
-    assert all(isinstance(outcome, PostError) for _, outcome in outcomes)
+    (_, failed), (_, good) = classify(posts, StandIn(), Settings(), TokenBudget(64))
+    assert failed == PostError(id="a", error="it cannot be prepared: RuntimeError: the tokenizer is broken")
+    assert isinstance(good, Classification)
+
+
+class Panic(BaseException):
+    """What a panic in Rust becomes."""
+
+
+def test_a_panic_of_the_tokenizer_is_one_posts_affair(owner: Owner) -> None:
+    prepare = owner.classifier.prepare
+
+    def panicking(texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        if "panic" in texts:
+            raise Panic("index out of bounds")
+        return prepare(texts, label_set)
+
+    owner.classifier.prepare = panicking  # type: ignore[method-assign]
+    found = owner.results("fine", "panic", "fine")
+    assert [outcome.get("error", "good") for outcome in found] == [
+        "good",
+        "it cannot be prepared: Panic: index out of bounds",
+        "good",
+    ]
+    assert owner.failures == 0
 
 
 def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> None:
@@ -396,8 +421,11 @@ def test_a_strict_message_fails_when_any_does_and_the_good_are_stored(owner: Own
         ({"posts": [{"id": "1", "title": "x"}] * 1001}, "posts: 1001 in one message"),
         ({"posts": [{"id": "1", "title": "x"}], "template": "no place"}, "template: "),
         ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "labels: this model"),
+        (
+            {"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]},
+            "its posts cannot be prepared: RuntimeError",
+        ),
         ({"posts": [{"id": "1", "title": "x"}], "top_k": 0}, "top_k: "),
-        ({"posts": [{"id": "1", "title": "explode"}]}, "its posts cannot be prepared"),
     ],
 )
 def test_a_message_that_cannot_be_served_says_why(owner: Owner, arguments: dict[str, Any], words: str) -> None:
