@@ -333,9 +333,13 @@ class Pipeline:
             self._classifier.device.take_share(passes)
             if apart:
                 self._prove_device(lane)
-            for part, outputs in self._forward(rows, lane):
-                if apart and not isinstance(outputs, Exception):
-                    self._wait_for(outputs)
+            parts = self._forward(rows, lane)
+            if apart:
+                for _, outputs in parts:
+                    if not isinstance(outputs, Exception):
+                        self._wait_for(outputs)
+                self._note((), lane)  # the writer may keep this thread waiting, and what has ended is no suspect
+            for part, outputs in parts:
                 self._hand_to_writer(Computed(part, outputs, 1 / passes))
             with self._ready:
                 self._busy -= 1

@@ -41,10 +41,7 @@ class Proxy:
     async def _end(self) -> None:
         self._server.close()
         self._cut()
-        serving = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     def _cut(self) -> None:
         for client in tuple(self._clients):

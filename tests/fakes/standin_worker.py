@@ -82,7 +82,7 @@ class StandIn:
     def forward(self, rows: Sequence[Any]) -> Done:
         from shared.errors import DeviceFull  # noqa: PLC0415
 
-        titles = [row.owner.post.title for row in rows]
+        titles = [row.owner.post.title for row in rows if row.owner]
         if self._hangs:
             Event().wait()
         if self._full and len(rows) > 1:
@@ -108,7 +108,7 @@ def main(name: str) -> int:
     from workers import device  # noqa: PLC0415
     from workers.run import run_worker  # noqa: PLC0415
 
-    device.choose = lambda *_: standin.device  # type: ignore[assignment, return-value]
+    device.choose = lambda *_: standin.device  # type: ignore[assignment]
     return run_worker(load(), name)
 
 

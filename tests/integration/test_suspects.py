@@ -17,6 +17,7 @@ from tests.unit.test_pipeline import Owner, StandIn
 from workers.classifiers import Row
 from workers.device import Device
 from workers.message import Message
+from workers.pipeline import WRITE_AHEAD
 from workers.suspects import DEADLY, TOGETHER, Quarantine, Suspects
 
 
@@ -183,6 +184,22 @@ def test_suspects_apart_the_deadly_one_a_dead_letter_the_others_as_ever(
         assert seen[at - 2 : at + 2] == [("proof",), ("proof",), (suspect,), (suspect,)]
         assert not any(seen[:at].count(posts) % 2 for posts in seen[:at])
     assert client.keys("feedmill:suspect:*") == []
+
+
+def test_a_suspect_that_was_computed_is_none_while_its_result_waits(
+    client: Redis, make_owner: Callable[[], Owner]
+) -> None:
+    """Redis may be away for long, and so a worker that is killed then be killed outside any pass."""
+    for _ in range(2):
+        Suspects(client).note(0, [("the message", post) for post in range(WRITE_AHEAD + 8)])
+        Suspects(client).deaths("the message")
+    owner = make_owner()
+    owner.store.refusals = 1_000_000
+    posts = [{"id": str(number), "title": "x"} for number in range(WRITE_AHEAD + 8)]
+    owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
+    alone = (str(WRITE_AHEAD + 1),)  # the writer has one in hand, and there is room for WRITE_AHEAD more
+    wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
+    wait_until(lambda: set(Suspects(client).deaths("the message").values()) == {2}, "none is on the device", 10)
 
 
 def test_what_is_delivered_for_the_first_time_is_never_looked_up(
