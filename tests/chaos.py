@@ -46,7 +46,7 @@ from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
-from tests.support import Restartable
+from tests.support import Restartable, wait_until
 
 ROOT = Path(__file__).parent.parent
 #: Seconds: leases of messages, a forward pass that hangs, a delayed piece on its way.
@@ -73,8 +73,7 @@ WARM, FLAT = 0.2, 0.05
 class Ledger:
     """What became of each post, read off the streams, a part at a time."""
 
-    def __init__(self, redis: Any, posts: int) -> None:
-        self._redis = redis
+    def __init__(self, posts: int) -> None:
         self._read = {RESULTS_STREAM: "0", DEAD_LETTERS: "0"}
         #: By number of the post: entries in each stream.
         self.entries = {stream: bytearray(posts) for stream in self._read}
@@ -83,9 +82,9 @@ class Ledger:
         #: Number of a dead post -> why.
         self.reasons: dict[int, str] = {}
 
-    def read(self) -> None:
+    def read(self, redis: Any) -> None:
         """Count what has come since the last time. Raises redis.exceptions.RedisError."""
-        while answer := self._redis.xread(self._read, count=2000):
+        while answer := redis.xread(self._read, count=2000):
             for stream, entries in answer:
                 for entry_id, fields in entries:
                     number = int(fields["id"].removeprefix("p"))
@@ -102,12 +101,14 @@ class Chaos:
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder
+        self._numbers = count()
         self._random = random.Random(given.seed)
         poison = self._random.sample(range(given.posts), round(given.posts * given.poison / 100))
         killing = round(len(poison) * given.killing / 100)
         self.poison = dict.fromkeys(poison[killing:], RAISES) | dict.fromkeys(poison[:killing], KILLS)
-        self._redis = Restartable(folder, given.appendfsync)
-        self._proxy = Proxy(self._redis.port) if given.cuts or given.delays else None
+        self._redis = self._start_redis()
+        self._replica = self._start_replica() if given.failovers else None
+        self._proxy = Proxy(self._redis.port) if given.cuts or given.delays or given.failovers else None
         self._settings = Settings.model_validate(
             {
                 "redis_url": f"redis://127.0.0.1:{self._proxy.port if self._proxy else self._redis.port}/0",
@@ -125,11 +126,10 @@ class Chaos:
                 "sent_ttl": KEPT if given.soak else 86_400,
             }
         )
-        self.ledger = Ledger(self._redis.client, given.posts)
+        self.ledger = Ledger(given.posts)
         self._sent, self._stopping = 0, Event()
         #: When what is to be done next: (monotonic seconds, number, what).
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
         #: Time of each fault, and how often each kind was done.
         self._faults: list[float] = []
         self._done: Counter[str] = Counter()
@@ -141,6 +141,17 @@ class Chaos:
         self._launcher = self._launch()
 
     # The processes.
+
+    def _start_redis(self) -> Restartable:
+        """A redis-server with a folder of its own."""
+        folder = self._folder / f"redis-{next(self._numbers)}"
+        folder.mkdir()
+        return Restartable(folder, self._given.appendfsync)
+
+    def _start_replica(self) -> Restartable:
+        replica = self._start_redis()
+        replica.client.replicaof("127.0.0.1", self._redis.port)
+        return replica
 
     def _launch(self) -> Child:
         given = {
@@ -197,7 +208,8 @@ class Chaos:
         """Which fault comes when so large a share of the posts has ended, first things first."""
         given = self._given
         counts = {
-            "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "cut": given.cuts,
+            "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
+            "cut": given.cuts,
             "pause": given.pauses, "delay": given.delays, "memory_full": given.memory, "oom": given.oom,
             "hang": given.hangs, "launcher_kill": given.launcher_kills, "clock_jump": given.clock_jumps,
         }  # fmt: skip
@@ -252,15 +264,32 @@ class Chaos:
     def _power_cut(self) -> None:
         self._redis.kill()
         moment = time.monotonic() - UNSYNCED
-        earlier = [(path, size) for at, path, size in self._written if at <= moment]
-        if earlier and earlier[-1][0] == self._log():
-            os.truncate(*earlier[-1])
+        path, size = next(
+            ((path, size) for at, path, size in reversed(self._written) if at <= moment), self._written[0][1:]
+        )
+        if path == self._log():  # else it was rewritten since, and is synced by that
+            os.truncate(path, size)
         self._redis.start()
+        self._written.clear()
+        self._note_log()
+
+    def _note_log(self) -> None:
+        path = self._log()
+        self._written.append((time.monotonic(), path, path.stat().st_size))
 
     def _log(self) -> Path:
         """The append-only file that Redis writes to now."""
-        logs = [*self._folder.glob("appendonlydir/*.incr.aof"), *self._folder.glob("appendonly.aof")]
+        logs = [*self._redis.folder.glob("appendonlydir/*.incr.aof"), *self._redis.folder.glob("appendonly.aof")]
         return max(logs, key=lambda path: path.stat().st_mtime)
+
+    def _failover(self) -> None:
+        """kill -9 of the master: its replica takes its place, with what it was passed until then."""
+        if (replica := self._replica) and self._proxy:
+            wait_until(lambda: _is_in_step(replica.client), "the replica is in step")
+            self._redis.kill()
+            replica.client.replicaof("NO", "ONE")
+            self._redis, self._proxy.server_port = replica, replica.port
+            self._replica = self._start_replica()
 
     def _cut(self) -> None:
         if self._proxy:
@@ -292,13 +321,15 @@ class Chaos:
             self._stopping.set()
             producer.join()
             self._end()
-        self.ledger.read()
-        self._redis.stop()
+        self.ledger.read(self._redis.client)
+        for server in filter(None, (self._redis, self._replica)):
+            server.stop()
         return {"finished": finished, **self._judge(), "seconds": round(seconds, 1), **self._figures()}
 
     def _go_on(self, began: float) -> bool:
         """Do what is due, until all posts have ended or nothing more comes; whether it was in time."""
         plan, given = self._plan(), self._given
+        self._note_log()
         looked, ended, since = 0.0, 0, time.monotonic()
         if given.kill_every:
             self._later(given.kill_every, self._kill_again)
@@ -310,8 +341,7 @@ class Chaos:
             while plan and plan[0][0] * given.posts <= ended:
                 self._do(plan.pop(0)[1])
             if given.power_cuts:
-                path = self._log()
-                self._written.append((now, path, path.stat().st_size))
+                self._note_log()
             if now - looked < LOOK:
                 continue
             looked = now
@@ -335,7 +365,7 @@ class Chaos:
         """Entries in both streams. Raises redis.exceptions.RedisError."""
         client: Any = self._redis.client
         if self._given.soak:
-            self.ledger.read()
+            self.ledger.read(self._redis.client)
             return sum(sum(map(bool, entries)) for entries in self.ledger.entries.values())
         return int(client.xlen(RESULTS_STREAM) + client.xlen(DEAD_LETTERS))
 
@@ -426,6 +456,10 @@ def _is_flat(sizes: Sequence[float]) -> bool:
     return all(abs(size / warm[0] - 1) <= FLAT for size in warm)
 
 
+def _is_in_step(replica: Any) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
+
+
 def _send(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -446,6 +480,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between two kill -9s of workers")
     parser.add_argument("--redis-restarts", type=int, default=0, help="the first by kill -9, the next in order, …")
     parser.add_argument("--power-cuts", type=int, default=0, help="with the last second of the append-only file lost")
+    parser.add_argument("--failovers", type=int, default=0, help="kill -9s of Redis whose replica takes its place")
     parser.add_argument("--cuts", type=int, default=0, help="times that all connections are reset")
     parser.add_argument("--delays", type=int, default=0, help=f"times that they are slow, for {SLOW:.0f} s")
     parser.add_argument("--pauses", type=int, default=0, help=f"workers stopped for {PAUSE:.0f} s, longer than leases")

@@ -76,14 +76,14 @@ class Restartable:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = Redis.from_url(self.url, decode_responses=True)
-        self._folder, self._path = folder, next(iter(redis_servers().values()))
+        self.folder, self._path = folder, next(iter(redis_servers().values()))
         self._configuration = (
             f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly yes\nappendfsync {appendfsync}\ndir "{folder}"\n'
         )
         self.start()
 
     def start(self) -> None:
-        self.child = Child("redis", [self._path, "-"], self._folder, dict(os.environ), stdin=self._configuration)
+        self.child = Child("redis", [self._path, "-"], self.folder, dict(os.environ), stdin=self._configuration)
         wait_until(self._answers, "Redis answers")
 
     def _answers(self) -> bool:

@@ -16,7 +16,8 @@ class Proxy:
     """Listens on `port`, and connects each client to the server's. Serves on a thread of its own until `stop`."""
 
     def __init__(self, server_port: int) -> None:
-        self._server_port = server_port
+        #: Where the next connections go.
+        self.server_port = server_port
         #: Seconds for which each piece is held before it is passed on.
         self.delay = 0.0
         self._clients: set[asyncio.StreamWriter] = set()
@@ -51,7 +52,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._clients.add(writer)
         try:
-            from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port, limit=PIECE)
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self.server_port, limit=PIECE)
         except OSError:  # the server is away: so is this
             self._clients.discard(writer)
             writer.transport.abort()
