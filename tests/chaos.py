@@ -7,10 +7,11 @@ Without faults it is the throughput test, and with --soak, where the store forge
 
 The last line is JSON. Of the posts that were accepted: `sent`, `stored`, `dead_lettered`, `lost` (neither),
 `duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
-`innocent_dead_letters` (no poison), `poison_stored`. `recovery_s`: the longest time from a fault until two seconds
-begin in which results come at 90% of the run's median rate or more. Then `posts_per_second`, `median_rate` of the
-seconds in which any came, the faults that were done, how many worker processes were seen, and of each process the
-memory in MB at first, at most and at last. Exit status 1 where something is lost, twice or wrongly dead, or time is up.
+`innocent_dead_letters` (no poison), `poison_stored`; with --again `lost_at_first`, before all was sent once more.
+`recovery_s`: the longest time from a fault until two seconds begin in which results come at 90% of the run's median
+rate or more. Then `posts_per_second`, `median_rate` of the seconds in which any came, the faults that were done, how
+many worker processes were seen, and of each process the memory in MB at first, at most and at last. Exit status 1
+where something is lost, twice or wrongly dead, or the time is up.
 
 What it cannot do: Redis' clock cannot be moved, only the workers' own. A power cut is a kill -9 of Redis after which
 the last second of its append-only file is cut off: what `everysec` may lose, as Redis says; no machine is crashed.
@@ -77,6 +78,8 @@ class Ledger:
         self._read = {RESULTS_STREAM: "0", DEAD_LETTERS: "0"}
         #: By number of the post: entries in each stream.
         self.entries = {stream: bytearray(posts) for stream in self._read}
+        #: Posts that have ended: those in both streams twice.
+        self.ended = 0
         #: Results by second since 1970, by Redis' clock.
         self.by_second: Counter[int] = Counter()
         #: Number of a dead post -> why.
@@ -88,6 +91,7 @@ class Ledger:
             for stream, entries in answer:
                 for entry_id, fields in entries:
                     number = int(fields["id"].removeprefix("p"))
+                    self.ended += not self.entries[stream][number]
                     self.entries[stream][number] += 1
                     if stream == DEAD_LETTERS:
                         self.reasons[number] = json.loads(fields["letter"])["reason"]
@@ -179,9 +183,7 @@ class Chaos:
 
     def _produce(self) -> None:
         """Send all posts; those that Redis does not take are sent again until it does."""
-        pusher = Pusher(
-            make_app(self._settings), connect(self._settings), self._settings, ClassifyOptions(), wait=self._wait
-        )
+        pusher = self._make_pusher()
         posts = self._posts()
         while (some := list(islice(posts, AT_ONCE))) and not self._stopping.is_set():
             while not self._stopping.is_set():
@@ -192,6 +194,15 @@ class Chaos:
                 else:
                     self._sent += len(some)
                     break
+
+    def _make_pusher(self, again: bool = False) -> Pusher:
+        settings = self._settings
+        return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait)
+
+    def _send_again(self) -> None:
+        """Every post once more, as who doubts does: what is stored is answered from the store."""
+        self._make_pusher(again=True).push(self._posts())
+        wait_until(self._is_idle, "what was sent again has ended", self._given.limit)
 
     def _wait(self, _: float) -> None:
         if self._stopping.wait(0.02):
@@ -316,15 +327,19 @@ class Chaos:
         try:
             producer.start()
             finished = self._go_on(began)
-            seconds = time.monotonic() - began
+            lost = self._counted()["lost"]
+            figures = {"seconds": round(time.monotonic() - began, 1), **self._figures()}
+            if self._given.again:
+                figures["lost_at_first"] = lost
+                self._send_again()
         finally:
             self._stopping.set()
             producer.join()
             self._end()
-        self.ledger.read(self._redis.client)
+        counted = self._counted()
         for server in filter(None, (self._redis, self._replica)):
             server.stop()
-        return {"finished": finished, **self._judge(), "seconds": round(seconds, 1), **self._figures()}
+        return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
         """Do what is due, until all posts have ended or nothing more comes; whether it was in time."""
@@ -366,7 +381,7 @@ class Chaos:
         client: Any = self._redis.client
         if self._given.soak:
             self.ledger.read(self._redis.client)
-            return sum(sum(map(bool, entries)) for entries in self.ledger.entries.values())
+            return self.ledger.ended
         return int(client.xlen(RESULTS_STREAM) + client.xlen(DEAD_LETTERS))
 
     def _is_idle(self) -> bool:
@@ -398,7 +413,9 @@ class Chaos:
 
     # What came of it.
 
-    def _judge(self) -> dict[str, int]:
+    def _counted(self) -> dict[str, int]:
+        """Raises redis.exceptions.RedisError."""
+        self.ledger.read(self._redis.client)
         results, dead = self.ledger.entries[RESULTS_STREAM], self.ledger.entries[DEAD_LETTERS]
         lost = [number for number in range(self._sent) if not (results[number] or dead[number])]
         innocent = [number for number in self.ledger.reasons if number not in self.poison]
@@ -489,6 +506,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hangs", type=int, default=0, help="forward passes that hang")
     parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of what starts the workers")
     parser.add_argument("--clock-jumps", type=int, default=0, help="jumps of a worker's clock by an hour")
+    parser.add_argument("--again", action="store_true", help="when all has ended, send all once more")
     parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="posts that raise or kill")
     parser.add_argument("--killing", type=_percent, default=10.0, metavar="P%", help="those of them that kill")
     parser.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="always")

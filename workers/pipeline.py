@@ -257,8 +257,8 @@ class Pipeline:
                     self._ready.notify_all()
             with self._ready:
                 for work, each in prepared:
-                    if deaths := message.deaths.get(work.index):
-                        self._quarantine.add(deaths, each)
+                    if work.index in message.deaths:
+                        self._quarantine.add(each)
                 self._ready.notify_all()
             if not prepared:
                 self._hand_to_writer(message)
@@ -308,7 +308,7 @@ class Pipeline:
             if (deaths := message.deaths.get(work.index, 0)) < DEADLY:
                 allowed.append(work)
             else:
-                reason = f"{deaths} workers vanished in forward passes that it was in; in the last it was alone"
+                reason = f"{deaths} workers vanished in forward passes that it was in; in the last two it was alone"
                 message.settle(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
             logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))

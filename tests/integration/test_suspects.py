@@ -18,7 +18,7 @@ from workers.classifiers import Row
 from workers.device import Device
 from workers.message import Message
 from workers.pipeline import WRITE_AHEAD
-from workers.suspects import DEADLY, TOGETHER, Quarantine, Suspects
+from workers.suspects import DEADLY, Quarantine, Suspects
 
 
 @pytest.fixture
@@ -97,22 +97,20 @@ class Length(int):
         return int(self)
 
 
-def test_suspects_are_computed_some_together_and_then_alone() -> None:
+def test_suspects_are_computed_one_by_one() -> None:
     quarantine: Quarantine[Length] = Quarantine()
-    for _ in range(TOGETHER[1] + 4):
-        quarantine.add(1, [Length(5)])
-    quarantine.add(2, [Length(6), Length(6)])
-    quarantine.add(2, [Length(7)])
-    assert len(quarantine) == TOGETHER[1] + 7
+    for rows in ([Length(5)], [Length(6), Length(6)], [Length(5)]):
+        quarantine.add(rows)
+    assert len(quarantine) == 4
     batches = []
     while quarantine:
         batches.append(quarantine.take(1000, 1000))
-    assert batches == [[5] * TOGETHER[1], [5] * 4, [6, 6], [7]]
+    assert batches == [[5], [6, 6], [5]]
 
 
 def test_no_more_at_once_than_the_device_takes() -> None:
     quarantine: Quarantine[Length] = Quarantine()
-    quarantine.add(1, [Length(10)] * 5)
+    quarantine.add([Length(10)] * 5)
     assert [len(quarantine.take(20, 100)) for _ in range(3)] == [2, 2, 1]
     assert not quarantine
 
