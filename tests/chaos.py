@@ -65,8 +65,9 @@ QUEUE_LIMIT, AT_ONCE = 400, 320
 RATE_SECONDS, FULL_SPEED = 2, 0.9
 #: Seconds without any change after which what is missing counts as lost.
 SETTLED = 5.0 * LEASE
-#: Seconds between two looks at the processes' memory; and for which a soak's store keeps results.
-LOOK, KEPT = 1.0, 30
+#: Seconds between two looks at the processes' memory, and between two lines of a soak about it; and for which its store
+#: keeps results.
+LOOK, TOLD, KEPT = 1.0, 30.0, 1
 #: Of a soak: the share of its time after which memory should be flat, and how flat.
 WARM, FLAT = 0.2, 0.05
 
@@ -220,26 +221,26 @@ class Chaos:
         given = self._given
         counts = {
             "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
-            "cut": given.cuts,
-            "pause": given.pauses, "delay": given.delays, "memory_full": given.memory, "oom": given.oom,
-            "hang": given.hangs, "launcher_kill": given.launcher_kills, "clock_jump": given.clock_jumps,
+            "cut": given.cuts, "delay": given.delays, "memory_full": given.memory, "pause": given.pauses,
+            "oom": given.oom, "hang": given.hangs, "launcher_kill": given.launcher_kills,
+            "clock_jump": given.clock_jumps,
         }  # fmt: skip
         return sorted(
             (self._random.uniform(0.02, FAULTY), name) for name, times in counts.items() for _ in range(times)
         )
 
     def _do(self, name: str) -> None:
+        self._faults.append(time.time())
         getattr(self, f"_{name}")()
         self._done[name] += 1
-        self._faults.append(time.time())
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), what))
 
-    def _signal(self, number: int) -> int | None:
+    def _signal(self, number: int) -> int:
         """Send it to some worker; to which."""
-        if not (workers := self._workers()):
-            return None
+        while not (workers := self._workers()):
+            time.sleep(0.05)
         pid = self._random.choice(sorted(workers.values()))
         _send(pid, number)
         return pid
@@ -252,8 +253,8 @@ class Chaos:
         self._launcher = self._launch()
 
     def _pause(self) -> None:
-        if (pid := self._signal(signal.SIGSTOP)) is not None:
-            self._later(PAUSE, lambda: _send(pid, signal.SIGCONT))
+        pid = self._signal(signal.SIGSTOP)
+        self._later(PAUSE, lambda: _send(pid, signal.SIGCONT))
 
     def _hang(self) -> None:
         self._signal(HANG)
@@ -359,15 +360,15 @@ class Chaos:
                 self._note_log()
             if now - looked < LOOK:
                 continue
+            if given.soak and int(now / TOLD) > int(looked / TOLD):
+                _tell(f"{ended:,} of {self._sent:,}; memory {self._latest_memory()}")
             looked = now
             self._look()
             with suppress(RedisFault):
                 counted = self._ended()
-                if counted != ended or self._sent < given.posts or plan:
+                if counted != ended or self._sent < given.posts:
                     ended, since = counted, now
-                    if given.soak:
-                        _tell(f"{ended:,} of {self._sent:,}; memory {self._latest_memory()}")
-                elif not self._due and (now - since > SETTLED or (ended >= self._sent and self._is_idle())):
+                elif now - since > SETTLED or (ended >= self._sent and not plan and not self._due and self._is_idle()):
                     return True
         return False
 
@@ -451,14 +452,14 @@ class Chaos:
             found["posts_per_second"] = round(sum(rates) / len(rates), 1)
             found["median_rate"] = statistics.median(filter(None, rates))
             found["recovery_s"] = max(
-                (_recovery(fault - first, rates, found["median_rate"]) for fault in self._faults), default=0.0
+                (recovery(fault - first, rates, found["median_rate"]) for fault in self._faults), default=0.0
             )
         if self._given.soak:
-            found["flat"] = {name: _is_flat(sizes) for name, sizes in self._memory.items()}
+            found["flat"] = {name: is_flat(sizes) for name, sizes in self._memory.items()}
         return found
 
 
-def _recovery(fault: float, rates: Sequence[int], median: float) -> float:
+def recovery(fault: float, rates: Sequence[int], median: float) -> float:
     """Seconds from the fault, at so many seconds of the run, until results come at full speed; 0.0 where they do on."""
     enough = FULL_SPEED * median * RATE_SECONDS
     for second in range(max(0, int(fault)), len(rates) - RATE_SECONDS):
@@ -467,7 +468,7 @@ def _recovery(fault: float, rates: Sequence[int], median: float) -> float:
     return round(len(rates) - fault, 1)
 
 
-def _is_flat(sizes: Sequence[float]) -> bool:
+def is_flat(sizes: Sequence[float]) -> bool:
     """Whether memory stayed within FLAT of what it was when the process was warm."""
     warm = sizes[int(WARM * len(sizes)) :]
     return all(abs(size / warm[0] - 1) <= FLAT for size in warm)
