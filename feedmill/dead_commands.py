@@ -65,7 +65,7 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
     with told_plainly(settings):
         chosen, missing = _chosen(dead, ids, every)
         for each in chosen:
-            if why := _send_again(each, celery, redis, settings):
+            if why := _send_again(each, dead, celery, redis, settings):
                 typer.echo(f"feedmill: {printable(each.name)} {printable(why)}", err=True)
                 refused += 1
             else:
@@ -134,7 +134,9 @@ def _tell_missing(ids: Sequence[str]) -> None:
         typer.echo(f"feedmill: no dead letter goes by {printable(name)}: gone, or never there", err=True)
 
 
-def _send_again(each: Entry | Element, celery: Celery, redis: Redis, settings: Settings) -> str | None:
+def _send_again(
+    each: Entry | Element, dead: DeadLetters, celery: Celery, redis: Redis, settings: Settings
+) -> str | None:
     """Publish its post once more; why not, where it cannot be."""
     if isinstance(each, Element):
         return "is no message, and cannot be sent again"
@@ -142,6 +144,7 @@ def _send_again(each: Entry | Element, celery: Celery, redis: Redis, settings: S
         post, options = _read(each.letter)
     except (PostRefused, RequestRefused) as refused:
         return f"cannot be sent again: {refused}"
+    dead.expect_again(each.letter)
     pusher = Pusher(celery, redis, settings, options, again=True)
     pusher.push([post])
     return f"cannot be sent again: post {post.id} was purged" if pusher.gone else None

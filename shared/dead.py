@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared.keys import DEAD_LETTERS, UNDECODABLE
+from shared.keys import DEAD_LETTERS, UNDECODABLE, buried_key
 from shared.messages import DeadLetter
+from shared.results import identity
 
 #: Letters that are fetched together: each may have half a megabyte.
 AT_ONCE = 20
@@ -75,6 +76,10 @@ class DeadLetters:
                 if name in (each.name, each.post_id):
                     several.append(each)
         return found
+
+    def expect_again(self, letter: DeadLetter) -> None:
+        """It is about to be sent once more: should that fail, it is another letter, though this one is there still."""
+        self._redis.delete(buried_key(identity(letter)))
 
     def remove(self, each: Entry | Element) -> None:
         """Remove it for good; elements of the same bytes all together."""

@@ -70,6 +70,11 @@ def tombstone_key(post_id: str) -> str:
     return f"feedmill:gone:{post_id}"
 
 
+def buried_key(letter: str) -> str:
+    """Which entry of their stream a dead letter is. letter: digest of what was sent."""
+    return f"feedmill:buried:{letter}"
+
+
 def position_key(file: str) -> str:
     """Where the reading of a file stopped: a number of records. file: digest of which, and of how it is read."""
     return f"feedmill:position:{file}"
@@ -104,6 +109,7 @@ TABLE: tuple[Key, ...] = (
     Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
     Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "KNOWN members; ttl KNOWN_TTL"),
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the file's end"),
+    Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
     Key(CELERY_RESULTS, "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),

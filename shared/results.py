@@ -2,7 +2,8 @@
 
 A micro-batch is written by one script: each classification is set if absent, and only what was new is
 appended to the stream. A message that is delivered twice, or by two workers at once, therefore leaves one
-result and one stream entry. The store knows nothing of models or of Celery.
+result and one stream entry. Nor is a post a dead letter twice, for as long as the first is there. The store knows
+nothing of models or of Celery.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key, tombstone_key
-from shared.messages import Classification, DeadLetter, Post
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
+from shared.messages import Classification, DeadLetter, Post, digest
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
 #:   KEYS[5+] feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
-#:   after them, feedmill:gone:<id> of each dead letter
+#:   after them, feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
 #:   ARGV[3]  length of that of dead letters  ARGV[4]  ttl of counts by label, seconds
 #:   ARGV[5]  labels that are counted in an hour, at most    ARGV[6]  how many results there are
@@ -58,11 +59,13 @@ end
 if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
 local counts = {stored = new, repeated = results - new - gone}
 local at = 7 + 5 * results
-for i = 5 + 2 * results, #KEYS do
+for i = 5 + 2 * results, #KEYS, 2 do
+  local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
-  else
-    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
+  elseif not entry or #redis.call('XRANGE', KEYS[3], entry, entry) == 0 then
+    entry = redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
+    redis.call('SET', KEYS[i + 1], entry, 'EX', ARGV[1])
     failed = failed + 1
   end
   at = at + 2
@@ -170,7 +173,7 @@ class ResultsStore:
         """Store a micro-batch, and the posts that failed; returns how many results were new.
 
         Nothing is stored of posts that were purged (shared/purge.py). Raises redis.exceptions.RedisError. Writing the
-        same results again is then harmless; dead letters and counts can come twice.
+        same again is then harmless; counts can come twice.
         """
         if not results and not dead:
             return 0
@@ -193,7 +196,7 @@ class ResultsStore:
         for letter in dead:
             # "" is no post's id: whoever sent a post without one cannot have it purged.
             post_id = (letter.id or "").strip()
-            keys.append(tombstone_key(post_id))
+            keys += [tombstone_key(post_id), buried_key(identity(letter))]
             arguments += [post_id, letter.model_dump_json()]
         new, trimmed = self._write(keys=keys, args=arguments)
         if trimmed:
@@ -277,6 +280,12 @@ class ResultsStore:
         """How many posts were stored, came again, failed, or were gone, since the store was made."""
         found: Any = self._redis.hgetall(COUNTERS)
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
+
+
+def identity(letter: DeadLetter) -> str:
+    """Of what was sent: the same, whoever failed at it, how, when, and in which message."""
+    how = {"reason", "traceback", "attempts", "worker", "failed_at"}
+    return digest(letter.model_dump_json(exclude=how if letter.post is None else how | {"message"}))
 
 
 def read_entry(fields: dict[str, str]) -> Result:

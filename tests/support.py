@@ -74,6 +74,40 @@ class RedisServer:
         self._child.kill()
 
 
+class Restartable:
+    """A redis-server on loopback that keeps its data, and can be killed and started again."""
+
+    def __init__(self, folder: Path, appendfsync: str = "always") -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis.from_url(self.url, decode_responses=True)
+        self.folder, self._path = folder, next(iter(redis_servers().values()))
+        self._configuration = (
+            f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly yes\nappendfsync {appendfsync}\ndir "{folder}"\n'
+        )
+        self.start()
+
+    def start(self) -> None:
+        self.child = Child("redis", [self._path, "-"], self.folder, dict(os.environ), stdin=self._configuration)
+        wait_until(self._answers, "Redis answers")
+
+    def _answers(self) -> bool:
+        with suppress(Exception):
+            return bool(self.client.ping())
+        return False
+
+    def signal(self, which: signal.Signals) -> None:
+        os.kill(self.child.process.pid, which)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.child.process.wait()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.child.stop(10)
+
+
 class Authority:
     """Makes certificates, as files in PEM: `file` is its own, `other` that of one that made none of them."""
 

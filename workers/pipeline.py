@@ -280,8 +280,8 @@ class Pipeline:
                     self._ready.notify_all()
             with self._ready:
                 for work, each in prepared:
-                    if deaths := message.deaths.get(work.index):
-                        self._quarantine.add(deaths, each)
+                    if work.index in message.deaths:
+                        self._quarantine.add(each)
                 self._ready.notify_all()
             if not prepared:
                 self._hand_to_writer(message)
@@ -332,7 +332,7 @@ class Pipeline:
             if (deaths := message.deaths.get(work.index, 0)) < DEADLY:
                 allowed.append(work)
             else:
-                reason = f"{deaths} workers vanished in forward passes that it was in; in the last it was alone"
+                reason = f"{deaths} workers vanished in forward passes that it was in; in the last two it was alone"
                 message.settle(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
             logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))
@@ -357,9 +357,13 @@ class Pipeline:
             self._classifier.device.take_share(passes)
             if apart:
                 self._prove_device(lane)
-            for part, outputs in self._forward(rows, lane):
-                if apart and not isinstance(outputs, Exception):
-                    self._wait_for(outputs)
+            parts = self._forward(rows, lane)
+            if apart:
+                for _, outputs in parts:
+                    if not isinstance(outputs, Exception):
+                        self._wait_for(outputs)
+                self._note((), lane)  # the writer may keep this thread waiting, and what has ended is no suspect
+            for part, outputs in parts:
                 self._hand_to_writer(Computed(part, outputs, 1 / passes))
             with self._ready:
                 self._busy -= 1

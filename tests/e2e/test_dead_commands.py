@@ -130,7 +130,7 @@ def test_what_cannot_be_sent_to_the_queue_stays(house: House) -> None:
 
 def test_they_are_dropped(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, b"\xff", b"\xff", "?")
-    same, again, other, first, second, _ = house.keep(letter("a1"), letter("a1"), letter("b1"))
+    same, again, other, first, second, _ = house.keep(letter("a1"), letter("a1", options=None), letter("b1"))
     assert same == again
     assert house.run("drop", "b1", "a1") == (
         2,

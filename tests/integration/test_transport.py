@@ -239,7 +239,7 @@ def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
         b"\xff",
         b"[]",
         b"{}",
-        b"[" * 100_000,
+        b"[" * 50_000,
         f'{{"body": "a", {properties}}}'.encode(),
         f'{{"body": [], {properties}}}'.encode(),
         f'{{"body": "", "headers": [], {properties}}}'.encode(),
@@ -304,7 +304,7 @@ def test_what_is_in_hand_is_bounded_in_bytes(redis: RedisServer) -> None:
         b'{"properties": {"delivery_info": {"delivery_count": Infinity}}, "headers": {}}',
         b'{"properties": {"delivery_info": {"delivery_count": "9"}}, "headers": null}',
         b'{"properties": {"delivery_info": []}, "headers": {}}',
-        b"[" * 100_000,
+        b"[" * 50_000,
     ],
 )
 def test_what_cannot_be_marked_comes_back_as_it_is(element: bytes) -> None:
