@@ -91,7 +91,7 @@ TABLE: tuple[Key, ...] = (
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "six fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
-    Key(PASSES, "hash", "workers/suspects.py", "one field a lane of a worker process; ttl KEPT, at the next look"),
+    Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),

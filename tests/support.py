@@ -1,22 +1,26 @@
 """What tests share: waiting for a condition by name, a real redis-server, and `feedmill` as a process."""
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redis import Redis
 
 from feedmill.prerequisites import installed_redis_server, server_version
 from feedmill.stack import Child, free_port
 from shared.messages import Post
+from tests.forkserver import Forked, ForkServer
 
 PASSWORD = "test-password"
 #: Real posts for tests that look beyond the project's own; not part of the project.
@@ -147,15 +151,8 @@ class Feedmill:
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "feedmill"), *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=cwd,
-                env=_environment(cwd, **environment),
-            )
+        with self.output.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+            self.process = _start(arguments, cwd, _environment(cwd, **environment), nothing, output, output)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -198,16 +195,47 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    return subprocess.run(
+    ends = [os.pipe() for _ in range(3)]
+    (given, to_it), (said, output), (complained, errors) = [(os.fdopen(a), os.fdopen(b, "w")) for a, b in ends]
+    with given, output, errors:
+        process = _start(arguments, cwd, _environment(cwd, COLUMNS="200") | environment, given, output, errors)
+    with to_it, said, complained, ThreadPoolExecutor(3) as threads:
+        giving = threads.submit(_give, to_it, stdin)
+        reading = [threads.submit(each.read) for each in (said, complained)]
+        try:
+            status = process.wait(120)
+        finally:
+            process.kill()
+        giving.result()
+        return subprocess.CompletedProcess(["feedmill", *arguments], status, *(each.result() for each in reading))
+
+
+def _give(to_it: IO[str], text: str) -> None:
+    with suppress(BrokenPipeError), to_it:
+        to_it.write(text)
+
+
+def _start(
+    arguments: Sequence[str], cwd: Path, environment: dict[str, str], stdin: IO[Any], output: IO[Any], errors: IO[Any]
+) -> "subprocess.Popen[bytes] | Forked":
+    """`feedmill`, forked where that makes no difference, else as an installed console script."""
+    if fork_server().takes(environment):
+        return fork_server().start(arguments, cwd, environment, stdin.fileno(), output.fileno(), errors.fileno())
+    return subprocess.Popen(
         [str(Path(sys.executable).parent / "feedmill"), *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
+        stdin=stdin,
+        stdout=output,
+        stderr=errors,
         cwd=cwd,
-        env=_environment(cwd, COLUMNS="200") | environment,
-        timeout=120,
-        check=False,
+        env=environment,
     )
+
+
+@cache
+def fork_server() -> ForkServer:
+    server = ForkServer()
+    atexit.register(server.stop)
+    return server
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -75,7 +75,10 @@ class Suspects:
             noted.setdefault(digest(message), []).append(index)
         note = json.dumps({"at": int(time.time()), "posts": noted})
         with suppress(RedisFault):
-            self._redis.hset(PASSES, f"{self._worker}/{lane}", note)
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.hset(PASSES, f"{self._worker}/{lane}", note)
+            pipe.expire(PASSES, KEPT)
+            pipe.execute()
 
     def deaths(self, message: str | None) -> dict[int, int]:
         """Of a message that is delivered again: by index, in how many passes of vanished workers its posts were.
