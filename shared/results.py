@@ -283,9 +283,10 @@ class ResultsStore:
 
 
 def identity(letter: DeadLetter) -> str:
-    """Of what was sent: the same, whoever failed at it, how, when, and in which message."""
-    how = {"reason", "traceback", "attempts", "worker", "failed_at"}
-    return digest(letter.model_dump_json(exclude=how if letter.post is None else how | {"message"}))
+    """Of what was sent: the same, whoever failed at it, how, when and in which message."""
+    if letter.post is None:  # then it is the message that tells one from another
+        return digest(letter.id, letter.payload, letter.message)
+    return digest(letter.id, letter.post, letter.options)
 
 
 def read_entry(fields: dict[str, str]) -> Result:

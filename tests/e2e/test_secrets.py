@@ -188,6 +188,7 @@ def test_messages_with_code_are_not_run(up: Up, made: Path) -> None:
         (pickled, "application/x-python-serialize"),
         (pickled, "application/json"),
         (pickled, "pickle"),
+        (pickled, "application/data"),
         (code.encode(), "application/x-yaml"),
         (b"\x93\x90\x80\x80", "application/x-msgpack"),
     ):
@@ -247,19 +248,20 @@ def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
     # Refused, with a reason; of posts where labels belong; for later; and one of a task that nobody knows.
     refused = foreign.send_task(CLASSIFY_TASK, kwargs={"posts": [GONE], "template": "none"}, queue="feedmill")
     misplaced = foreign.send_task(CLASSIFY_TASK, [[GONE], [GONE]], queue="feedmill")
+    unknown = foreign.send_task("nobody.knows", [[GONE]], queue="feedmill")
     foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill", countdown=3600)
     assert stored.get(timeout=60)[0]["label"]
-    for each in (refused, misplaced):
+    for each in (refused, misplaced, unknown):
         assert each.get(timeout=60, propagate=False)
     wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only what is for later is left")
-    assert (redis.xlen(DEAD_LETTERS) >= 2, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
+    assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
     foreign.close()
     assert files_with(up.data, WORDS), "the append-only file has no word of it"
 
     said = feedmill("purge", "gone", "--rewrite", "--json", cwd=tmp_path, **way)
     assert said.returncode == 0, said.stderr
     found = json.loads(said.stdout)
-    assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 2, 1)
+    assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 3, 1)
     wait_until(lambda: not redis.info("persistence")["aof_rewrite_in_progress"], "the file is written anew")
     exported = feedmill("export", "--format", "jsonl", str(tmp_path / "posts.jsonl"), cwd=tmp_path, **way)
     assert exported.returncode == 0, exported.stderr
