@@ -24,6 +24,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared import compression
 from shared.errors import RedisError, printable
+from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.refusals import causes_of, is_denied, is_full
 from shared.settings import PREFIX, Settings
@@ -41,7 +42,7 @@ SENTINEL_PATIENCE = 2.0
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
 #: Where the transport notes what workers hold, and what is no message at all (shared/leases.py).
-HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index", "undecodable")}
+HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {"undecodable_key": UNDECODABLE}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
 SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
@@ -296,11 +297,16 @@ class QueueDepth(NamedTuple):
     held: int
 
 
+def queue_lists(queue: str) -> list[str]:
+    """The lists in which messages of a queue wait, the most urgent first."""
+    return [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
+
+
 def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue of Feedmill's)."""
     pipe: Any = redis.pipeline(transaction=False)
-    for priority in PRIORITIES:
-        pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
+    for name in queue_lists(queue):
+        pipe.llen(name)
     pipe.hlen(HELD["reserved_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

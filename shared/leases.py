@@ -97,12 +97,13 @@ for number = 3, #KEYS do
 end
 """
 
-#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept.
+#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept. Returns how many are there no more.
 SET_ASIDE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('LPUSH', KEYS[3], ARGV[2])
+local length = redis.call('LPUSH', KEYS[3], ARGV[2])
 redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
+return math.max(0, length - ARGV[3])
 """
 
 #: Tags renewed, or leases looked at, in one call: a call of either size takes Redis a millisecond or so.
@@ -206,7 +207,9 @@ class Leases:
         """Keep for people what is no message, or its beginning, so that no worker meets it again."""
         queue = tag.partition(" ")[2]
         logger.error("an element of %r is no message (%s); it goes to %r", queue, reason, self.undecodable)
-        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message[:KEPT_ASIDE], self._kept_aside])
+        keys = [self.reserved, self.index, self.undecodable]
+        if gone := self._set_aside(keys, [tag, message[:KEPT_ASIDE], self._kept_aside]):
+            logger.warning("%r is full: %d of its oldest elements were dropped", self.undecodable, gone)
 
     def start(self, channel: Any) -> None:
         """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""

@@ -2,10 +2,12 @@
 
 A micro-batch is written by one script: each classification is set if absent, and only what was new is
 appended to the stream. A message that is delivered twice, or by two workers at once, therefore leaves one
-result and one stream entry. The store knows nothing of models or of Celery.
+result and one stream entry. Nor is a post a dead letter twice, for as long as the first is there. The store knows
+nothing of models or of Celery.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -13,26 +15,28 @@ from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key, tombstone_key
-from shared.messages import Classification, DeadLetter, Post
-from shared.settings import Settings
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
+from shared.messages import Classification, DeadLetter, Post, digest
+from shared.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
 
 #: Writes one micro-batch. Of a post that has a tombstone nothing is kept: a worker may have had it when it was purged.
 #:
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
 #:   KEYS[5+] feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
-#:   after them, feedmill:gone:<id> of each dead letter
+#:   after them, feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
 #:   ARGV[3]  length of that of dead letters  ARGV[4]  ttl of counts by label, seconds
 #:   ARGV[5]  labels that are counted in an hour, at most    ARGV[6]  how many results there are
 #:   ARGV[7+] id, fingerprint, label, classification, post of each result
 #:   after them, id and letter of each dead letter
 #:
-#: Returns how many of the results were new.
+#: Returns how many of the results were new, and how many dead letters were trimmed.
 WRITE = """
 local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
-local length = redis.call('XLEN', KEYS[1])
+local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
 for i = 1, results do
   local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
   if redis.call('EXISTS', tombstone) == 1 then
@@ -55,20 +59,23 @@ end
 if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
 local counts = {stored = new, repeated = results - new - gone}
 local at = 7 + 5 * results
-for i = 5 + 2 * results, #KEYS do
+for i = 5 + 2 * results, #KEYS, 2 do
+  local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
-  else
-    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
+  elseif not entry or #redis.call('XRANGE', KEYS[3], entry, entry) == 0 then
+    entry = redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
+    redis.call('SET', KEYS[i + 1], entry, 'EX', ARGV[1])
     failed = failed + 1
   end
   at = at + 2
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
+counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
-return new
+return {new, counts.dead_trimmed}
 """
 
 #: Finds results that are there.
@@ -135,6 +142,8 @@ class Counters(NamedTuple):
     answered: int = 0
     #: Trimmed from the stream; whoever had not read them by then is told (shared/readers.py).
     trimmed: int = 0
+    #: Dead letters trimmed from theirs: nothing is left of them.
+    dead_trimmed: int = 0
 
 
 class Score(NamedTuple):
@@ -164,7 +173,7 @@ class ResultsStore:
         """Store a micro-batch, and the posts that failed; returns how many results were new.
 
         Nothing is stored of posts that were purged (shared/purge.py). Raises redis.exceptions.RedisError. Writing the
-        same results again is then harmless; dead letters and counts can come twice.
+        same again is then harmless; counts can come twice.
         """
         if not results and not dead:
             return 0
@@ -187,9 +196,17 @@ class ResultsStore:
         for letter in dead:
             # "" is no post's id: whoever sent a post without one cannot have it purged.
             post_id = (letter.id or "").strip()
-            keys.append(tombstone_key(post_id))
+            keys += [tombstone_key(post_id), buried_key(identity(letter))]
             arguments += [post_id, letter.model_dump_json()]
-        return int(self._write(keys=keys, args=arguments))
+        new, trimmed = self._write(keys=keys, args=arguments)
+        if trimmed:
+            logger.warning(
+                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
+                "list`), or raise %sDEAD_LETTERS_LENGTH",
+                trimmed,
+                PREFIX,
+            )
+        return int(new)
 
     def _clipped(self, post: Post) -> str:
         """The post as its stream entry carries it."""
@@ -263,6 +280,13 @@ class ResultsStore:
         """How many posts were stored, came again, failed, or were gone, since the store was made."""
         found: Any = self._redis.hgetall(COUNTERS)
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
+
+
+def identity(letter: DeadLetter) -> str:
+    """Of what was sent: the same, whoever failed at it, how, when and in which message."""
+    if letter.post is None:  # then it is the message that tells one from another
+        return digest(letter.id, letter.payload, letter.message)
+    return digest(letter.id, letter.post, letter.options)
 
 
 def read_entry(fields: dict[str, str]) -> Result:

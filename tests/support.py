@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,6 +72,40 @@ class RedisServer:
     def kill(self) -> None:
         """What a power cut does to it."""
         self._child.kill()
+
+
+class Restartable:
+    """A redis-server on loopback that keeps its data, and can be killed and started again."""
+
+    def __init__(self, folder: Path, appendfsync: str = "always") -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis.from_url(self.url, decode_responses=True)
+        self.folder, self._path = folder, next(iter(redis_servers().values()))
+        self._configuration = (
+            f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly yes\nappendfsync {appendfsync}\ndir "{folder}"\n'
+        )
+        self.start()
+
+    def start(self) -> None:
+        self.child = Child("redis", [self._path, "-"], self.folder, dict(os.environ), stdin=self._configuration)
+        wait_until(self._answers, "Redis answers")
+
+    def _answers(self) -> bool:
+        with suppress(Exception):
+            return bool(self.client.ping())
+        return False
+
+    def signal(self, which: signal.Signals) -> None:
+        os.kill(self.child.process.pid, which)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.child.process.wait()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.child.stop(10)
 
 
 class Authority:
@@ -212,6 +247,12 @@ def processes_in(folder: Path) -> list[str]:
             if (entry / "cwd").readlink().is_relative_to(folder) and (line := (entry / "cmdline").read_bytes()):
                 found.append(line.replace(b"\0", b" ").decode())
     return found
+
+
+def shapes(words: str) -> list[bytes]:
+    """What words look like in a text, and in Base64, whose letters begin at any third byte."""
+    encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
+    return [words.encode(), *encoded]
 
 
 def make_posts(count: int) -> list[Post]:

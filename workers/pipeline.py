@@ -34,7 +34,7 @@ from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, LabelSet, Outputs, Row, Scores
-from workers.message import Message, PostAtWork
+from workers.message import Message, PostAtWork, traced
 from workers.statistics import Statistics
 from workers.suspects import DEADLY, Quarantine, Suspects
 from workers.window import Window
@@ -271,6 +271,7 @@ class Pipeline:
             except Exception as error:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
             rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
             for at in range(0, len(rows), ROWS_AT_ONCE):
                 with self._ready:
@@ -279,8 +280,8 @@ class Pipeline:
                     self._ready.notify_all()
             with self._ready:
                 for work, each in prepared:
-                    if deaths := message.deaths.get(work.index):
-                        self._quarantine.add(deaths, each)
+                    if work.index in message.deaths:
+                        self._quarantine.add(each)
                 self._ready.notify_all()
             if not prepared:
                 self._hand_to_writer(message)
@@ -319,6 +320,7 @@ class Pipeline:
                 return [rows for work in at_work for rows in self._rows([work], label_set)]
             logger.error("post %s cannot be prepared", at_work[0].post.id, exc_info=error)
             reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
+            at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
             return [[]]
 
@@ -330,7 +332,7 @@ class Pipeline:
             if (deaths := message.deaths.get(work.index, 0)) < DEADLY:
                 allowed.append(work)
             else:
-                reason = f"{deaths} workers vanished in forward passes that it was in; in the last it was alone"
+                reason = f"{deaths} workers vanished in forward passes that it was in; in the last two it was alone"
                 message.settle(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
             logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))
@@ -355,9 +357,13 @@ class Pipeline:
             self._classifier.device.take_share(passes)
             if apart:
                 self._prove_device(lane)
-            for part, outputs in self._forward(rows, lane):
-                if apart and not isinstance(outputs, Exception):
-                    self._wait_for(outputs)
+            parts = self._forward(rows, lane)
+            if apart:
+                for _, outputs in parts:
+                    if not isinstance(outputs, Exception):
+                        self._wait_for(outputs)
+                self._note((), lane)  # the writer may keep this thread waiting, and what has ended is no suspect
+            for part, outputs in parts:
                 self._hand_to_writer(Computed(part, outputs, 1 / passes))
             with self._ready:
                 self._busy -= 1
@@ -524,6 +530,7 @@ class Pipeline:
             work = rows[0].owner
             reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
+            work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
             scored = self._classifier.finish(rows, outputs)
             self.statistics.count(rows, outputs.seconds, share)

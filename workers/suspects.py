@@ -2,8 +2,8 @@
 
 A post that kills its worker comes back to the queue, and kills the next one. So a worker notes which posts are in a
 pass before it begins, one command a pass. When a message is delivered again, what a vanished worker noted of it counts
-against its posts: they are *suspects*, and the pipeline computes suspects apart from all others, some together at
-first and then each alone. Other posts of the message, and messages that merely waited in that worker, are none.
+against its posts: they are *suspects*, and the pipeline computes each of them alone. Other posts of the message, and
+messages that merely waited in that worker, are none.
 
 The notes outlive the worker. A post that ended takes no harm from a note that is left: it is never delivered again.
 """
@@ -25,9 +25,7 @@ from shared.keys import PASSES, suspect_key
 from shared.messages import digest
 from workers.window import R, Window
 
-#: How many suspects are computed together, by the passes of vanished workers that each was in.
-TOGETHER = {1: 16, 2: 1}
-#: In as many a post is not computed any more: in the last it was alone.
+#: In as many passes of vanished workers a post is not computed any more: in all but the first it was alone.
 DEADLY = 3
 #: Seconds for which a note, and what it counted for, is kept: messages that come back do so within seconds.
 KEPT = 86_400
@@ -107,25 +105,22 @@ class Quarantine(Generic[R]):
     """The rows of suspects that wait for the device, apart from all others. Not thread-safe."""
 
     def __init__(self) -> None:
-        #: Passes that each post was in, and its rows.
-        self._posts: deque[tuple[int, Sequence[R]]] = deque()
-        #: Those of them that are computed together now.
-        self._together: Window[R] = Window(time.monotonic)
+        #: The rows of each post.
+        self._posts: deque[Sequence[R]] = deque()
+        #: Those of the post that is computed now.
+        self._alone: Window[R] = Window(time.monotonic)
 
     def __len__(self) -> int:
         """Rows."""
-        return len(self._together) + sum(len(rows) for _, rows in self._posts)
+        return len(self._alone) + sum(map(len, self._posts))
 
-    def add(self, deaths: int, rows: Sequence[R]) -> None:
-        """Let the rows of one post wait; `deaths` is less than DEADLY."""
-        self._posts.append((deaths, rows))
+    def add(self, rows: Sequence[R]) -> None:
+        """Let the rows of one post wait."""
+        self._posts.append(rows)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
-        """Rows of suspects that may be computed together, at most so much of them; see Window.take."""
-        if not self._together:
-            deaths, room = self._posts[0][0], TOGETHER[self._posts[0][0]]
-            while room and self._posts and self._posts[0][0] == deaths:
-                for row in self._posts.popleft()[1]:
-                    self._together.add(row)
-                room -= 1
-        return self._together.take(token_budget, row_limit)
+        """Rows of one suspect, at most so much of them; see Window.take."""
+        if not self._alone:
+            for row in self._posts.popleft():
+                self._alone.add(row)
+        return self._alone.take(token_budget, row_limit)

@@ -15,8 +15,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.integration.test_transport_faults import Restartable
-from tests.support import make_posts, running, wait_until, working
+from tests.support import Restartable, make_posts, running, wait_until, working
 
 #: Seconds; the shortest that the setting takes.
 LEASE = 3

@@ -17,7 +17,8 @@ from tests.unit.test_pipeline import Owner, StandIn
 from workers.classifiers import Row
 from workers.device import Device
 from workers.message import Message
-from workers.suspects import DEADLY, TOGETHER, Quarantine, Suspects
+from workers.pipeline import WRITE_AHEAD
+from workers.suspects import DEADLY, Quarantine, Suspects
 
 
 @pytest.fixture
@@ -96,22 +97,20 @@ class Length(int):
         return int(self)
 
 
-def test_suspects_are_computed_some_together_and_then_alone() -> None:
+def test_suspects_are_computed_one_by_one() -> None:
     quarantine: Quarantine[Length] = Quarantine()
-    for _ in range(TOGETHER[1] + 4):
-        quarantine.add(1, [Length(5)])
-    quarantine.add(2, [Length(6), Length(6)])
-    quarantine.add(2, [Length(7)])
-    assert len(quarantine) == TOGETHER[1] + 7
+    for rows in ([Length(5)], [Length(6), Length(6)], [Length(5)]):
+        quarantine.add(rows)
+    assert len(quarantine) == 4
     batches = []
     while quarantine:
         batches.append(quarantine.take(1000, 1000))
-    assert batches == [[5] * TOGETHER[1], [5] * 4, [6, 6], [7]]
+    assert batches == [[5], [6, 6], [5]]
 
 
 def test_no_more_at_once_than_the_device_takes() -> None:
     quarantine: Quarantine[Length] = Quarantine()
-    quarantine.add(1, [Length(10)] * 5)
+    quarantine.add([Length(10)] * 5)
     assert [len(quarantine.take(20, 100)) for _ in range(3)] == [2, 2, 1]
     assert not quarantine
 
@@ -183,6 +182,22 @@ def test_suspects_apart_the_deadly_one_a_dead_letter_the_others_as_ever(
         assert seen[at - 2 : at + 2] == [("proof",), ("proof",), (suspect,), (suspect,)]
         assert not any(seen[:at].count(posts) % 2 for posts in seen[:at])
     assert client.keys("feedmill:suspect:*") == []
+
+
+def test_a_suspect_that_was_computed_is_none_while_its_result_waits(
+    client: Redis, make_owner: Callable[[], Owner]
+) -> None:
+    """Redis may be away for long, and so a worker that is killed then be killed outside any pass."""
+    for _ in range(2):
+        Suspects(client).note(0, [("the message", post) for post in range(WRITE_AHEAD + 8)])
+        Suspects(client).deaths("the message")
+    owner = make_owner()
+    owner.store.refusals = 1_000_000
+    posts = [{"id": str(number), "title": "x"} for number in range(WRITE_AHEAD + 8)]
+    owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
+    alone = (str(WRITE_AHEAD + 1),)  # the writer has one in hand, and there is room for WRITE_AHEAD more
+    wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
+    wait_until(lambda: set(Suspects(client).deaths("the message").values()) == {2}, "none is on the device", 10)
 
 
 def test_what_is_delivered_for_the_first_time_is_never_looked_up(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,8 +15,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from feedmill.stack import Child, free_port
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import RedisServer, Restartable, wait_until
 
 #: A worker's application: its tasks count in Redis how often they ran.
 APPLICATION = """
@@ -119,39 +118,6 @@ def application(url: str, through: str = STOCK) -> Any:
     app = Celery("client", broker=url, backend=url)
     app.conf.update(broker_transport=through)
     return app
-
-
-class Restartable:
-    """A redis-server that keeps its data, and can be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._path, self._port = folder, next(iter(redis_servers().values())), free_port()
-        self.url = f"redis://127.0.0.1:{self._port}/0"
-        self.client = Redis.from_url(self.url, decode_responses=True)
-        self.start()
-
-    def start(self) -> None:
-        configuration = (
-            f'bind 127.0.0.1\nport {self._port}\nsave ""\nappendonly yes\nappendfsync always\ndir "{self._folder}"\n'
-        )
-        self._child = Child("redis", [self._path, "-"], self._folder, dict(os.environ), stdin=configuration)
-        wait_until(self._answers, "Redis answers")
-
-    def _answers(self) -> bool:
-        with suppress(Exception):
-            return bool(self.client.ping())
-        return False
-
-    def signal(self, which: signal.Signals) -> None:
-        os.kill(self._child.process.pid, which)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._child.process.wait()
-
-    def stop(self) -> None:
-        self.client.close()
-        self._child.stop(10)
 
 
 def ran(client: Redis, *names: str) -> list[tuple[Any, Any]]:

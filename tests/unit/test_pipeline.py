@@ -173,6 +173,20 @@ def test_one_outcome_a_post_in_order(owner: Owner) -> None:
     assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
 
 
+def test_a_dead_letter_says_where_the_error_came_from_and_nobodys_words(owner: Owner) -> None:
+    assert owner.results("fine", "this is poison")[1] == {"id": "1", "error": "ValueError: cannot read this"}
+    (letter,) = owner.store.dead
+    assert letter.traceback
+    assert f'File "{__file__}", line ' in letter.traceback
+    assert letter.traceback.endswith("ValueError\n")
+    assert (letter.attempts, letter.payload) == (1, None)
+    owner.results("fine", "")
+    assert owner.store.dead[1].traceback is None
+    owner.send("explode")
+    wait_until(lambda: len(owner.store.dead) == 3, "it is a dead letter", 10)
+    assert (owner.store.dead[2].traceback or "").endswith("RuntimeError\n")
+
+
 def test_every_message_is_started_once_before_it_is_finished(owner: Owner) -> None:
     messages = [owner.send("a", "b c d") for _ in range(20)] + [owner.send("")]
     wait_until(lambda: len(owner.finished) == 21, "all are finished", 10)

@@ -1,0 +1,536 @@
+"""Kill it, cut it, feed it poison, and count: `python -m tests.chaos --posts 10000 --workers 2 --kill-every 5`.
+
+Real processes on a real redis-server that keeps its data: stand-in workers (tests/fakes/standin_worker.py: Feedmill's
+own but for the model), the launcher that starts them, and a producer in this process, which keeps the queue full.
+Faults are spread over the run at random, as the seed has it: kills by time, the others by how many posts have ended.
+Without faults it is the throughput test, and with --soak, where the store forgets, the soak.
+
+The last line is JSON. Of the posts that were accepted: `sent`, `stored`, `dead_lettered`, `lost` (neither),
+`duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
+`innocent_dead_letters` (no poison), `poison_stored`; with --again `lost_at_first`, before all was sent once more.
+`recovery_s`: the longest time from a fault until two seconds begin in which results come at 90% of the run's median
+rate or more. Then `posts_per_second`, `median_rate` of the seconds in which any came, the faults that were done, how
+many worker processes were seen, and of each process the memory in MB at first, at most and at last. Exit status 1
+where something is lost, twice or wrongly dead, or the time is up.
+
+What it cannot do: Redis' clock cannot be moved, only the workers' own. A power cut is a kill -9 of Redis after which
+the last second of its append-only file is cut off: what `everysec` may lose, as Redis says; no machine is crashed.
+"""
+
+import argparse
+import heapq
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any
+
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError as RedisFault
+
+from feedmill.stack import Child
+from producers.push import Pusher
+from shared.broker import connect, make_app, queue_depth
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from shared.messages import ClassifyOptions, Post
+from shared.settings import PREFIX, Settings
+from tests.fakes.proxy import Proxy
+from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
+from tests.support import Restartable, wait_until
+
+ROOT = Path(__file__).parent.parent
+#: Seconds: leases of messages, a forward pass that hangs, a delayed piece on its way.
+LEASE, FORWARD_TIMEOUT, DELAY = 3, 8, 0.2
+#: Seconds that a fault lasts: a worker that stands still, for longer than its leases; slow connections; Redis at its
+#: limit.
+PAUSE, SLOW, FULL_MEMORY = 2.0 * LEASE, 3.0, 3.0
+#: Seconds of the append-only file that a power cut costs.
+UNSYNCED = 1.0
+#: Share of the posts by whose end all faults were done: what follows shows whether the last was overcome.
+FAULTY = 0.9
+#: Messages in the queue at which the producer waits, and posts that it hands over at once.
+QUEUE_LIMIT, AT_ONCE = 400, 320
+#: Seconds over which a rate is taken, and what of the median one counts as full speed.
+RATE_SECONDS, FULL_SPEED = 2, 0.9
+#: Seconds without any change after which what is missing counts as lost.
+SETTLED = 5.0 * LEASE
+#: Seconds between two looks at the processes' memory, and between two lines of a soak about it; and for which its store
+#: keeps results.
+LOOK, TOLD, KEPT = 1.0, 30.0, 1
+#: Of a soak: the share of its time after which memory should be flat, and how flat.
+WARM, FLAT = 0.2, 0.05
+
+
+class Ledger:
+    """What became of each post, read off the streams, a part at a time."""
+
+    def __init__(self, posts: int) -> None:
+        self._read = {RESULTS_STREAM: "0", DEAD_LETTERS: "0"}
+        #: By number of the post: entries in each stream.
+        self.entries = {stream: bytearray(posts) for stream in self._read}
+        #: Posts that have ended: those in both streams twice.
+        self.ended = 0
+        #: Results by second since 1970, by Redis' clock.
+        self.by_second: Counter[int] = Counter()
+        #: Number of a dead post -> why.
+        self.reasons: dict[int, str] = {}
+
+    def read(self, redis: Any) -> None:
+        """Count what has come since the last time. Raises redis.exceptions.RedisError."""
+        while answer := redis.xread(self._read, count=2000):
+            for stream, entries in answer:
+                for entry_id, fields in entries:
+                    number = int(fields["id"].removeprefix("p"))
+                    self.ended += not self.entries[stream][number]
+                    self.entries[stream][number] += 1
+                    if stream == DEAD_LETTERS:
+                        self.reasons[number] = json.loads(fields["letter"])["reason"]
+                    else:
+                        self.by_second[int(entry_id.partition("-")[0]) // 1000] += 1
+                self._read[stream] = entries[-1][0]
+
+
+class Chaos:
+    """One run, with its processes in the folder. given: the arguments of the command."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self._given, self._folder = given, folder
+        self._numbers = count()
+        self._random = random.Random(given.seed)
+        poison = self._random.sample(range(given.posts), round(given.posts * given.poison / 100))
+        killing = round(len(poison) * given.killing / 100)
+        self.poison = dict.fromkeys(poison[killing:], RAISES) | dict.fromkeys(poison[:killing], KILLS)
+        self._redis = self._start_redis()
+        self._replica = self._start_replica() if given.failovers else None
+        self._proxy = Proxy(self._redis.port) if given.cuts or given.delays or given.failovers else None
+        self._settings = Settings.model_validate(
+            {
+                "redis_url": f"redis://127.0.0.1:{self._proxy.port if self._proxy else self._redis.port}/0",
+                "queue_limit": QUEUE_LIMIT,
+                "posts_per_message": given.posts_per_message,
+                "batch_rows": given.batch_rows,
+                "token_budget": 65_536,
+                "window_rows": given.window_rows,
+                "visibility_timeout": LEASE,
+                "forward_timeout": FORWARD_TIMEOUT,
+                "statistics_interval": 10.0,
+                "results_stream_length": 100_000 if given.soak else 2 * given.posts,
+                "dead_letters_length": 10_000 if given.soak else 2 * given.posts,
+                "results_ttl": KEPT if given.soak else 86_400,
+                "sent_ttl": KEPT if given.soak else 86_400,
+            }
+        )
+        self.ledger = Ledger(given.posts)
+        self._sent, self._stopping = 0, Event()
+        #: When what is to be done next: (monotonic seconds, number, what).
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        #: Time of each fault, and how often each kind was done.
+        self._faults: list[float] = []
+        self._done: Counter[str] = Counter()
+        #: Process -> its memory in MB, at each look.
+        self._memory: dict[str, list[float]] = {}
+        self._pids: dict[str, set[int]] = {}
+        #: When the append-only file was so long.
+        self._written: deque[tuple[float, Path, int]] = deque(maxlen=200)
+        self._launcher = self._launch()
+
+    # The processes.
+
+    def _start_redis(self) -> Restartable:
+        """A redis-server with a folder of its own."""
+        folder = self._folder / f"redis-{next(self._numbers)}"
+        folder.mkdir()
+        return Restartable(folder, self._given.appendfsync)
+
+    def _start_replica(self) -> Restartable:
+        replica = self._start_redis()
+        replica.client.replicaof("127.0.0.1", self._redis.port)
+        return replica
+
+    def _launch(self) -> Child:
+        given = {
+            f"{PREFIX}{name.upper()}": str(value)
+            for name, value in self._settings.model_dump(exclude_unset=True, exclude={"redis_url"}).items()
+        }
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)} | given
+        environment |= {
+            f"{PREFIX}REDIS_URL": self._settings.broker_url,
+            "PYTHONPATH": str(ROOT),
+            "STANDIN_ROW_SECONDS": str(self._given.row_ms / 1000),
+        }
+        command = [sys.executable, "-m", "tests.fakes.launcher", str(self._folder), str(self._given.workers)]
+        return Child("launcher", command, self._folder, environment)
+
+    def _workers(self) -> dict[str, int]:
+        """Name -> process of each worker that is there."""
+        pid, found = self._launcher.process.pid, {}
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                with suppress(OSError):
+                    if b"standin_worker" in (line := Path(f"/proc/{child}/cmdline").read_bytes()):
+                        found[line.split(b"\0")[-2].decode()] = int(child)
+        return found
+
+    def _produce(self) -> None:
+        """Send all posts; those that Redis does not take are sent again until it does."""
+        pusher = self._make_pusher()
+        posts = self._posts()
+        while (some := list(islice(posts, AT_ONCE))) and not self._stopping.is_set():
+            while not self._stopping.is_set():
+                try:
+                    pusher.push(some)
+                except (RedisFault, OperationalError):
+                    self._stopping.wait(0.2)
+                else:
+                    self._sent += len(some)
+                    break
+
+    def _make_pusher(self, again: bool = False) -> Pusher:
+        settings = self._settings
+        return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait)
+
+    def _send_again(self) -> None:
+        """Every post once more, as who doubts does: what is stored is answered from the store."""
+        self._make_pusher(again=True).push(self._posts())
+        wait_until(self._is_idle, "what was sent again has ended", self._given.limit)
+
+    def _wait(self, _: float) -> None:
+        if self._stopping.wait(0.02):
+            raise RedisFault("the time is up")
+
+    def _posts(self) -> Iterator[Post]:
+        for number in range(self._given.posts):
+            title = f"Post number {number} about the weather {self.poison.get(number, '')}"
+            yield Post(id=f"p{number}", title=title, body="rain and wind " * (number % 8))
+
+    # The faults.
+
+    def _plan(self) -> list[tuple[float, str]]:
+        """Which fault comes when so large a share of the posts has ended, first things first."""
+        given = self._given
+        counts = {
+            "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
+            "cut": given.cuts, "delay": given.delays, "memory_full": given.memory, "pause": given.pauses,
+            "oom": given.oom, "hang": given.hangs, "launcher_kill": given.launcher_kills,
+            "clock_jump": given.clock_jumps,
+        }  # fmt: skip
+        return sorted(
+            (self._random.uniform(0.02, FAULTY), name) for name, times in counts.items() for _ in range(times)
+        )
+
+    def _do(self, name: str) -> None:
+        self._faults.append(time.time())
+        getattr(self, f"_{name}")()
+        self._done[name] += 1
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), what))
+
+    def _signal(self, number: int) -> int:
+        """Send it to some worker; to which."""
+        while not (workers := self._workers()):
+            time.sleep(0.05)
+        pid = self._random.choice(sorted(workers.values()))
+        _send(pid, number)
+        return pid
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _launcher_kill(self) -> None:
+        self._launcher.kill()
+        self._launcher = self._launch()
+
+    def _pause(self) -> None:
+        pid = self._signal(signal.SIGSTOP)
+        self._later(PAUSE, lambda: _send(pid, signal.SIGCONT))
+
+    def _hang(self) -> None:
+        self._signal(HANG)
+
+    def _oom(self) -> None:
+        self._signal(FULL)
+
+    def _clock_jump(self) -> None:
+        self._signal(CLOCK)
+
+    def _redis_restart(self) -> None:
+        """In order, or by kill -9, by turns."""
+        if self._done["redis_restart"] % 2:
+            self._redis.child.stop(30)
+        else:
+            self._redis.kill()
+        self._redis.start()
+
+    def _power_cut(self) -> None:
+        self._redis.kill()
+        moment = time.monotonic() - UNSYNCED
+        path, size = next(
+            ((path, size) for at, path, size in reversed(self._written) if at <= moment), self._written[0][1:]
+        )
+        if path == self._log():  # else it was rewritten since, and is synced by that
+            os.truncate(path, size)
+        self._redis.start()
+        self._written.clear()
+        self._note_log()
+
+    def _note_log(self) -> None:
+        path = self._log()
+        self._written.append((time.monotonic(), path, path.stat().st_size))
+
+    def _log(self) -> Path:
+        """The append-only file that Redis writes to now."""
+        logs = [*self._redis.folder.glob("appendonlydir/*.incr.aof"), *self._redis.folder.glob("appendonly.aof")]
+        return max(logs, key=lambda path: path.stat().st_mtime)
+
+    def _failover(self) -> None:
+        """kill -9 of the master: its replica takes its place, with what it was passed until then."""
+        if (replica := self._replica) and self._proxy:
+            wait_until(lambda: _is_in_step(replica.client), "the replica is in step")
+            self._redis.kill()
+            replica.client.replicaof("NO", "ONE")
+            self._redis, self._proxy.server_port = replica, replica.port
+            self._replica = self._start_replica()
+
+    def _cut(self) -> None:
+        if self._proxy:
+            self._proxy.cut()
+
+    def _delay(self) -> None:
+        if proxy := self._proxy:
+            proxy.delay = DELAY
+            self._later(SLOW, lambda: setattr(proxy, "delay", 0.0))
+
+    def _memory_limit(self, size: int) -> None:
+        with suppress(RedisFault):  # it may have been restarted meanwhile, and has none then
+            self._redis.client.config_set("maxmemory", size)
+
+    def _memory_full(self) -> None:
+        self._memory_limit(1)
+        self._later(FULL_MEMORY, lambda: self._memory_limit(0))
+
+    # The run.
+
+    def run(self) -> dict[str, Any]:
+        producer = Thread(target=self._produce, name="producer")
+        began = time.monotonic()
+        try:
+            producer.start()
+            finished = self._go_on(began)
+            lost = self._counted()["lost"]
+            figures = {"seconds": round(time.monotonic() - began, 1), **self._figures()}
+            if self._given.again:
+                figures["lost_at_first"] = lost
+                self._send_again()
+        finally:
+            self._stopping.set()
+            producer.join()
+            self._end()
+        counted = self._counted()
+        for server in filter(None, (self._redis, self._replica)):
+            server.stop()
+        return {"finished": finished, **counted, **figures}
+
+    def _go_on(self, began: float) -> bool:
+        """Do what is due, until all posts have ended or nothing more comes; whether it was in time."""
+        plan, given = self._plan(), self._given
+        self._note_log()
+        looked, ended, since = 0.0, 0, time.monotonic()
+        if given.kill_every:
+            self._later(given.kill_every, self._kill_again)
+        while time.monotonic() - began < given.limit:
+            time.sleep(0.05)
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
+            while plan and plan[0][0] * given.posts <= ended:
+                self._do(plan.pop(0)[1])
+            if given.power_cuts:
+                self._note_log()
+            if now - looked < LOOK:
+                continue
+            if given.soak and int(now / TOLD) > int(looked / TOLD):
+                _tell(f"{ended:,} of {self._sent:,}; memory {self._latest_memory()}")
+            looked = now
+            self._look()
+            with suppress(RedisFault):
+                counted = self._ended()
+                if counted != ended or self._sent < given.posts:
+                    ended, since = counted, now
+                elif now - since > SETTLED or (ended >= self._sent and not plan and not self._due and self._is_idle()):
+                    return True
+        return False
+
+    def _kill_again(self) -> None:
+        if self._ended() < FAULTY * self._given.posts:
+            self._do("kill")
+            self._later(self._random.uniform(0.5, 1.5) * self._given.kill_every, self._kill_again)
+
+    def _ended(self) -> int:
+        """Entries in both streams. Raises redis.exceptions.RedisError."""
+        client: Any = self._redis.client
+        if self._given.soak:
+            self.ledger.read(self._redis.client)
+            return self.ledger.ended
+        return int(client.xlen(RESULTS_STREAM) + client.xlen(DEAD_LETTERS))
+
+    def _is_idle(self) -> bool:
+        return not sum(queue_depth(self._redis.client, self._settings.queue))
+
+    def _look(self) -> None:
+        """Note each process' memory, and who is there."""
+        ours = {"redis": self._redis.child.process.pid, "launcher": self._launcher.process.pid, "driver": os.getpid()}
+        for name, pid in (ours | self._workers()).items():
+            with suppress(OSError, IndexError):
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                if pages:
+                    self._memory.setdefault(name, []).append(pages * os.sysconf("SC_PAGESIZE") / 1e6)
+                    self._pids.setdefault(name, set()).add(pid)
+
+    def _latest_memory(self) -> dict[str, int]:
+        return {name: round(sizes[-1]) for name, sizes in self._memory.items()}
+
+    def _end(self) -> None:
+        """Every process but Redis, in order."""
+        for _, _, what in self._due:
+            what()  # SIGCONT, among them
+        self._launcher.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._launcher.process.wait(60)
+        self._launcher.kill()
+        if self._proxy:
+            self._proxy.stop()
+
+    # What came of it.
+
+    def _counted(self) -> dict[str, int]:
+        """Raises redis.exceptions.RedisError."""
+        self.ledger.read(self._redis.client)
+        results, dead = self.ledger.entries[RESULTS_STREAM], self.ledger.entries[DEAD_LETTERS]
+        lost = [number for number in range(self._sent) if not (results[number] or dead[number])]
+        innocent = [number for number in self.ledger.reasons if number not in self.poison]
+        for what, numbers in (("lost", lost), ("dead without being poison", innocent)):
+            for number in numbers[:10]:
+                _tell(f"{what}: p{number}: {self.ledger.reasons.get(number)}")
+        both = sum(1 for stored, buried in zip(results, dead, strict=True) if stored and buried)
+        return {
+            "sent": self._sent,
+            "stored": sum(map(bool, results)),
+            "dead_lettered": sum(map(bool, dead)),
+            "lost": len(lost),
+            "duplicated": both + sum(times - 1 for entries in (results, dead) for times in entries if times > 1),
+            "innocent_dead_letters": len(innocent),
+            "poison_stored": sum(1 for number in self.poison if results[number]),
+        }
+
+    def _figures(self) -> dict[str, Any]:
+        seconds = self.ledger.by_second
+        found: dict[str, Any] = {
+            "recovery_s": 0.0,
+            "posts_per_second": 0.0,
+            "median_rate": 0.0,
+            "faults": dict(self._done),
+            "worker_processes": sum(len(pids) for name, pids in self._pids.items() if name.startswith("worker")),
+            "memory_mb": {
+                name: [round(sizes[0]), round(max(sizes)), round(sizes[-1])] for name, sizes in self._memory.items()
+            },
+        }
+        if seconds:
+            first, last = min(seconds), max(seconds)
+            rates = [seconds[second] for second in range(first, last + 1)]
+            found["posts_per_second"] = round(sum(rates) / len(rates), 1)
+            found["median_rate"] = statistics.median(filter(None, rates))
+            found["recovery_s"] = max(
+                (recovery(fault - first, rates, found["median_rate"]) for fault in self._faults), default=0.0
+            )
+        if self._given.soak:
+            found["flat"] = {name: is_flat(sizes) for name, sizes in self._memory.items()}
+        return found
+
+
+def recovery(fault: float, rates: Sequence[int], median: float) -> float:
+    """Seconds from the fault, at so many seconds of the run, until results come at full speed; 0.0 where they do on."""
+    enough = FULL_SPEED * median * RATE_SECONDS
+    for second in range(max(0, int(fault)), len(rates) - RATE_SECONDS):
+        if sum(rates[second : second + RATE_SECONDS]) >= enough:
+            return round(max(0.0, second - fault), 1)
+    return round(len(rates) - fault, 1)
+
+
+def is_flat(sizes: Sequence[float]) -> bool:
+    """Whether memory stayed within FLAT of what it was when the process was warm."""
+    warm = sizes[int(WARM * len(sizes)) :]
+    return all(abs(size / warm[0] - 1) <= FLAT for size in warm)
+
+
+def _is_in_step(replica: Any) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def _percent(text: str) -> float:
+    return float(text.removesuffix("%"))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
+    parser.add_argument("--posts", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between two kill -9s of workers")
+    parser.add_argument("--redis-restarts", type=int, default=0, help="the first by kill -9, the next in order, …")
+    parser.add_argument("--power-cuts", type=int, default=0, help="with the last second of the append-only file lost")
+    parser.add_argument("--failovers", type=int, default=0, help="kill -9s of Redis whose replica takes its place")
+    parser.add_argument("--cuts", type=int, default=0, help="times that all connections are reset")
+    parser.add_argument("--delays", type=int, default=0, help=f"times that they are slow, for {SLOW:.0f} s")
+    parser.add_argument("--pauses", type=int, default=0, help=f"workers stopped for {PAUSE:.0f} s, longer than leases")
+    parser.add_argument("--memory", type=int, default=0, help=f"times Redis is at maxmemory, for {FULL_MEMORY:.0f} s")
+    parser.add_argument("--oom", type=int, default=0, help="forward passes that find no memory")
+    parser.add_argument("--hangs", type=int, default=0, help="forward passes that hang")
+    parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of what starts the workers")
+    parser.add_argument("--clock-jumps", type=int, default=0, help="jumps of a worker's clock by an hour")
+    parser.add_argument("--again", action="store_true", help="when all has ended, send all once more")
+    parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="posts that raise or kill")
+    parser.add_argument("--killing", type=_percent, default=10.0, metavar="P%", help="those of them that kill")
+    parser.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="always")
+    parser.add_argument("--posts-per-message", type=int, default=32)
+    parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds of a forward pass for each row")
+    parser.add_argument("--batch-rows", type=int, default=64)
+    parser.add_argument("--window-rows", type=int, default=512)
+    parser.add_argument("--soak", action="store_true", help="a store that forgets; memory as it goes")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which it ends in any case")
+    parser.add_argument("--folder", type=Path, help="an empty one, to keep the logs; else one that is deleted")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    with TemporaryDirectory(prefix="feedmill-chaos-") as folder:
+        found = Chaos(given, given.folder or Path(folder)).run()
+    sys.stdout.write(json.dumps(found) + "\n")
+    wrong = ("lost", "duplicated", "innocent_dead_letters", "poison_stored")
+    good = found["finished"] and not any(found[name] for name in wrong) and all(found.get("flat", {}).values())
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

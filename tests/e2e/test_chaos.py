@@ -1,0 +1,32 @@
+"""A short run of tests/chaos.py: whatever dies, every post ends once, and only poison is buried."""
+
+from pathlib import Path
+from typing import Any
+
+from tests import chaos
+from tests.fakes.standin_worker import KILLS
+
+FAULTS = "--kill-every 3 --redis-restarts 1 --cuts 2 --oom 2 --clock-jumps 1 --poison 1% --killing 5%"
+
+
+def test_every_post_ends_once_and_only_poison_is_a_dead_letter(tmp_path: Path) -> None:
+    run = chaos.Chaos(chaos.parse(f"--posts 2000 --workers 2 --row-ms 2 --limit 120 {FAULTS}".split()), tmp_path)
+    found: dict[str, Any] = run.run()
+    assert found["finished"]
+    ended = {name: found[name] for name in ("sent", "stored", "dead_lettered")}
+    assert ended == {"sent": 2000, "stored": 1980, "dead_lettered": 20}
+    wrong = {name: found[name] for name in ("lost", "duplicated", "innocent_dead_letters", "poison_stored")}
+    assert not any(wrong.values()), wrong
+    assert found["faults"].keys() >= {"kill", "redis_restart", "cut", "oom", "clock_jump"}
+    for number, how in run.poison.items():
+        assert ("3 workers vanished" if how == KILLS else "told to raise") in run.ledger.reasons[number]
+
+
+def test_recovery_is_from_the_fault_until_full_speed() -> None:
+    rates = [10, 10, 0, 0, 0, 10, 10, 10]
+    assert [chaos.recovery(fault, rates, median=10) for fault in (0.5, 2.5, 6.5)] == [0.0, 2.5, 1.5]
+
+
+def test_memory_is_flat_within_a_twentieth_of_what_it_was_when_warm() -> None:
+    assert chaos.is_flat([10, 50, 100, 104, 96, 100, 100, 100, 100, 100])
+    assert not chaos.is_flat([10, 50, 100, 104, 96, 100, 106, 100, 100, 100])

@@ -1,0 +1,79 @@
+"""Between clients and a server on loopback: passes bytes on, and cuts or delays them when it is told to."""
+
+import asyncio
+import socket
+import struct
+from contextlib import suppress
+from threading import Thread
+
+#: Bytes that are passed on in one piece.
+PIECE = 65_536
+#: Closing with this resets the connection: what was on its way is lost in both directions.
+RESET = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Listens on `port`, and connects each client to the server's. Serves on a thread of its own until `stop`."""
+
+    def __init__(self, server_port: int) -> None:
+        #: Where the next connections go.
+        self.server_port = server_port
+        #: Seconds for which each piece is held before it is passed on.
+        self.delay = 0.0
+        self._clients: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, limit=PIECE, backlog=128)
+        )
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._thread = Thread(target=self._loop.run_forever, name="proxy")
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Reset every connection, whatever is on its way; the next ones are served."""
+        self._loop.call_soon_threadsafe(self._cut)
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        self._cut()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+    def _cut(self) -> None:
+        for client in tuple(self._clients):
+            client.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            client.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(writer)
+        try:
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self.server_port, limit=PIECE)
+        except OSError:  # the server is away: so is this
+            self._clients.discard(writer)
+            writer.transport.abort()
+            return
+        ways = [
+            asyncio.create_task(self._pass_on(reader, to_server)),
+            asyncio.create_task(self._pass_on(from_server, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            self._clients.discard(writer)
+            writer.transport.abort()
+            to_server.transport.abort()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(PIECE):
+                if self.delay:
+                    await asyncio.sleep(self.delay)
+                writer.write(piece)
+                await writer.drain()
