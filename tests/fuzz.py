@@ -6,8 +6,9 @@ has coverage guide what is read; it does without the worker, and atheris must be
 
 What may become of a message: its element is set aside (`undecodable`); its id has a dead letter (`dead`), a result of
 Celery's (by its state), a stored classification (`stored`), or a place among those that wait for later (`waits`); or
-Celery deletes it and says so in the log (`told`). One whose id or `ignore_result` was changed cannot be found again
-(`unnamed`). Any other has vanished. The last line is JSON; exit status 1 where a message vanished.
+the worker says that it is a dead letter, where there is one of the same posts, or where it has no id (`told`). One whose
+id or `ignore_result` was changed cannot be found again (`unnamed`). Any other has vanished. The last line is JSON; exit
+status 1 where a message vanished.
 """
 
 import argparse
@@ -43,8 +44,8 @@ ROOT = Path(__file__).parent.parent
 BATCH = 200
 #: Elements that atheris begins with, at most, and bytes of one that it tries, at most.
 SEEDS, LONGEST_GUIDED = 500, 4096
-#: What Celery says of a message that it deletes.
-DELETED = ("deleted unknown message", "unregistered task", "invalid task message", "decode message body")
+#: What a worker says of a message that no task can take.
+TOLD = re.compile(r"message (\S+) is a dead letter")
 #: The only time to come that is ever drawn: a message with it for its ETA waits.
 FUTURE = b"9999-12-31"
 
@@ -123,17 +124,18 @@ class Served:
         wait_until(lambda: self._lives() and asked.ready(), "a good message is answered")
         assert "label" in asked.get()[0]
         wait_until(lambda: self._lives() and self._is_done(), "all of the batch is dealt with")
-        told = sum(self._log.read_text()[said:].count(words) for words in DELETED)
+        told = Counter(TOLD.findall(self._log.read_text()[said:]))
         lost = []
         for task_id, fate in self._fates(written):
-            if fate:
-                self.fates[fate] += 1
+            if fate or told[task_id]:
+                self.fates[fate or "told"] += 1
             elif not _is_named(written[task_id], task_id):
                 self.fates["unnamed"] += 1
             else:
                 lost.append(f"{elements[task_id].kind}: {written[task_id][:2000]!r}")
-        self.fates["told"] += min(told, len(lost))
-        self.vanished += lost[told:]
+        nameless = min(told["None"], len(lost))
+        self.fates["told"] += nameless
+        self.vanished += lost[nameless:]
         self._redis.delete(HELD["undecodable_key"], DEAD_LETTERS)
 
     def _fates(self, written: dict[str, bytes]) -> Iterator[tuple[str, str | None]]:
