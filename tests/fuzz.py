@@ -7,8 +7,8 @@ has coverage guide what is read; it does without the worker, and atheris must be
 What may become of a message: its element is set aside (`undecodable`); its id has a dead letter (`dead`), a result of
 Celery's (by its state), a stored classification (`stored`), or a place among those that wait for later (`waits`); or
 the worker says that it is a dead letter, where there is one of the same posts, or where it has no id (`told`). One
-whose id or `ignore_result` was changed cannot be found again (`unnamed`). Any other has vanished. The last line is JSON; exit
-status 1 where a message vanished.
+whose id or `ignore_result` was changed cannot be found again (`unnamed`). Any other has vanished. The last line is
+JSON; exit status 1 where a message vanished.
 """
 
 import argparse
