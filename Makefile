@@ -26,11 +26,12 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(STRICT),--strict-skips)
 
-long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice
+long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice; hostile ones
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
 	$(BIN)/python -m tests.differential
+	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \
 		--poison 1% --seed 7
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \

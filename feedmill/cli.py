@@ -14,6 +14,7 @@ from rich.console import Console
 
 from feedmill import (
     __version__,
+    dead_commands,
     enqueue_commands,
     export_commands,
     flags,
@@ -44,6 +45,7 @@ from shared.errors import SettingsError, UserError, printable
 from shared.purge import Purged
 from shared.purge import lift as lift_tombstones
 from shared.purge import purge as purge_posts
+from shared.purge import rewrite as rewrite_file
 from shared.settings import DAY
 
 app = typer.Typer(
@@ -51,6 +53,7 @@ app = typer.Typer(
     help="Posts in, labels out: enqueue posts, classify them in micro-batches, read the results.",
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
+app.add_typer(dead_commands.app, name="dead")
 app.add_typer(enqueue_commands.app)
 app.add_typer(export_commands.app)
 app.add_typer(flower_command.app)
@@ -149,6 +152,9 @@ def worker(
 def purge(
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Posts' ids; - reads them, one a line.")],
     lift: Annotated[bool, typer.Option("--lift", help="Purge nothing: take the posts again from now on.")] = False,
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="Have Redis write its append-only file anew, without them.")
+    ] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -157,6 +163,8 @@ def purge(
     posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
     if not posts:
         raise UserError("Standard input names no post: give ids, one a line.")
+    if lift and rewrite:
+        raise UserError("--lift brings nothing back and removes nothing: leave --rewrite out.")
     subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
     redis = connect(settings)
     with told_plainly(settings):
@@ -168,6 +176,9 @@ def purge(
             counts = found._asdict()
             told = f"{subject} purged ({_removed(found)}); refused for {settings.tombstone_ttl / DAY:.3g} days"
     typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else told)
+    if rewrite:
+        with told_plainly(settings):
+            rewrite_file(redis)
     raise typer.Exit(0 if any(counts.values()) else 1)
 
 
@@ -179,6 +190,7 @@ def _removed(found: Purged) -> str:
         "stream entries": found.entries,
         "dead letters": found.dead_letters,
         "Celery results": found.celery_results,
+        "messages": found.messages,
     }
     return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was kept"
 

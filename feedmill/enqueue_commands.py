@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -47,18 +48,28 @@ def enqueue(
     multi_label: MultiLabel = False,
     again: Annotated[bool, typer.Option(help="Send also what was sent before, from the file's beginning.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
+    when_full: Annotated[
+        str | None, typer.Option(help="What to do while the queue is full: wait, or refuse.", show_default=False)
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines.
 
     A run that was interrupted goes on where it stopped when it is started again.
     """
-    settings = settings_of(redis_url=redis_url, posts_per_message=posts_per_message, labels=labels, template=template)
+    settings = settings_of(
+        redis_url=redis_url,
+        posts_per_message=posts_per_message,
+        when_full=when_full,
+        labels=labels,
+        template=template,
+    )
     options = options_of(settings, labels, template, multi_label)
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     redis = connect(settings)
-    pusher = Pusher(make_app(settings), redis, settings, options, again)
+    refuse = settings.when_full == "refuse"
+    pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
     with told_plainly(settings):
         position = _position(redis, file, options, filters)
         start = position.load() if position and not again else 0
@@ -90,7 +101,7 @@ def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_messag
         if reading.complete:
             position.forget()
         elif reading.records:
-            position.save(reading.records)
+            pusher.once_there_is_memory(partial(position.save, reading.records))
 
 
 def _position(redis: Redis, file: str, options: ClassifyOptions, filters: Filters) -> Position | None:
@@ -168,5 +179,5 @@ class _Bar(Progress):
         if not records:
             return "reading"
         rate = f", {(records - self._start) / seconds:,.0f}/s" if seconds else ""
-        waiting = "; the queue is full, waiting" if self._pusher.waiting else ""
+        waiting = f"; {self._pusher.waiting}, waiting" if self._pusher.waiting else ""
         return f"{records:,} read{rate}, {self._pusher.sent:,} sent{waiting}"

@@ -41,6 +41,8 @@ MEASURING = "measuring the token budget"
 #: A worker that ends this often within a minute is not started again.
 RESTARTS_A_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
+#: Secrets that none of the stack's processes needs: each is told its own alone.
+NOT_THEIRS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings that say how another Redis is reached.
 OTHER_REDIS = ("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_master", "redis_sentinel_password")
 
@@ -141,8 +143,9 @@ class Stack:
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
         self.flower_password = password_of(settings)
         # Passwords travel in the environment and through a pipe: `ps` shows neither.
+        withheld = {f"{PREFIX}{name.upper()}" for name in NOT_THEIRS}
         self._environment = (
-            os.environ
+            {name: value for name, value in os.environ.items() if name.upper() not in withheld}
             | {f"{PREFIX}{name.upper()}": "" for name in OTHER_REDIS}
             | {
                 f"{PREFIX}REDIS_URL": url,
@@ -201,10 +204,13 @@ class Stack:
             "appendfsync": "everysec",
             # A queue must not lose its oldest messages to make room for new ones.
             "maxmemory-policy": "noeviction",
+            # An entry that is purged leaves no bytes beside its neighbours.
+            "stream-node-max-entries": 1,
         }
         lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
         # An orphaned redis-server writes its append-only file to the end before it goes.
-        redis = Child("redis", [server, "-"], self._folder, self._environment, signal.SIGTERM, stdin=lines)
+        environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+        redis = Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines)
         self._children.append(redis)
         redis.wait_until(self._redis_answers)
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"

@@ -58,8 +58,8 @@ def _told(seen: watch.Status) -> str:
     ]
     if seen.oldest_seconds is not None:
         lines.insert(1, f"         the oldest was sent {_span(seen.oldest_seconds)} ago")
-    if seen.results.failed:
-        lines.append("         `feedmill results --failed` shows the newest that failed, and why")
+    if dead := _dead_letters(seen):
+        lines.append(f"dead     {dead}")
     if not seen.workers:
         lines.append("workers  none answers: `feedmill worker` starts one, `feedmill up` everything")
     if seen.reddit:
@@ -76,6 +76,13 @@ def _told(seen: watch.Status) -> str:
             f"         padding efficiency {pool['padding_efficiency']:.2f}",
         ]
     return "\n".join(lines)
+
+
+def _dead_letters(seen: watch.Status) -> str:
+    """How many there are, and whether some were lost; "" where there were none."""
+    trimmed = f", and {seen.results.dead_trimmed:,} before them were trimmed" if seen.results.dead_trimmed else ""
+    there = seen.dead_letters or trimmed
+    return f"{seen.dead_letters:,}{trimmed} · `feedmill dead list`" if there else ""
 
 
 def _watch(settings: Settings, as_json: bool) -> None:
@@ -123,8 +130,7 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     facts.add_row("queue", f"{found.queue.waiting:,} waiting · {found.queue.held:,} held by workers{oldest}")
     pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
     facts.add_row("results", f"{pace} a minute · {found.results.stored:,} stored · {found.results.answered:,} answered")
-    failed = f"{found.results.failed:,}"
-    facts.add_row("dead letters", f"{failed} · `feedmill results --failed`" if found.results.failed else failed)
+    facts.add_row("dead letters", _dead_letters(found) or "0")
     if found.reddit:
         facts.add_row("reddit", printable(ingest_commands.described(found.reddit)))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")

@@ -15,6 +15,7 @@ from redis import Redis
 
 from producers.reddit.state import STATUS_TTL, State
 from shared.broker import QueueDepth, connect, make_app, queue_depth, told_plainly
+from shared.dead import DeadLetters
 from shared.errors import RedisError
 from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
 from shared.metrics import connect_briefly, oldest_seconds
@@ -37,6 +38,8 @@ class Status(NamedTuple):
     oldest_seconds: float | None
     #: Times of which posts were out of reach, that nobody has cleared.
     gaps: int
+    #: Dead letters that are there, and what was no message.
+    dead_letters: int
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {"queue": self.queue._asdict(), "results": self.results._asdict()}
@@ -52,7 +55,8 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     oldest = oldest_seconds(redis, settings.queue)
     results = ResultsStore(redis, settings).counters()
     gaps: Any = redis.hlen(REDDIT_GAPS)
-    return Status(depth, worker_statistics(app), results, State(redis).told(), oldest, gaps)
+    dead = DeadLetters(redis).count()
+    return Status(depth, worker_statistics(app), results, State(redis).told(), oldest, gaps, dead)
 
 
 def worker_statistics(app: Celery) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""From posts to messages in the queue: skip what was already sent, wait while the queue is full, publish, mark.
+"""From posts to messages in the queue: skip what was already sent, wait for room in it, publish, mark.
 
 In that order: a crash between publishing and marking repeats a message, whose results the store then already
 has; the other way round it would lose one.
@@ -7,9 +7,11 @@ What it leans on in Celery 5.7 beyond the public interface: `Celery._after_fork`
 connections and producers.
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,10 +22,13 @@ from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
 from shared import broker
-from shared.errors import SettingsError
+from shared.errors import QueueFull, SettingsError
 from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
+from shared.refusals import is_full
 from shared.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
 
 #: Posts that are looked up, published and marked together where a message holds fewer: a trip to Redis costs
 #: more than a post. Bounds what a crash between publishing and marking repeats.
@@ -101,6 +106,7 @@ class Pusher:
     options: how the posts are to be classified; a post is sent again with other options, or with another text.
     again: send also what was sent before. What is gone, since it was purged (shared/purge.py), is never sent.
     wait: how to wait so many seconds for room in the queue; what it raises ends `push`.
+    refuse: do not wait, but raise QueueFull. wait_for_memory: wait also while Redis is at its memory limit.
 
     Between two calls of `push` nothing is remembered but the counts: what was sent, Redis knows. After an exception,
     whichever it is and wherever it comes from, a signal's handler included, the same posts may be pushed again. One
@@ -117,6 +123,8 @@ class Pusher:
         options: ClassifyOptions,
         again: bool = False,
         wait: Callable[[float], None] = time.sleep,
+        refuse: bool = False,
+        wait_for_memory: bool = False,
     ) -> None:
         self._app = app
         self._redis = redis
@@ -125,19 +133,21 @@ class Pusher:
         self._options_said = options.model_dump_json()
         self._again = again
         self._wait = wait
+        self._refuse = refuse
+        self._wait_for_memory = wait_for_memory
         # Scripts: as many small commands in a pipeline cost redis-py two thirds of the time that publishing takes.
         self._look: Any = redis.register_script(LOOK)
         self._note: Any = redis.register_script(NOTE)
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
-        #: The queue is full, and `push` waits.
-        self.waiting = False
+        #: What `push` waits for, for people; "" while it does not.
+        self.waiting = ""
 
     def push(self, posts: Iterable[Post]) -> None:
         """Publish posts, as many in a message as the settings say.
 
-        Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError. What was counted as sent then is
-        in the queue; the rest is sent when the same posts are pushed again.
+        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError and QueueFull. What was counted as sent
+        then is in the queue; the rest is sent when the same posts are pushed again.
         """
         try:
             self._push(posts)
@@ -146,6 +156,20 @@ class Pusher:
         except BaseException:
             self._drop_connections()
             raise
+
+    def once_there_is_memory(self, write: Callable[[], object]) -> None:
+        """Write to Redis; where it has no memory wait until it has, if that is wanted."""
+        try:
+            while True:
+                try:
+                    write()
+                    return
+                except (RedisFault, OperationalError) as fault:
+                    if not self._waits_for(fault):
+                        raise
+                    self._pause("Redis is at its memory limit")
+        finally:
+            self.waiting = ""
 
     def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
@@ -156,7 +180,7 @@ class Pusher:
                 fitting = trip[: size * self._wait_for_room()]
                 del trip[: len(fitting)]
                 messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-                broker.publish(self._app, [[post for _, post in message] for message in messages], self._options)
+                self._publish([[post for _, post in message] for message in messages])
                 # Counted first: what cannot be marked is in the queue all the same, and will be sent again.
                 self.sent += len(fitting)
                 self.messages += len(messages)
@@ -185,11 +209,31 @@ class Pusher:
         """How many messages the queue has room for, once it has."""
         try:
             while not (room := self.gate.room()):
-                self.waiting = True
-                self._wait(FULL_QUEUE_PAUSE)
+                if self._refuse:
+                    raise QueueFull(self._settings.queue_limit, self.sent)
+                self._pause("the queue is full")
         finally:
-            self.waiting = False
+            self.waiting = ""
         return room
+
+    def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
+        """Publish them all; one at a time where memory was short, since some of those sent together may be there."""
+        try:
+            broker.publish(self._app, messages, self._options)
+        except OperationalError as fault:
+            if not self._waits_for(fault):
+                raise
+            for message in messages:
+                self.once_there_is_memory(partial(broker.publish, self._app, [message], self._options))
+
+    def _waits_for(self, fault: Exception) -> bool:
+        return self._wait_for_memory and is_full(fault)
+
+    def _pause(self, why: str) -> None:
+        if self.waiting != why:
+            logger.warning("%s: waiting for room", why)
+        self.waiting = why
+        self._wait(FULL_QUEUE_PAUSE)
 
     def _drop_connections(self) -> None:
         """Connect anew from here on.
@@ -209,8 +253,8 @@ class Pusher:
 
     def _remember(self, marks: list[Mark]) -> list[Mark]:
         """Mark them as sent; returns them."""
-        now = int(time.time())
-        self._note(keys=_keys(marks), args=[now, self._settings.sent_ttl, *(mark.field for mark in marks)])
+        arguments = [int(time.time()), self._settings.sent_ttl, *(mark.field for mark in marks)]
+        self.once_there_is_memory(partial(self._note, keys=_keys(marks), args=arguments))
         return marks
 
 

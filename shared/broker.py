@@ -22,10 +22,13 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
+from shared import compression
 from shared.errors import RedisError, printable
+from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
+from shared.refusals import causes_of, is_denied, is_full
 from shared.settings import PREFIX, Settings
-from shared.transport import settings_for
+from shared.transport import MAX_MESSAGE, settings_for
 
 #: The one task. Producers send it by this name; only workers hold its code.
 CLASSIFY_TASK = "feedmill.classify"
@@ -35,13 +38,11 @@ SENT_AT = "sent_at"
 RETRY_PAUSES = (0.1, 0.5, 2.0)
 #: Seconds that a Sentinel may take: the next one is asked instead.
 SENTINEL_PATIENCE = 2.0
-#: What Redis says, in an error of no kind of its own, of a script that does what its user may not.
-DENIED_SCRIPT = "user executing the script can't"
 #: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
 #: Where the transport notes what workers hold, and what is no message at all (shared/leases.py).
-HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index", "undecodable")}
+HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {"undecodable_key": UNDECODABLE}
 #: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
 #: characters.
 SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
@@ -112,6 +113,7 @@ def _to_sentinels(settings: Settings) -> dict[str, Any]:
 def reserve(app: Application) -> None:
     """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
     settings = app.settings
+    compression.bound(MAX_MESSAGE)
     app.conf.update(
         settings_for(settings.broker_url, tls(settings)),
         broker_transport_options={
@@ -159,13 +161,8 @@ def plainly(fault: BaseException, settings: Settings) -> str | None:
     return why and f"Redis at {settings.redis_address} {why}"
 
 
-def is_denied(fault: BaseException) -> bool:
-    """Whether Redis said that its user may not do this."""
-    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in _causes(fault))
-
-
 def _why(fault: BaseException, settings: Settings) -> str | None:
-    causes = {type(cause): cause for cause in _causes(fault)}
+    causes = {type(cause): cause for cause in causes_of(fault)}
     said = _refusal(fault, causes, settings) or _insecurity(causes, settings)
     if said or isinstance(fault, ResponseError):
         return said
@@ -184,7 +181,7 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
     """Where it answers, and refuses."""
     found = settings.redis
-    if "maxmemory" in str(fault):
+    if is_full(fault):
         return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
     if is_denied(fault):
         return (
@@ -217,13 +214,6 @@ def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
             f"a certificate of ours: {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE?"
         )
     return None
-
-
-def _causes(fault: BaseException | None) -> Iterator[BaseException]:
-    """The error itself, and what it came of: redis-py and kombu make errors of their own of TLS's."""
-    while fault is not None:
-        yield fault
-        fault = fault.__cause__ or fault.__context__
 
 
 def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
@@ -307,11 +297,16 @@ class QueueDepth(NamedTuple):
     held: int
 
 
+def queue_lists(queue: str) -> list[str]:
+    """The lists in which messages of a queue wait, the most urgent first."""
+    return [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
+
+
 def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue of Feedmill's)."""
     pipe: Any = redis.pipeline(transaction=False)
-    for priority in PRIORITIES:
-        pipe.llen(f"{queue}{PRIORITY_MARK}{priority}" if priority else queue)
+    for name in queue_lists(queue):
+        pipe.llen(name)
     pipe.hlen(HELD["reserved_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

@@ -7,7 +7,8 @@ FeedmillError
  │   ├─ ModelError       the model's files are missing, damaged or of an unknown kind
  │   ├─ PackagesError    packages of two installations are mixed
  │   ├─ StackError       a process of the embedded stack could not be started
- │   └─ RedisError       Redis does not answer, or refuses
+ │   ├─ RedisError       Redis does not answer, or refuses
+ │   └─ QueueFull        no more messages may wait; whoever sends wants to be told, not to wait
  ├─ RequestRefused       a message's options are wrong; the message fails with this reason
  ├─ PostRefused          one post is bad; the others of its message go on
  ├─ DeviceFull           the device has no memory for this batch; a smaller one may fit
@@ -53,6 +54,16 @@ class StackError(UserError):
 
 class RedisError(UserError):
     """Redis does not answer, or does not let us in."""
+
+
+class QueueFull(UserError):  # noqa: N818 - named after what happened
+    """No more messages may wait in the queue."""
+
+    def __init__(self, limit: int, sent: int) -> None:
+        super().__init__(
+            f"The queue is full: {limit:,} messages wait, as many as FEEDMILL_QUEUE_LIMIT lets. {sent:,} posts were "
+            "sent before. Send the rest later, by the same command, or let it wait with FEEDMILL_WHEN_FULL=wait."
+        )
 
 
 class RequestRefused(FeedmillError):  # noqa: N818 - named after what happened, like Celery's Retry and Reject

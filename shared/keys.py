@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 #: Stream of results, newest last; one entry for each classification that was new.
 RESULTS_STREAM = "feedmill:results"
-#: Stream of dead letters, newest last; one entry for each post that could not be classified.
+#: Stream of dead letters, newest last; one entry for each post that could not be classified, and for each message in
+#: which no posts could be made out.
 DEAD_LETTERS = "feedmill:dead"
 #: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label), `gone`
-#: (purged before they could be stored), `answered` (found there), `trimmed` (results cut from their stream's old end).
+#: (purged before they could be stored), `answered` (found there), `trimmed` and `dead_trimmed` (results and dead
+#: letters cut from their stream's old end).
 COUNTERS = "feedmill:counters"
+#: List of what lay in a queue and is no message at all, newest first; raw bytes.
+UNDECODABLE = "feedmill:undecodable"
 #: Hash: consumer group of the stream of results -> its place there, to tell what was trimmed before the group read it.
 GROUPS = "feedmill:groups"
 #: Hash: worker process and lane -> which posts are in the forward pass that it is at, as JSON.
@@ -89,7 +93,7 @@ class Key(NamedTuple):
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
-    Key(COUNTERS, "hash", "shared/results.py", "six fields"),
+    Key(COUNTERS, "hash", "shared/results.py", "seven fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
     Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
@@ -111,7 +115,7 @@ TABLE: tuple[Key, ...] = (
     Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),
     Key("feedmill:reserved", "hash", "shared/leases.py, what workers hold", "window_rows of each worker"),
     Key("feedmill:reserved_index", "zset", "shared/leases.py, their leases", "window_rows of each worker"),
-    Key("feedmill:undecodable", "list", "shared/leases.py, what is no message", "undecodable_limit entries"),
+    Key(UNDECODABLE, "list", "shared/leases.py, what is no message", "undecodable_limit entries"),
     Key("_kombu.binding.*", "set", "kombu, which queue hears which exchange", "one member a queue and worker"),
     Key("_kombu.binding_permanent.*", "set", "kombu, bindings without expiry", "one member a queue"),
     Key("_kombu.binding_deadlines*", "any", "kombu, when bindings expire", "one member a binding"),

@@ -97,19 +97,29 @@ for number = 3, #KEYS do
 end
 """
 
-#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept.
+#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept. Returns how many are there no more.
 SET_ASIDE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('LPUSH', KEYS[3], ARGV[2])
+local length = redis.call('LPUSH', KEYS[3], ARGV[2])
 redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
+return math.max(0, length - ARGV[3])
 """
 
 #: Tags renewed, or leases looked at, in one call: a call of either size takes Redis a millisecond or so.
 RENEWED, SWEPT = 1000, 100
+#: Bytes that are kept of what is no message, at most: 64 MiB of all of it, unless `undecodable_limit` is set higher.
+KEPT_ASIDE = 2**16
 #: Seconds between two collections of garbage, while something is held that came over a closed channel: requests that
 #: Celery drops with a lost connection refer to themselves.
 COLLECT = 5.0
+
+
+class Held(ref[Any]):
+    """A message, for as long as something else refers to it, and how many bytes it has."""
+
+    __slots__ = ("size",)
+    size: int
 
 
 class Leases:
@@ -131,8 +141,8 @@ class Leases:
         self.client: Redis = Redis(connection_pool=pool)
         self._keep, self._restore, self._set_aside = map(self.client.register_script, (KEEP, RESTORE, SET_ASIDE))
         self.reserve = self.client.register_script(RESERVE)
-        #: Message by tag, for as long as something else refers to it.
-        self.held: dict[str, ref[Any]] = {}
+        #: By tag.
+        self.held: dict[str, Held] = {}
         #: Of those that came over a channel that is closed: since when, by tag.
         self.left_behind: dict[str, float] = {}
         self._patience_left_behind = float(channel.left_behind_timeout)
@@ -148,6 +158,13 @@ class Leases:
     def prefix(self) -> str:
         """What the tags of one reservation begin with; later ones sort later."""
         return f"{self._process}-{next(self._numbers):012d}"
+
+    def hold(self, tag: str, message: Any) -> None:
+        self.held[tag] = held = Held(message)
+        held.size = len(message.body)
+
+    def bytes_held(self) -> int:
+        return sum(held.size for held in tuple(self.held.values()))
 
     def take_acknowledged(self) -> list[str]:
         with self._lock:
@@ -186,10 +203,13 @@ class Leases:
                 for tag in tags:
                     self.held.pop(tag, None)
 
-    def set_aside(self, tag: str, message: bytes) -> None:
-        """Keep for people what is no message, so that no worker meets it again."""
-        logger.error("an element of %r is no message; it goes to %r: %r", tag, self.undecodable, message[:200])
-        self._set_aside([self.reserved, self.index, self.undecodable], [tag, message, self._kept_aside])
+    def set_aside(self, tag: str, message: bytes, reason: str) -> None:
+        """Keep for people what is no message, or its beginning, so that no worker meets it again."""
+        queue = tag.partition(" ")[2]
+        logger.error("an element of %r is no message (%s); it goes to %r", queue, reason, self.undecodable)
+        keys = [self.reserved, self.index, self.undecodable]
+        if gone := self._set_aside(keys, [tag, message[:KEPT_ASIDE], self._kept_aside]):
+            logger.warning("%r is full: %d of its oldest elements were dropped", self.undecodable, gone)
 
     def start(self, channel: Any) -> None:
         """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""
@@ -286,5 +306,5 @@ def marked(message: bytes) -> bytes | str:
         found["headers"]["redelivered"] = info["redelivered"] = True
         info["delivery_count"] = int(info.get("delivery_count", 0)) + 1
         return json.dumps(found)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except Exception:  # what a sender can put there has many; without an answer nothing else would come back either
         return message

@@ -39,8 +39,9 @@ MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
 #: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
-#: options; and with all dead letters of one message together.
+#: options; and with all dead letters of one message together. Characters of a traceback.
 MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
+MAX_DEAD_TRACEBACK = 8_000
 #: Labels that one message may choose from, at most; descriptions of one label, and of all together.
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
@@ -147,12 +148,14 @@ def _described(value: object) -> object:
     if isinstance(value, dict):
         return value
     if not isinstance(value, list | tuple):
-        raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {value!r:.80}")
+        # Posts that were sent in the labels' place are not quoted: reasons are logged, and shown in Flower.
+        kind = type(value).__name__
+        raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {kind}")
     described: dict[str, tuple[str]] = {}
     for label in value[: MAX_LABELS + 1]:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
-            raise ValueError(f"expected names, got {label!r:.80}")
+            raise ValueError(f"expected names, got {type(label).__name__}")
         if name in described:
             raise ValueError(f"the label {name!r} is named twice")
         described[name] = (name,)
@@ -270,7 +273,10 @@ Outcome = Classification | PostError
 
 
 class DeadLetter(BaseModel):
-    """A post that could not be classified, with all that it takes to find out why, and to try again."""
+    """A post that could not be classified, with all that it takes to find out why, and to try again.
+
+    Or a message in which no posts could be made out: then it has a `payload`, and no `post`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -285,6 +291,12 @@ class DeadLetter(BaseModel):
     worker: str
     #: Seconds since 1970, UTC.
     failed_at: float
+    #: Where the error came from: files, lines and kinds of errors, no post's words; None where nothing was raised.
+    traceback: Annotated[str, Repaired] | None = None
+    #: How many times it was tried: deliveries of its message, where nothing else counts.
+    attempts: int = 1
+    #: Of a message in which no posts could be made out: its body as it came, cut at MAX_DEAD_POST_BYTES.
+    payload: Annotated[str, Repaired] | None = None
 
 
 def digest(*parts: str | None) -> str:

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError as RedisFault
 from redis.retry import Retry
 
-from shared.broker import PRIORITIES, PRIORITY_MARK, SENT_AT, connect, queue_depth
+from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError
 from shared.results import ResultsStore
 from shared.settings import PREFIX, Settings
@@ -134,6 +134,7 @@ RESULTS = {
         "gone": "Results and dead letters that were dropped, since their posts had been purged.",
         "answered": "Posts that were asked for again, and answered with the stored result.",
         "trimmed": "Results trimmed from the old end of their stream; each post's own are still there.",
+        "dead_trimmed": "Dead letters trimmed from the old end of their stream: nothing is left of them.",
     }.items()
 }
 #: What every process reads off Redis: the same whoever is asked, so take the maximum, never the sum.
@@ -155,7 +156,7 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
 
     None where none waits, or none of them bears the time of its sending. Raises redis.exceptions.RedisError.
     """
-    keys = [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
+    keys = queue_lists(queue)
     script: Any = redis.register_script(OLDEST)
     sent: list[str] = script(keys=keys, args=[SENT_AT])
     return max(0.0, time.time() - min(map(float, sent))) if sent else None

@@ -4,11 +4,11 @@ Deleting what is there would not do: a worker may have the post in hand, and a p
 tombstone is set first, after which nothing is stored or sent of the post (shared/results.py, producers/push.py), and
 what was there before is deleted then. A purge that breaks off may be made again, and harms nothing.
 
-What it does not reach: messages that wait in the queue, or that a worker holds, still have their posts. Nothing is
-stored of a purged one among them; but where another application waits for such a message, it gets the outcome, and
-Celery keeps that for `celery_result_ttl`, as it keeps those of a chord's messages until the last is done. And Redis
-cuts what is deleted from a stream out of its memory and its files only with the entries beside it, about a hundred,
-when the stream is trimmed; until then no reader gets it.
+What it does not reach: what a worker has in memory, until it is done with it. Nothing is stored of it; but where
+another application waits for such a message, it gets the outcome, and Celery keeps that for `celery_result_ttl`, as it
+keeps those of a chord's messages until the last is done. And Redis cuts what is deleted from a stream out of its memory
+with the last of the entries that lie beside it there: at once where `stream-node-max-entries` is 1, as in
+docker/redis.conf. Its append-only file has what was, until `rewrite`.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
+from shared import queued
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
@@ -102,6 +103,8 @@ class Purged(NamedTuple):
     dead_letters: int = 0
     #: Messages whose results, kept by Celery, said something of the posts.
     celery_results: int = 0
+    #: Messages, waiting or held by a worker, that had some of the posts.
+    messages: int = 0
 
 
 def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
@@ -114,7 +117,8 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
     posts = _checked(ids)
     for some in _batches(posts):
         _set_tombstones(redis, settings, some)
-    found = Purged()
+    # First: what is in no message any more cannot come out of one afterwards.
+    found = Purged(messages=queued.remove(redis, settings.queue, frozenset(posts)) if posts else 0)
     for some in _batches(posts):
         counts = Purged(
             sent=redis.unlink(*map(sent_key, some)),
@@ -132,6 +136,22 @@ def lift(redis: Redis, ids: Iterable[str]) -> int:
     What was purged does not come back. Raises as `purge` does.
     """
     return sum(redis.unlink(*map(tombstone_key, some)) for some in _batches(_checked(ids)))
+
+
+def rewrite(redis: Redis) -> None:
+    """Have Redis begin to write its append-only file anew, as things are now, where it keeps one.
+
+    Raises UserError while it writes one that may have been begun before a purge, and redis.exceptions.RedisError.
+    """
+    persistence: Any = redis.info("persistence")
+    if not persistence["aof_enabled"]:
+        return
+    if persistence["aof_rewrite_in_progress"]:
+        raise UserError(
+            "Redis is writing its append-only file anew at this moment, perhaps since before the purge: the posts are "
+            "gone, but that file may have them. Ask for --rewrite again when it is done."
+        )
+    redis.bgrewriteaof()
 
 
 def _checked(ids: Iterable[str]) -> list[str]:

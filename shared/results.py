@@ -7,6 +7,7 @@ nothing of models or of Celery.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,7 +17,9 @@ from redis import Redis
 
 from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
-from shared.settings import Settings
+from shared.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
 
 #: Writes one micro-batch. Of a post that has a tombstone nothing is kept: a worker may have had it when it was purged.
 #:
@@ -30,10 +33,10 @@ from shared.settings import Settings
 #:   ARGV[7+] id, fingerprint, label, classification, post of each result
 #:   after them, id and letter of each dead letter
 #:
-#: Returns how many of the results were new.
+#: Returns how many of the results were new, and how many dead letters were trimmed.
 WRITE = """
 local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
-local length = redis.call('XLEN', KEYS[1])
+local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
 for i = 1, results do
   local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
   if redis.call('EXISTS', tombstone) == 1 then
@@ -68,10 +71,11 @@ for i = 5 + 2 * results, #KEYS, 2 do
   at = at + 2
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
+counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
 for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
-return new
+return {new, counts.dead_trimmed}
 """
 
 #: Finds results that are there.
@@ -138,6 +142,8 @@ class Counters(NamedTuple):
     answered: int = 0
     #: Trimmed from the stream; whoever had not read them by then is told (shared/readers.py).
     trimmed: int = 0
+    #: Dead letters trimmed from theirs: nothing is left of them.
+    dead_trimmed: int = 0
 
 
 class Score(NamedTuple):
@@ -190,9 +196,17 @@ class ResultsStore:
         for letter in dead:
             # "" is no post's id: whoever sent a post without one cannot have it purged.
             post_id = (letter.id or "").strip()
-            keys += [tombstone_key(post_id), buried_key(_identity(letter))]
+            keys += [tombstone_key(post_id), buried_key(identity(letter))]
             arguments += [post_id, letter.model_dump_json()]
-        return int(self._write(keys=keys, args=arguments))
+        new, trimmed = self._write(keys=keys, args=arguments)
+        if trimmed:
+            logger.warning(
+                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
+                "list`), or raise %sDEAD_LETTERS_LENGTH",
+                trimmed,
+                PREFIX,
+            )
+        return int(new)
 
     def _clipped(self, post: Post) -> str:
         """The post as its stream entry carries it."""
@@ -268,10 +282,10 @@ class ResultsStore:
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
 
 
-def _identity(letter: DeadLetter) -> str:
+def identity(letter: DeadLetter) -> str:
     """Of what was sent: the same, whoever failed at it, how, when and in which message."""
     if letter.post is None:  # then it is the message that tells one from another
-        return digest(letter.model_dump_json(exclude={"reason", "worker", "failed_at"}))
+        return digest(letter.id, letter.payload, letter.message)
     return digest(letter.id, letter.post, letter.options)
 
 

@@ -79,6 +79,9 @@ class Settings(BaseSettings):
     queue_limit: Count = 20_000
     #: Messages in the queue below which a producer that paused goes on. Unset: half of queue_limit.
     queue_resume: Count | None = None
+    #: What `feedmill enqueue` does when the queue is full, or Redis is at its memory limit: wait until there is room,
+    #: or refuse, with a sentence. The Reddit daemon always waits.
+    when_full: Literal["wait", "refuse"] = "wait"
     #: Seconds for which a post that was sent is remembered and not sent again.
     sent_ttl: Count = 30 * DAY
 

@@ -9,9 +9,10 @@ next reservation, one packet a turn of the event loop.
 
 Options besides kombu's, all of `broker_transport_options`: the names of the three keys (`reserved_key`, …),
 `undecodable_limit`, `reserve_limit` (messages a reservation), `reserve_bytes` (a reservation ends with the message
-that reaches it), `left_behind_timeout` (seconds for which what came over a lost connection is held for those who still
-refer to it). `visibility_timeout` is the seconds of a lease, `unacked_restore_interval` those between two looks for
-leases that ended. Leases are renewed while the process lives, a busy event loop or not: they may be short.
+that reaches it), `held_bytes` (with as many in hand nothing more is reserved), `left_behind_timeout` (seconds for which
+what came over a lost connection is held for those who still refer to it). `visibility_timeout` is the seconds of a
+lease, `unacked_restore_interval` those between two looks for leases that ended. Leases are renewed while the process
+lives, a busy event loop or not: they may be short.
 
 What is overridden, and why (tests/integration/test_transport.py fails when kombu changes one of them):
 
@@ -22,9 +23,9 @@ What is overridden, and why (tests/integration/test_transport.py fails when komb
   book is `Leases`; closing gives back what nothing refers to any more, instead of everything.
 - `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
   know what is not to be acknowledged. `_update_queue_cycle`: waits for the lists of today's queues. `decode_body`:
-  tells what cannot be decoded. `_queue_bind`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and nobody
-  could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`: acknowledgements
-  without an answer are sent again. `close`: waits for no dead connection.
+  tells what cannot be decoded. `_queue_bind`, `_delete`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and
+  nobody could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`:
+  acknowledgements without an answer are sent again. `close`: waits for no dead connection.
 - `Transport.connection_errors`: an error reply (out of memory, read-only after a failover) is no reason to exit.
   `register_with_event_loop`: whether there is one. `establish_connection`: a Redis that cannot be written to counts as
   one that cannot be reached, for which Celery pauses between its tries.
@@ -40,7 +41,6 @@ from functools import cached_property
 from queue import Empty
 from time import monotonic
 from typing import Any
-from weakref import ref
 
 from kombu.transport import redis as _kombu_redis
 from kombu.transport.virtual import QoS as _VirtualQoS
@@ -61,20 +61,34 @@ VirtualQoS: Any = _VirtualQoS
 REARM = 5.0
 
 
+#: Bytes of one message, at most, as it lies in its list and as it is unpacked: a thousand of the longest posts that
+#: Reddit takes. What is made of them takes many times as much memory, and it is made before anybody looks at it.
+MAX_MESSAGE = 64 * 2**20
+#: What kombu and Celery take for granted of a message's other parts, where they are there.
+PARTS = {"headers": dict, "content-type": str, "content-encoding": str}
+
+
 class UndecodableError(ValueError):
-    """An element of a queue's list is no message."""
+    """An element of a queue's list is no message; its text says why."""
 
 
 def decoded(message: bytes) -> dict[str, Any]:
     """Raises UndecodableError. kombu's own types in JSON are rare, and looking for them slow."""
+    if len(message) > MAX_MESSAGE:
+        raise UndecodableError(f"{len(message):,} bytes; at most {MAX_MESSAGE:,} are read")
     try:
         text = message.decode()
         found = loads(text) if '"__type__"' in text else json.loads(text)
-        if isinstance(found["properties"]["delivery_info"], dict):
-            return found  # type: ignore[no-any-return]  # what it holds is the sender's
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UndecodableError from error
-    raise UndecodableError
+        body, delivery = found["body"], found["properties"]["delivery_info"]
+        parts = {name: found.get(name) for name in PARTS}
+    except Exception as error:  # kombu's types raise more kinds of errors than JSON does
+        raise UndecodableError(f"{type(error).__name__} in its JSON") from error
+    if not isinstance(body, str) or not isinstance(delivery, dict):
+        raise UndecodableError("it has no body, or no delivery_info")
+    if wrong := [name for name, part in parts.items() if not isinstance(part, PARTS[name] | None)]:
+        raise UndecodableError(f"its {wrong[0]} is of another type than a message's")
+    delivery.pop("consumer_tag", None)  # a broker's to say: that of a consumer which acknowledges nothing would stay
+    return found  # type: ignore[no-any-return]  # what it holds is the sender's
 
 
 class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
@@ -92,7 +106,7 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         return free if free is None or free >= min(self.channel.reserve_limit, self.prefetch_count // 4) else 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        self.channel.leases.held[delivery_tag] = ref(message)
+        self.channel.leases.hold(delivery_tag, message)
         VirtualQoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -178,6 +192,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     left_behind_timeout = 3600
     reserve_limit = 64
     reserve_bytes = 1024 * 1024
+    held_bytes = 128 * 1024 * 1024
     visibility_timeout = 6
     unacked_restore_interval = 2
     #: Seconds that a command may take: without it, Redis going silent stops the worker for good.
@@ -193,6 +208,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         "left_behind_timeout",
         "reserve_limit",
         "reserve_bytes",
+        "held_bytes",
     )
 
     #: Whether Redis says when a list changes; where it does not, it is asked each second.
@@ -248,8 +264,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             tag = f"{tags}-0001 {lists[runs[0]][1]}"
             try:
                 message = decoded(messages[0])
-            except UndecodableError:
-                self.leases.set_aside(tag, messages[0])
+            except UndecodableError as error:
+                self.leases.set_aside(tag, messages[0], str(error))
             else:
                 message["properties"]["delivery_tag"] = tag
                 return message
@@ -272,11 +288,17 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         except OutOfMemoryError as error:
             logger.warning("Redis has no memory to note that %r is bound to %r (%s)", queue, exchange, error)
 
+    def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._delete(queue, *args, **kwargs)
+        except OutOfMemoryError as error:
+            logger.debug("Redis has no memory to forget queue %r, which expires (%s)", queue, error)
+
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         try:
             return super().decode_body(body, encoding)
         except (ValueError, TypeError, AttributeError) as error:
-            raise UndecodableError from error
+            raise UndecodableError("its body is not encoded as it says") from error
 
     def _update_queue_cycle(self) -> None:
         """Queues have come or gone: what is waited for is no longer right."""
@@ -300,6 +322,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def _room(self) -> int:
         free: int | None = self.qos.room()
+        if free != 0 and self.leases.bytes_held() >= self.held_bytes:
+            return 0
         if free is None:  # without a limit and an event loop, a consumer expects one message at a time
             return self.reserve_limit if self.connection.cycle.evented else 1
         return min(free, self.reserve_limit)
@@ -442,8 +466,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             found = decoded(message)
             found["properties"]["delivery_tag"] = tag
             self.connection._deliver(found, queue)
-        except UndecodableError:
-            self.leases.set_aside(tag, message)
+        except UndecodableError as error:
+            self.leases.set_aside(tag, message, str(error))
 
     def _put_back(self, undelivered: Sequence[tuple[str, str, str, bytes]]) -> None:
         """What was reserved for a consumer that is no more."""

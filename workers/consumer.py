@@ -1,5 +1,7 @@
 """Fits Celery's consumer to a pool that holds many messages at a time: what it fetches, and what it tells.
 
+A message that no task can take, whatever is wrong with it, becomes a dead letter; Celery alone throws it away.
+
 What it leans on in Celery 5.7 and kombu 5.7:
 
 - `QoS.room` says how much the transport fetches (shared/transport.py); `can_consume`, whether it fetches at all:
@@ -7,26 +9,62 @@ What it leans on in Celery 5.7 and kombu 5.7:
 - `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
 - `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
 - `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
-  connection may mend (celery/worker/consumer/consumer.py).
+  connection may mend. `create_task_handler` makes what each message is handed to; `on_decode_error`,
+  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` are told of one that it throws away, and what they log
+  of it begins with UNKNOWN_FORMAT and its like (celery/worker/consumer/consumer.py).
+- What a step's `info` returns goes into `inspect stats`, in place of what an earlier step's did (celery/bootsteps.py).
 - `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
 """
 
 import logging
+import time
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from celery import bootsteps
-from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
+from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.worker import consumer
 from celery.worker.autoscale import Autoscaler
+from celery.worker.consumer import consumer as _celery_consumer
 from celery.worker.state import maybe_shutdown
+from redis.exceptions import RedisError as RedisFault
 from redis.exceptions import ResponseError
 
-from shared.broker import Application, is_denied, plainly
-from workers.pool import DevicePool
+from shared.broker import Application, plainly
+from shared.errors import RequestRefused, printable
+from shared.messages import DeadLetter
+from shared.metrics import connect_briefly
+from shared.refusals import is_denied
+from shared.results import ResultsStore
+from shared.settings import PREFIX
+from workers import wellformed
+from workers.message import Message, traced, without_posts
+from workers.pool import DevicePool, times_delivered
+from workers.task import named
 
 logger = logging.getLogger(__name__)
+
+#: Of what kombu tells of a connection, what has passwords in it: Redis' own, Sentinels' addresses, the Sentinels' own.
+WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
+#: The stubs hold little of what is inside.
+celery_consumer: Any = _celery_consumer
+
+#: What a message can bring about in Celery that expects another one: not what Redis, or its connection, can.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+#: What Celery logs of a message that it throws away, each with the beginning of its body: somebody's post.
+TELLS_TOO_MUCH = frozenset(
+    {
+        celery_consumer.UNKNOWN_FORMAT,
+        celery_consumer.UNKNOWN_TASK_ERROR,
+        celery_consumer.INVALID_TASK_ERROR,
+        celery_consumer.MESSAGE_DECODE_ERROR,
+    }
+)
+#: Characters of an error's text, or of a task's name, that a dead letter quotes.
+LONGEST_QUOTE = 200
 
 
 class Consumer(consumer.Consumer):
@@ -36,6 +74,12 @@ class Consumer(consumer.Consumer):
 
     #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
     PAUSE, LONGEST_PAUSE = 0.5, 2.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Briefly: the event loop waits for it.
+        self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
+        celery_consumer.logger.addFilter(_tells_not_too_much)
 
     def ensure_connected(self, conn: Any) -> Any:
         """Wait for Redis, for as long as it takes; each thing that is wrong is said once."""
@@ -70,11 +114,111 @@ class Consumer(consumer.Consumer):
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
 
+    # What no task takes.
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's, which a message of odd types alone cannot end the worker with."""
+        handle = super().create_task_handler(*args, **kwargs)
+
+        def on_task_received(message: Any) -> Any:
+            try:
+                wellformed.check(message)
+                return handle(message)
+            except (InvalidTaskError, *MALFORMED) as error:
+                return self.on_invalid_task(None, message, error)
+
+        return on_task_received
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        what = f"its body cannot be read as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
+        self._refuse(message, what, message.ack, exc)
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        what = "neither its headers nor its body name a task: it is no message of Celery's"
+        self._refuse(message, what, partial(super().on_unknown_message, body, message))
+
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+        what = f"this worker knows no task of the name {_quoted(exc)}; one of your own is loaded with {PREFIX}INCLUDE"
+        self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+        what = "Celery cannot take it"
+        self._refuse(message, what, partial(super().on_invalid_task, body, message, exc), exc)
+
+    def _refuse(self, message: Any, what: str, let_go: Callable[[], None], error: Exception | None = None) -> None:
+        """Keep a message as dead letters, then have Celery tell who waits for it, and let it go.
+
+        what: is wrong with it; the error's own words may be a post's, and are kept out of the log. While Redis takes
+        nothing the message stays with this worker. Should the connection be lost meanwhile, nobody refers to it any
+        more, and it comes again.
+        """
+        if message.acknowledged:
+            return
+        try:
+            self._store.write([], _letters(message, what, error, self.hostname))
+        except RedisFault as fault:
+            self._end_if_denied(fault)
+            logger.warning("a dead letter waits for Redis (%s); next try in %.1f s", fault, self.LONGEST_PAUSE)
+            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error))
+            return
+        logger.error("message %s is a dead letter: %s", _quoted(_id_of(message)), what)
+        try:
+            let_go()
+        except MALFORMED as fault:  # who waits for it is not said, or in odd types
+            logger.debug("nobody can be told of it (%r)", fault)
+        if not message.acknowledged:
+            message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
+
     def _end_if_denied(self, error: Exception) -> None:
         """A user's rights do not come back by themselves, and another connection has no others."""
         if is_denied(error):
             logger.critical("%s", plainly(error, self.app.settings))
             raise WorkerShutdown(EX_FAILURE) from None
+
+
+def _tells_not_too_much(record: logging.LogRecord) -> bool:
+    return record.msg not in TELLS_TOO_MUCH
+
+
+def _letters(message: Any, what: str, error: Exception | None, worker: str) -> Sequence[DeadLetter]:
+    """One for each post that can be made out in a message of kombu's; else one in all, with its body."""
+    reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
+    traceback = traced(error) if error else None
+    now, task_id, attempts = time.time(), _id_of(message), times_delivered(message)
+    found = Message(_arguments(message), None, task_id, attempts=attempts)
+    if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
+        found.refused = RequestRefused(reason)
+        found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
+        return found.dead_letters(worker, now)
+    return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts)]
+
+
+def _arguments(message: Any) -> dict[str, Any]:
+    """A message's arguments by name, as those of `feedmill.classify`; none where they cannot be read."""
+    try:
+        found = message.payload
+        args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]
+        return named(args, kwargs)
+    except Exception:  # whatever its serializer raises
+        return {}
+
+
+def _id_of(message: Any) -> str | None:
+    """The task's, as far as the message says it."""
+    for found in (message.headers, message.properties):
+        for name in ("id", "correlation_id"):
+            if isinstance(found, dict) and isinstance(found.get(name), str):
+                return str(found[name])[:128]
+    return None
+
+
+def _quoted(value: object) -> str:
+    """Somebody else's words, short, on one line."""
+    try:
+        text = str(value)
+    except MALFORMED:
+        return f"<{type(value).__name__}>"
+    return printable(text[:LONGEST_QUOTE])
 
 
 class ConsumerFit(bootsteps.StartStopStep):
@@ -96,6 +240,13 @@ class ConsumerFit(bootsteps.StartStopStep):
         if parent.event_dispatcher.enabled:
             _keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
+
+    def info(self, parent: Any) -> Any:
+        """How Redis is reached, for `inspect stats` and Flower: of three passwords Celery leaves out but two."""
+        if not parent.connection:
+            return {}
+        told = parent.connection.info()
+        return {"broker": {name: value for name, value in told.items() if name not in WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
         """What waits goes to the dispatcher, which hands what it cannot send to its successor."""

@@ -7,6 +7,7 @@ Knows nothing of Celery; the pool keeps what it needs to answer in `ticket`.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import format_tb
 from typing import Any
 
 from shared.errors import MessageFailed, RequestRefused
@@ -14,6 +15,7 @@ from shared.messages import (
     MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_OPTIONS_BYTES,
     MAX_DEAD_POST_BYTES,
+    MAX_DEAD_TRACEBACK,
     MAX_POSTS_PER_MESSAGE,
     ClassifyOptions,
     DeadLetter,
@@ -25,6 +27,8 @@ from shared.messages import (
 
 #: Seconds since 1970 in the year 5138: what a header says beyond is no time.
 LATEST = 1e11
+#: Frames of an error that a dead letter keeps, the innermost; and how many errors that it came of, itself counted.
+FRAMES, LONGEST_CHAIN = 20, 4
 
 
 class Message:
@@ -32,7 +36,7 @@ class Message:
 
     arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters. priority: whose turn it
     is when several wait, 0 before 9. redelivered: whether a worker had it before. ticket: whatever its owner needs to
-    answer it.
+    answer it. attempts: how many times it was delivered, this one included.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Message:
         priority: int = 0,
         redelivered: bool = False,
         ticket: Any = None,
+        attempts: int = 1,
     ) -> None:
         self.arguments = dict(arguments)
         #: Seconds since 1970, where the sender said so.
@@ -53,9 +58,12 @@ class Message:
         #: By index, how many workers vanished in a forward pass that this post was in (workers/suspects.py).
         self.deaths: Mapping[int, int] = {}
         self.ticket = ticket
-        posts = self.arguments.pop("posts", None)
-        self.raw_posts: list[object] = posts if isinstance(posts, list) else []
+        self.attempts = attempts
+        self._given = self.arguments.pop("posts", None)
+        self.raw_posts: list[object] = self._given if isinstance(self._given, list) else []
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
+        #: Where an error came from, by the index of its post: for dead letters, and nobody else.
+        self.tracebacks: dict[int, str] = {}
         self.unsettled = len(self.raw_posts)
         self.options = ClassifyOptions()
         #: Why the message as a whole cannot be served, where that is so.
@@ -105,24 +113,26 @@ class Message:
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
         """One for each of its posts that got no classification, once it is complete.
 
-        One in all, without posts, for a message of more posts than one may hold: it is bounded in nothing else.
+        One in all, without posts, for a message of more posts than one may hold: it is bounded in nothing else. And one
+        for what was sent in place of a list of posts.
         """
         if self.sent_again or not self.failed():
             return []
         reason = str(self.refused) if self.refused else None
-        dead: list[tuple[object, str]] = [
-            (raw, outcome.error)
-            for raw, outcome in zip(self.raw_posts, self.outcomes, strict=True)
+        dead: list[tuple[object, str, str | None]] = [
+            (raw, outcome.error, self.tracebacks.get(index))
+            for index, (raw, outcome) in enumerate(zip(self.raw_posts, self.outcomes, strict=True))
             if isinstance(outcome, PostError)
         ]
         if reason:
             bounded = len(self.raw_posts) <= MAX_POSTS_PER_MESSAGE
-            dead = [(raw, reason) for raw in (self.raw_posts if bounded else [None])]
+            refused = (self.raw_posts or [self._given]) if bounded else [None]
+            dead = [(raw, reason, self.tracebacks.get(index)) for index, raw in enumerate(refused)]
         options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
         letters, room = [], MAX_DEAD_MESSAGE_BYTES
-        for raw, why in dead:
-            post = _as_json(_known_fields(raw), min(room, MAX_DEAD_POST_BYTES))
-            room -= len(post or "") + len(options or "")
+        for raw, why, traceback in dead:
+            post = None if raw is None else _as_json(_known_fields(raw), min(room, MAX_DEAD_POST_BYTES))
+            room -= len(post or "") + len(options or "") + len(traceback or "")
             letter = DeadLetter(
                 id=_id_of(raw),
                 reason=why,
@@ -131,6 +141,8 @@ class Message:
                 message=self.task_id,
                 worker=worker,
                 failed_at=now,
+                traceback=traceback if room > 0 else None,
+                attempts=self.attempts,
             )
             letters.append(letter)
         return letters
@@ -160,6 +172,35 @@ class Message:
         return reply
 
 
+def without_posts(
+    body: object, reason: str, message: str | None, worker: str, now: float, traceback: str | None, attempts: int
+) -> DeadLetter:
+    """The dead letter of a message in which no posts can be made out. body: as it came."""
+    start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
+    return DeadLetter(
+        id=None,
+        reason=reason,
+        post=None,
+        options=None,
+        message=message,
+        worker=worker,
+        failed_at=now,
+        traceback=traceback,
+        attempts=attempts,
+        payload=start.decode("utf-8", "replace") if isinstance(start, bytes) else start,
+    )
+
+
+def traced(error: BaseException) -> str:
+    """Where an error came from, after what it came of. Its words are left out: they may be the post's."""
+    found: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(found) < LONGEST_CHAIN:
+        found.insert(0, f"{''.join(format_tb(cause.__traceback__, -FRAMES))}{type(cause).__name__}\n")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n".join(found)[-MAX_DEAD_TRACEBACK:]
+
+
 def _id_of(raw: object) -> str | None:
     """As much of a raw post's id as names it."""
     post_id = raw.get("id") if isinstance(raw, dict) else None
@@ -174,10 +215,10 @@ def _known_fields(raw: object) -> object:
 
 
 def _as_json(value: object, limit: int) -> str | None:
-    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, or too deep."""
+    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, too deep, or no JSON."""
     try:
         written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):  # kombu's JSON has types that JSON has not
         return None
     return written.decode() if len(written) <= limit else None
 

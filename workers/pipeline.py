@@ -27,13 +27,14 @@ from typing import NamedTuple, Protocol
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RequestRefused
+from shared.errors import DeviceFull, DeviceLost, ForwardHangs, RedisError, RequestRefused
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Outcome, Post, PostError, fingerprint
+from shared.refusals import hopeless
 from shared.results import Result
 from shared.settings import Settings
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, LabelSet, Outputs, Row, Scores
-from workers.message import Message, PostAtWork
+from workers.message import Message, PostAtWork, traced
 from workers.statistics import Statistics
 from workers.suspects import DEADLY, Quarantine, Suspects
 from workers.window import Window
@@ -186,6 +187,24 @@ class Pipeline:
         else:
             self._finished.put(job)
 
+    def until_taken(self, write: Callable[[], object]) -> bool:
+        """Write to Redis until it does not raise redis' errors; False when the pipeline stops first.
+
+        Raises RedisError, which ends the worker, where no waiting helps.
+        """
+        pause = 0.1
+        while not self._stopping.is_set():
+            try:
+                write()
+                return True
+            except RedisFault as fault:
+                if why := hopeless(fault):
+                    raise RedisError(f"Redis does not take results: {why}") from None
+                logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
+                self._stopping.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        return False
+
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
         """Let a message fail as a whole, now; whether it was not too late for that.
 
@@ -217,12 +236,15 @@ class Pipeline:
         """A thread that dies must not leave the others, and the queue, waiting for it."""
         try:
             loop()
+        except RedisError as error:
+            self._fail(error, str(error))
         except BaseException as error:
             self._fail(error, f"the {threading.current_thread().name} thread died")
 
     def _fail(self, error: BaseException, what: str) -> None:
         self.failure = error
-        logger.critical("%s; this worker ends, its messages go back to the queue", what, exc_info=error)
+        told = None if isinstance(error, RedisError) else error
+        logger.critical("%s; this worker ends, its messages go back to the queue", what.rstrip("."), exc_info=told)
         self._on_failure()
 
     def _watcher_loop(self) -> None:
@@ -249,6 +271,7 @@ class Pipeline:
             except Exception as error:
                 logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
                 message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
             rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
             for at in range(0, len(rows), ROWS_AT_ONCE):
                 with self._ready:
@@ -297,6 +320,7 @@ class Pipeline:
                 return [rows for work in at_work for rows in self._rows([work], label_set)]
             logger.error("post %s cannot be prepared", at_work[0].post.id, exc_info=error)
             reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
+            at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
             return [[]]
 
@@ -506,6 +530,7 @@ class Pipeline:
             work = rows[0].owner
             reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
+            work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
             scored = self._classifier.finish(rows, outputs)
             self.statistics.count(rows, outputs.seconds, share)
@@ -554,16 +579,9 @@ class Pipeline:
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Write until Redis takes it: results that were computed are kept. False when the pipeline stops first."""
-        pause = 0.1
-        while (results or dead) and not self._stopping.is_set():
-            try:
-                self._store.write(results, dead)
-                return True
-            except RedisFault as fault:
-                logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
-                self._stopping.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-        return not self._stopping.is_set()
+        if not results and not dead:
+            return not self._stopping.is_set()
+        return self.until_taken(lambda: self._store.write(results, dead))
 
 
 def _lane_name(lane: int) -> str:

@@ -39,6 +39,9 @@ from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExc
 from celery.platforms import EX_FAILURE
 from celery.states import STARTED
 from celery.worker import state
+from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import RedisError as RedisFault
 
 from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
@@ -55,6 +58,9 @@ from workers.suspects import Suspects
 from workers.task import IN_HAND, ClassifyTask, named
 
 logger = logging.getLogger(__name__)
+
+#: What the result backends redis and rpc raise when they have tried for long enough.
+BACKEND_AWAY = (RedisFault, OperationalError)
 
 
 @dataclass(eq=False, slots=True)
@@ -198,6 +204,7 @@ class DevicePool(BasePool):
                 priority if isinstance(priority, int) else 0,
                 bool(delivery.get("redelivered")),
                 ticket,
+                times_delivered(ticket.request.message),
             )
             self.pipeline.submit(ticket.message)
         else:
@@ -236,7 +243,7 @@ class DevicePool(BasePool):
             return
         token = IN_HAND.set(message)
         try:
-            self._trace(ticket)
+            self.pipeline.until_taken(partial(self._trace, ticket))
         finally:
             IN_HAND.reset(token)
 
@@ -247,10 +254,19 @@ class DevicePool(BasePool):
         """A task that is not micro-batched."""
         if self._still_wanted(ticket):
             self._deliver(partial(self._accept, ticket, time.monotonic()))
-            self._trace(ticket)
+            try:
+                self._trace(ticket)
+            except RedisFault as fault:
+                logger.warning("%s: Redis does not take its result (%s); it will be run again", ticket.request, fault)
             self._deliver(partial(self._finish, ticket, ticket.ending))
 
     def _trace(self, ticket: Ticket) -> None:
+        """Have Celery run the task and say how it ends. Raises redis' errors where the result is not stored.
+
+        Celery's own pools let such a message go, and its result is lost. Here it is not acknowledged: the body of a
+        micro-batched task runs once more when Redis is back, another message comes again when its lease has ended.
+        """
+
         def ended(outcome: Any) -> None:
             if isinstance(outcome, ExceptionInfo):  # its body raised what is no Exception
                 ticket.ending = partial(ticket.failed, outcome)
@@ -264,8 +280,10 @@ class DevicePool(BasePool):
 
         try:
             apply_target(ticket.target, ticket.args, callback=ended)
-        except Exception:
+        except Exception as error:
             # The tracer keeps the task's own errors to itself: this is Reject, or a broken result backend.
+            if ticket.request.task.acks_late and isinstance(error, BACKEND_AWAY):
+                raise error if isinstance(error, RedisFault) else ConnectionFault(str(error)) from error
             ticket.ending = partial(ticket.failed, ExceptionInfo())
 
     def _on_failure(self) -> None:
@@ -373,6 +391,12 @@ class DevicePool(BasePool):
                 "messages_held": len(self._held),
             }
         )
+
+
+def times_delivered(message: Any) -> int:
+    """How many times a message of kombu's was delivered, this one included (shared/leases.py counts)."""
+    before = message.delivery_info.get("delivery_count", 0)
+    return 1 + before if isinstance(before, int) and 0 < before < 2**31 else 1
 
 
 def _is_sent_again(exception: Any) -> bool:

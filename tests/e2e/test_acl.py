@@ -1,6 +1,7 @@
 """docker/users.conf on a real Redis: each user serves its purpose, and what it may not do is refused in a sentence."""
 
 import hashlib
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.broker import connect, publish, told_plainly
+from shared.broker import connect, publish, queue_depth, told_plainly
 from shared.broker import make_app as make_celery
 from shared.errors import RedisError
-from shared.messages import ClassifyOptions
+from shared.messages import ClassifyOptions, DeadLetter
+from shared.purge import purge, rewrite
+from shared.results import ResultsStore
 from shared.settings import load
 from tests.support import (
     RedisServer,
@@ -97,6 +100,37 @@ def test_the_worker_s_user_looks_after_the_whole(guarded: Guarded, tmp_path: Pat
     assert guarded.refused() == []
 
 
+def test_a_purge_reaches_what_waits_and_what_is_held(guarded: Guarded) -> None:
+    settings = load(redis_url=guarded.as_user("worker"))
+    redis = connect(settings)
+    app = make_celery(settings)
+    app.send_task("feedmill.classify", kwargs={"posts": [{"id": "later", "title": "x"}]}, countdown=3600)
+    wait_until(lambda: queue_depth(redis, settings.queue).held == 1, "the worker keeps it for later")
+    assert purge(redis, settings, ["later"]).messages == 1
+    # What the same would do to a list, from which the worker takes everything at once.
+    assert redis.lpos("feedmill", "x") is None
+    with pytest.raises(ResponseError, match="no such key"):
+        redis.lset("feedmill", 0, "x")
+    assert guarded.refused() == []
+    with pytest.raises(RedisError, match="does not let user worker do this"), told_plainly(settings):
+        rewrite(redis)
+    guarded.client.acl_log_reset()
+
+
+def test_the_worker_s_user_sees_to_dead_letters(guarded: Guarded, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": guarded.as_user("worker")}
+    post = json.dumps({"id": "late", "title": "A storm was coming"})
+    letter = DeadLetter(id="late", reason="?", post=post, options="{}", message=None, worker="w", failed_at=0.0)
+    ResultsStore(guarded.client, load(redis_url=guarded.url)).write([], [letter, letter.model_copy(update={"id": "x"})])
+    guarded.client.lpush("feedmill:undecodable", "?")
+    for command in (["list"], ["show", "late"], ["retry", "late"], ["drop", "--all", "--yes"]):
+        said = feedmill("dead", *command, cwd=tmp_path, **url)
+        assert (said.returncode, said.stderr) == (0, ""), said.stdout
+    assert said.stdout == "2 dropped\n"
+    wait_until(lambda: guarded.client.exists("feedmill:result:late"), "it is classified after all")
+    assert guarded.refused() == []
+
+
 def test_another_application_waits_for_its_results(guarded: Guarded) -> None:
     app = make_celery(load(redis_url=guarded.as_user("worker")))
     posts = [{"id": "x", "title": "A storm is coming"}]
@@ -110,6 +144,7 @@ def test_another_application_waits_for_its_results(guarded: Guarded) -> None:
     [
         ["results", "--json"],
         ["results", "--failed"],
+        ["dead", "list"],
         ["results", "--group", "readers", "--from-start"],
         ["results", "--group", "readers", "--claim-after", "1"],
         ["export", "--format", "jsonl", "results.jsonl"],
@@ -131,6 +166,7 @@ def test_the_reader_reads(guarded: Guarded, tmp_path: Path, command: list[str]) 
         ("producer", ["purge", "p1"]),
         ("reader", ["enqueue", "-"]),
         ("reader", ["purge", "p1"]),
+        ("producer", ["dead", "list"]),
         ("reader", ["status"]),
     ],
     ids=str,
@@ -151,6 +187,7 @@ NO_RESULTS: tuple[tuple[Any, ...], ...] = (
     ("HGETALL", "feedmill:result:p1"),
     ("GET", "celery-task-meta-x"),
     ("XRANGE", "feedmill:dead", "-", "+"),
+    ("LRANGE", "feedmill:undecodable", 0, -1),
 )
 NO_MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("RPOP", "feedmill"),
@@ -176,6 +213,8 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("XADD", "feedmill:results", "*", "a", "b"),
     ("XDEL", "feedmill:results", "0-1"),
     ("DEL", "feedmill:results"),
+    ("XDEL", "feedmill:dead", "0-1"),
+    ("LREM", "feedmill:undecodable", 0, "x"),
     ("HSET", "feedmill:result:p1", "a", "b"),
     ("HSET", "feedmill:sent:p1", "a", "b"),
 )

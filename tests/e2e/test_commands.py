@@ -317,14 +317,15 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1); refused for 365 days\n"
+    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1, messages: 1); refused for 365 days\n"
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
     assert again.stdout == "a1 purged (nothing was kept); refused for 365 days\n"
     many = feedmill("purge", "-", "a1", "--json", cwd=tmp_path, stdin="a2\n\n a3 \r\na2", **url)
     assert many.returncode == 0
     assert json.loads(many.stdout) == {
-        "posts": 3, "sent": 0, "results": 2, "entries": 2, "dead_letters": 0, "celery_results": 0
+        "posts": 3, "sent": 0, "results": 2, "entries": 2, "dead_letters": 0, "celery_results": 0,
+        "messages": 0,
     }  # fmt: skip
     assert store.latest(5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)

@@ -61,6 +61,14 @@ def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
     assert said.stdout == "3 sports\n", said.stderr
 
 
+def test_what_is_said_to_be_shown_by_a_test_is() -> None:
+    named = re.findall(r"`(tests/[a-z0-9_/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 10
+    for path, test in named:
+        assert (ROOT / path).is_file(), path
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), test
+
+
 def test_the_redis_configuration(tmp_path: Path) -> None:
     path = redis_servers().get("system")
     if path is None:

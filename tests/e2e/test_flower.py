@@ -27,8 +27,10 @@ from feedmill.stack import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app
 from shared.messages import ClassifyOptions
-from shared.settings import Settings
-from tests.support import Feedmill, RedisServer, feedmill, processes_in, running, wait_until
+from shared.settings import Settings, load
+from tests.e2e.test_acl import rules
+from tests.e2e.test_tls import SecureRedis, plain_connections
+from tests.support import Authority, Feedmill, RedisServer, feedmill, processes_in, running, wait_until
 
 #: Words of posts: nowhere may they turn up.
 WORDS = "Rhubarb and custard"
@@ -314,6 +316,33 @@ def test_all_priorities_of_the_queue_count(redis: RedisServer, tmp_path: Path) -
         text = " ".join(re.sub("<[^>]*>", " ", visitor.ask("/broker")[1]).split())
         assert "Idle since feedmill 4 " in text
         assert "redis://:**@127.0.0.1" in text
+
+
+def test_with_the_rights_of_a_worker_over_tls(tmp_path: Path) -> None:
+    """docker/users.conf has no user for Flower alone: it does what a worker's user may do, and nothing beyond."""
+    authority = Authority(tmp_path)
+    redis = SecureRedis(
+        tmp_path, authority.certificate("server"), authority.file, users=rules(worker="x", producer="y", reader="z")
+    )
+    redis.url = f"rediss://worker:x@127.0.0.1:{redis.tls_port}/0"
+    settings = load(redis_url=redis.url, redis_ca_file=authority.file)
+    app = make_app(settings)
+    try:
+        app.send_task(CLASSIFY_TASK, kwargs=HOPELESS)
+        with flower(redis, tmp_path, FEEDMILL_REDIS_CA_FILE=str(authority.file)) as (command, visitor):
+            with app.connection() as connection, app.events.Dispatcher(connection, hostname="worker@there") as told:
+                told.send("task-received", uuid="seen", **RECEIVED)
+            wait_until(visitor.tasks, "Flower has seen it")
+            assert visitor.json("/api/queues/length") == {"active_queues": [{"name": "feedmill", "messages": 1}]}
+            assert visitor.json("/api/workers?refresh=1") == {}
+            assert "rediss://worker:**@127.0.0.1" in visitor.ask("/broker")[1]
+            assert redis.client.acl_log() == []
+            assert plain_connections(redis) == 0
+            assert command.end() == 0
+        assert "Traceback" not in command.text()
+    finally:
+        app.close()
+        redis.stop()
 
 
 def own_address() -> str | None:

@@ -306,7 +306,7 @@ def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
         "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     ).stdout
     assert json.loads(newest) == letters[1].model_dump()
-    assert "`feedmill results --failed`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+    assert "dead     2 · `feedmill dead list`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
 
 
 def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:

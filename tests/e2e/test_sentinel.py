@@ -121,6 +121,9 @@ def test_from_end_to_end_and_through_a_failover_under_load(watched: Watched, tmp
         found = feedmill("results", "--limit", "100", cwd=tmp_path, **way)
         assert len(found.stdout.splitlines()) == 40, found.stderr
         assert feedmill("health", cwd=tmp_path, **way).returncode == 0
+        told = str(make_app(settings).control.inspect().stats())
+        assert "broker" in told
+        assert not any(secret in told for secret in (PASSWORD, SENTINELS_PASSWORD))
 
         pusher.push(posts[40:220])
         wait_until(lambda: old.xlen(RESULTS_STREAM) > 60, "the worker is busy")

@@ -303,6 +303,8 @@ def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: S
     (letter,) = store.dead_letters(10)
     assert (letter.id, letter.reason, letter.message) == ("p100", "ValueError: this model cannot read that", sent.id)
     assert json.loads(letter.post or "")["title"] == POISON
+    assert (letter.traceback or "").endswith("ValueError\n")
+    assert letter.attempts == 1
 
 
 POISON = "a post that the model chokes on"

@@ -16,7 +16,7 @@ from feedmill.watch import PACE, Lookout, Pace, Part, examine
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
 from shared.broker import make_app, queue_depth
-from shared.keys import COUNTERS
+from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
 from shared.settings import Settings
@@ -238,7 +238,8 @@ def screen(seen: Any, settings: Settings) -> str:
 def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     for number in range(20):
         workers[f"feedmill-{number}@a-machine-with-quite-a-long-name.example.org"] = POOL
-    redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "failed": 3, "answered": 99})
+    redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 99})
+    redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
     State(redis.client).begin({}, [Gap("cooking", 1.0, 2.0, 3.0)])
     State(redis.client).tell({
         "subreddits": 48, "topics": 16, "sent": 1_234_567, "paused": True, "held": 5_000, "failing": ["x"], "gaps": 3,
@@ -248,8 +249,8 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 12 + len(workers)
-    for words in ("0 waiting", "12,345,678 stored", "3 · `feedmill results --failed`", "1 · `feedmill ingest gaps`",
-                  "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
+    for words in ("0 waiting", "12,345,678 stored", "1, and 12,345 before them were trimmed · `feedmill dead list`",
+                  "1 · `feedmill ingest gaps`", "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
     assert "no worker answers: `feedmill worker` starts one" in screen(Lookout(settings).look(), settings)

@@ -17,7 +17,7 @@ from producers import push
 from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
-from shared.errors import SettingsError
+from shared.errors import QueueFull, SettingsError
 from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
@@ -189,7 +189,7 @@ def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
     with pytest.raises(Ended):
         pushing.push(make_posts(60))
     assert waits == [push.FULL_QUEUE_PAUSE] * 2
-    assert (pushing.sent, pushing.waiting) == (40, False)
+    assert (pushing.sent, pushing.waiting) == (40, "")
     redis.client.delete("feedmill")
     pushing.push(make_posts(60))
     assert (pushing.sent, pushing.skipped) == (60, 40)
@@ -383,6 +383,54 @@ def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Se
         redis.client.config_set("maxmemory", "0")
     pushing.push(posts)
     assert set(queued(redis)) == {post.id for post in posts}
+
+
+def test_who_would_rather_be_told_is_refused_when_the_queue_is_full(settings: Settings, redis: RedisServer) -> None:
+    small = settings.model_copy(update={"queue_limit": 3, "posts_per_message": 10})
+    pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), refuse=True)
+    with pytest.raises(QueueFull, match=r"3 messages wait.* 30 posts were sent before"):
+        pushing.push(make_posts(50))
+    assert queue_depth(redis.client, "feedmill").waiting == 3
+    redis.client.delete("feedmill")
+    pushing.push(make_posts(50))
+    assert (pushing.sent, pushing.skipped) == (50, 30)
+
+
+def test_redis_memory_is_waited_for_where_that_is_wanted(
+    settings: Settings, redis: RedisServer, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    """Whatever is refused, a message or the marks of those sent: each post is in the queue, and marked."""
+    waits: list[str] = []
+
+    def full() -> None:
+        redis.client.config_set("maxmemory", 1)
+
+    def wait(_: float) -> None:
+        waits.append(pushing.waiting)
+        redis.client.config_set("maxmemory", 0)
+
+    pushing = Pusher(
+        make_app(settings), connect(settings), settings, ClassifyOptions(), wait=wait, wait_for_memory=True
+    )
+    request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
+    full()
+    pushing.push(make_posts(40))
+    note = pushing._note
+
+    def noted(**arguments: Any) -> Any:
+        if len(waits) == 1:
+            full()
+        return note(**arguments)
+
+    pushing._note = noted
+    pushing.push(make_posts(80))
+    assert waits == ["Redis is at its memory limit"] * 2
+    assert (pushing.sent, pushing.skipped, pushing.waiting) == (80, 40, "")
+    assert set(queued(redis)) == {post.id for post in make_posts(80)}
+    again = pusher(settings)
+    again.push(make_posts(80))
+    assert again.skipped == 80
+    assert "Redis is at its memory limit: waiting for room" in caplog.text
 
 
 def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shared.dead import DeadLetters, Entry
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import SCORES_AT_ONCE, Counters, Result, ResultsStore, Score
@@ -43,7 +44,9 @@ def letter(post_id: str | None, reason: str = "no text") -> DeadLetter:
     return DeadLetter(id=post_id, reason=reason, post="{}", options="{}", message="m", worker="w", failed_at=1.0)
 
 
-def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) -> None:
+def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     store = ResultsStore(server.client, Settings.model_validate({"dead_letters_length": 100}))
     assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
     assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
@@ -51,12 +54,19 @@ def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(server: RedisServer) 
     assert store.dead_letters(0) == []
     for start in range(0, 1000, 100):
         store.write([], [letter(f"{number}") for number in range(start, start + 100)])
-    assert server.client.xlen(DEAD_LETTERS) < 300
+    kept = server.client.xlen(DEAD_LETTERS)
+    assert kept < 300
+    counters = store.counters()
+    assert counters.failed - counters.dead_trimmed == kept
+    assert "the oldest" in caplog.text
+    assert "FEEDMILL_DEAD_LETTERS_LENGTH" in caplog.text
 
 
 def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsStore, server: RedisServer) -> None:
     """What a killed worker had written and not acknowledged fails once more, with a sender's second message as well."""
-    again = letter("1", "another reason").model_copy(update={"message": "another", "worker": "v", "failed_at": 2.0})
+    again = letter("1", "another reason").model_copy(
+        update={"message": "another", "worker": "v", "failed_at": 2.0, "attempts": 2, "traceback": "here"}
+    )
     store.write([], [letter("1"), letter("2"), letter("1")])
     store.write([], [again])
     assert [(found.id, found.reason) for found in store.dead_letters(9)] == [("1", "no text"), ("2", "no text")]
@@ -64,6 +74,17 @@ def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsS
     assert store.counters().failed == 3
     server.client.delete(DEAD_LETTERS)
     store.write([], [again])
+    assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
+
+
+def test_a_dead_letter_that_is_retried_may_fail_before_it_is_removed(store: ResultsStore, server: RedisServer) -> None:
+    dead = DeadLetters(server.client)
+    store.write([], [letter("1")])
+    (entry,) = dead.newest(9)
+    assert isinstance(entry, Entry)
+    dead.expect_again(entry.letter)
+    store.write([], [letter("1", "another reason")])
+    dead.remove(entry)
     assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
 
 

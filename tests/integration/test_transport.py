@@ -21,8 +21,8 @@ from kombu.transport.virtual import base as virtual
 from redis import Redis, RedisError, SSLConnection
 
 from feedmill.stack import Child, free_port
-from shared import transport
-from shared.leases import KEEP, RESERVE
+from shared import leases, transport
+from shared.leases import KEEP, RESERVE, marked
 from shared.transport import settings_for
 from tests.support import PASSWORD, RedisServer, redis_servers, wait_until
 
@@ -234,22 +234,81 @@ def test_a_key_prefix_is_kept(redis: RedisServer) -> None:
 
 
 def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
-    broken: list[bytes] = [
+    properties = '"properties": {"delivery_info": {}, "body_encoding": "base64"}'
+    broken = [
         b"\xff",
         b"[]",
         b"{}",
-        b'{"body": "a", "properties": {"delivery_info": {}, "body_encoding": "base64"}}',
+        b"[" * 50_000,
+        f'{{"body": "a", {properties}}}'.encode(),
+        f'{{"body": [], {properties}}}'.encode(),
+        f'{{"body": "", "headers": [], {properties}}}'.encode(),
+        f'{{"body": "", "content-type": {{}}, {properties}}}'.encode(),
+        f'{{"body": "", "x": {{"__type__": "decimal", "__value__": "x"}}, {properties}}}'.encode(),
     ]
     publish(redis, 1)
     binary = Redis.from_url(redis.url)
     binary.rpush("posts", *broken)
     publish(redis, 2)
-    with consuming(redis, options={"undecodable_limit": 3}) as consumer:
+    with consuming(redis, options={"undecodable_limit": 8}) as consumer:
         assert bodies(consumer.until(2)) == [1, 2]
-        assert len(held(redis)) == 2
-        assert binary.lrange("undecodable", 0, -1) == broken[:3]
+        assert held(redis) == (2, 2)
+        assert binary.lrange("undecodable", 0, -1) == broken[:8]
         consumer.acknowledge()
     binary.close()
+
+
+def test_what_is_too_long_for_a_message_is_set_aside_unread(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "MAX_MESSAGE", 10_000)
+    monkeypatch.setattr(leases, "KEPT_ASIDE", 100)
+    publish(redis, "x" * 10_000)
+    publish(redis, 2)
+    with consuming(redis) as consumer:
+        assert bodies(consumer.until(1)) == [2]
+        assert len(redis.client.lindex("undecodable", 0) or "") == 100
+        consumer.acknowledge()
+    assert "at most 10,000 are read" in caplog.text
+    assert "xxx" not in caplog.text
+
+
+def test_a_message_that_names_a_consumer_is_acknowledged_all_the_same(redis: RedisServer) -> None:
+    publish(redis, 1, 2)
+    for number, tag in enumerate(["[]", '"1"']):
+        element = str(redis.client.lindex("posts", number))
+        redis.client.lset(
+            "posts", number, element.replace('"delivery_info": {', f'"delivery_info": {{"consumer_tag": {tag}, ')
+        )
+    with consuming(redis) as consumer:
+        consumer.until(2)
+        consumer.acknowledge()
+        assert held(redis) == (0, 0)
+
+
+def test_what_is_in_hand_is_bounded_in_bytes(redis: RedisServer) -> None:
+    publish(redis, *("x" * 1000 for _ in range(10)))
+    with consuming(redis, prefetch=0, options={"held_bytes": 2500}) as consumer:
+        assert len(consumer.until(3)) == 3
+        consumer.drain()
+        assert (len(consumer.got), waiting(redis)) == (3, 7)
+        consumer.acknowledge()
+        assert len(consumer.until(3)) == 3
+        consumer.acknowledge()
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        b"\xff",
+        b'{"properties": {"delivery_info": {"delivery_count": Infinity}}, "headers": {}}',
+        b'{"properties": {"delivery_info": {"delivery_count": "9"}}, "headers": null}',
+        b'{"properties": {"delivery_info": []}, "headers": {}}',
+        b"[" * 50_000,
+    ],
+)
+def test_what_cannot_be_marked_comes_back_as_it_is(element: bytes) -> None:
+    assert marked(element) == element
 
 
 # Coming back.
@@ -520,6 +579,7 @@ KOMBU = {
     "kombu.transport.redis.Channel._get": "be26a9f1eb4c",
     "kombu.transport.redis.Channel._size": "7cc839b42fdc",
     "kombu.transport.redis.Channel._queue_bind": "29b73e023af6",
+    "kombu.transport.redis.Channel._delete": "4e33e7dc5845",
     "kombu.transport.virtual.base.Channel.decode_body": "6e7a0c347dd9",
     "kombu.transport.redis.Channel._update_queue_cycle": "25de35faeae0",
     "kombu.transport.redis.Channel._brpop_start": "06723d707ddf",

@@ -50,6 +50,30 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
             kind_of(Weights("m", folder, None, "00"))
 
 
+@pytest.mark.parametrize(("kind", "served"), [("bert", True), ("own", False)])
+def test_python_code_that_a_model_brings_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, served: bool
+) -> None:
+    """With a kind that transformers knows, its own code serves; another is refused. Nobody is asked at a prompt."""
+    folder = make_model("bert", tmp_path / "model", NLI)
+    made = tmp_path / "made"
+    for name in ("configuration_own", "modeling_own", "tokenization_own"):
+        (folder / f"{name}.py").write_text(f"import pathlib\npathlib.Path({str(made)!r}).touch()\n")
+    classes = {"AutoConfig": "configuration_own.C", "AutoModelForSequenceClassification": "modeling_own.M"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind, "auto_map": classes}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.T", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | own))
+    if served:
+        assert load_classifier(Settings(model=str(folder)), FP32).kind == "nli"
+    else:
+        with pytest.raises(ModelError, match="contains custom code"):
+            load_classifier(Settings(model=str(folder)), FP32)
+    assert not made.exists()
+    assert "[y/N]" not in capsys.readouterr().out
+
+
 def test_what_a_first_forward_pass_brings_to_light_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

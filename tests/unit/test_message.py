@@ -1,11 +1,14 @@
 """workers/message.py: what becomes of one message, apart from the threads that work on it."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
+import pytest
+
 from shared.errors import RequestRefused
-from shared.messages import MAX_BODY, MAX_TITLE, DeadLetter
-from workers.message import Message
+from shared.messages import MAX_BODY, MAX_DEAD_POST_BYTES, MAX_DEAD_TRACEBACK, MAX_TITLE, DeadLetter
+from workers.message import Message, traced, without_posts
 
 
 def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
@@ -19,6 +22,8 @@ def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
     assert letters({"id": "1", "body": "x" * 10**6})[0].post is None
     assert json.loads(letters({"id": "1", "author": "someone"})[0].post or "") == {"id": "1"}
     assert letters({"id": "1"}, labels=["x" * 10**5])[0].options is None
+    # As kombu reads {"__type__": "decimal", …} and its like.
+    assert letters({"id": "1", "extra": {"price": Decimal(1)}})[0].post is None
     deep: Any = 1
     for _ in range(900):
         deep = [deep]
@@ -39,3 +44,50 @@ def test_a_message_of_too_many_posts_is_one_dead_letter() -> None:
     message.refused = RequestRefused("posts: 20000 in one message")
     (letter,) = message.dead_letters("worker", 1.0)
     assert (letter.id, letter.reason, letter.message) == (None, "posts: 20000 in one message", "the id")
+    assert letter.post is None
+
+
+@pytest.mark.parametrize(
+    ("posts", "post_id", "kept"),
+    [({"id": "1"}, "1", '{"id": "1"}'), (7, None, "7"), ([], None, "[]"), (None, None, None)],
+)
+def test_what_was_sent_in_place_of_posts_is_one_dead_letter(posts: Any, post_id: str | None, kept: str | None) -> None:
+    message = Message({"posts": posts, "top_k": 1}, None, attempts=3)
+    message.refused = RequestRefused("posts: expected a list of at least one post")
+    (letter,) = message.dead_letters("worker", 1.0)
+    assert (letter.id, letter.post, letter.options, letter.attempts) == (post_id, kept, '{"top_k": 1}', 3)
+
+
+def test_a_message_without_posts_is_kept_as_it_came_in_part() -> None:
+    def payload(body: object) -> str | None:
+        return without_posts(body, "no", "the id", "worker", 1.0, None, 1).payload
+
+    assert payload(b"\xff{") == "\ufffd{"
+    assert payload("\ud800") == "?"
+    assert payload(None) == "null"
+    assert payload(["x"]) == '["x"]'
+    assert payload(b"x" * 10**6) == "x" * MAX_DEAD_POST_BYTES
+
+
+def test_where_an_error_came_from_is_told_without_its_words() -> None:
+    def fail(times: int) -> None:
+        if times:
+            fail(times - 1)
+        try:
+            raise KeyError("somebody's words")
+        except KeyError as error:
+            raise ValueError("more of them") from error
+
+    with pytest.raises(ValueError, match="more of them") as raised:
+        fail(100)
+    told = traced(raised.value)
+    assert "somebody's" not in told.replace('raise KeyError("somebody\'s words")', "")
+    assert f'File "{__file__}"' in told
+    assert told.index("KeyError\n") < told.index("\nValueError\n")
+    assert len(told) <= MAX_DEAD_TRACEBACK
+
+
+def test_a_letter_of_an_earlier_version_is_read() -> None:
+    letter = DeadLetter(id="1", reason="r", post="{}", options="{}", message=None, worker="w", failed_at=1.0)
+    old = letter.model_dump_json(exclude={"traceback", "attempts", "payload"})
+    assert DeadLetter.model_validate_json(old) == letter

@@ -107,14 +107,14 @@ def test_labels_with_descriptions() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"labels": 5}, "labels: expected a list, names separated by commas, or an object of descriptions; got 5"),
+        ({"labels": 5}, "labels: expected a list, names separated by commas, or an object of descriptions; got int"),
         ({"labels": {"a": 5}}, "labels.a: expected a description, or a list of them"),
         ({"labels": []}, "labels: name at least one label"),
         ({"labels": " , "}, "labels: name at least one label"),
         ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
-        ({"labels": ["a", 5]}, "labels: expected names, got 5"),
+        ({"labels": ["a", 5]}, "labels: expected names, got int"),
         ({"labels": ["a", "a "]}, "labels: the label 'a' is named twice"),
-        ({"labels": [{"a": 1}]}, "labels: expected names, got {'a': 1}"),
+        ({"labels": [{"a": 1}]}, "labels: expected names, got dict"),
         ({"labels": {str(n): "x" for n in range(257)}}, "labels: name at least one label, and at most 256"),
         ({"labels": ["x"] * 10 + [str(n) for n in range(200_000)]}, "labels: the label 'x' is named twice"),
         ({"labels": {"a": ""}}, "labels.a.0: string should have at least 1 character"),

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import NoPermissionError, ResponseError
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
@@ -170,6 +171,20 @@ def test_one_outcome_a_post_in_order(owner: Owner) -> None:
     assert found[2] == {"id": "2", "error": "neither title nor body holds any text"}
     assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
     assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
+
+
+def test_a_dead_letter_says_where_the_error_came_from_and_nobodys_words(owner: Owner) -> None:
+    assert owner.results("fine", "this is poison")[1] == {"id": "1", "error": "ValueError: cannot read this"}
+    (letter,) = owner.store.dead
+    assert letter.traceback
+    assert f'File "{__file__}", line ' in letter.traceback
+    assert letter.traceback.endswith("ValueError\n")
+    assert (letter.attempts, letter.payload) == (1, None)
+    owner.results("fine", "")
+    assert owner.store.dead[1].traceback is None
+    owner.send("explode")
+    wait_until(lambda: len(owner.store.dead) == 3, "it is a dead letter", 10)
+    assert (owner.store.dead[2].traceback or "").endswith("RuntimeError\n")
 
 
 def test_every_message_is_started_once_before_it_is_finished(owner: Owner) -> None:
@@ -442,6 +457,32 @@ def test_results_wait_for_redis(owner: Owner) -> None:
     owner.store.refusals = 3
     assert owner.results("fine")[0]["label"] == "good"
     assert len(owner.store.written) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            NoPermissionError("no permissions to access a key"),
+            "its user may not do this (no permissions to access a key)",
+        ),
+        (
+            ResponseError("-WRONGTYPE Operation against a key script: f_x"),
+            "a key is there already, and is not Feedmill's",
+        ),
+    ],
+)
+def test_what_no_waiting_mends_ends_the_worker_with_a_sentence(
+    owner: Owner, caplog: pytest.LogCaptureFixture, fault: Exception, words: str
+) -> None:
+    owner.store.write = Mock(side_effect=fault)  # type: ignore[method-assign]
+    message = owner.send("fine")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert message not in owner.finished
+    (said,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert said.getMessage().startswith(f"Redis does not take results: {words}")
+    assert said.getMessage().endswith("; this worker ends, its messages go back to the queue")
+    assert not said.exc_info
 
 
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:

@@ -1,0 +1,36 @@
+"""Redis' refusals, and which of them no waiting mends. Knows nothing of Celery."""
+
+from collections.abc import Iterator
+
+from redis.exceptions import NoPermissionError
+
+#: What Redis says, in an error of no kind of its own, of a script that does what its user may not.
+DENIED_SCRIPT = "user executing the script can't"
+#: And of a key that holds something else than the command is for; within a script in the midst of other words.
+WRONG_TYPE = "WRONGTYPE"
+
+
+def hopeless(fault: BaseException) -> str | None:
+    """What somebody has to mend before Redis takes it, for people; None where waiting may do."""
+    if is_denied(fault):
+        return f"its user may not do this ({fault}). docs/redis.md tells which user may do what."
+    if any(WRONG_TYPE in str(cause) for cause in causes_of(fault)):
+        return f"a key is there already, and is not Feedmill's ({fault}). Give Feedmill a database of its own."
+    return None
+
+
+def is_full(fault: BaseException) -> bool:
+    """Whether Redis said that it has reached its memory limit."""
+    return any("maxmemory" in str(cause) for cause in causes_of(fault))
+
+
+def is_denied(fault: BaseException) -> bool:
+    """Whether Redis said that its user may not do this."""
+    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in causes_of(fault))
+
+
+def causes_of(fault: BaseException | None) -> Iterator[BaseException]:
+    """The error itself, and what it came of: redis-py and kombu make errors of their own of TLS's."""
+    while fault is not None:
+        yield fault
+        fault = fault.__cause__ or fault.__context__

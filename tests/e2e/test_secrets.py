@@ -1,0 +1,286 @@
+"""One stack that knows every secret: none is where somebody else could read it, and nothing that is sent is run.
+
+And after a purge none of a post's words is in its folder: not in Redis' files, not in a log, not in a fresh export.
+"""
+
+import json
+import os
+import pickle
+import socket
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from celery import Celery
+from celery.exceptions import SecurityError
+from kombu.exceptions import DecodeError
+
+from feedmill.stack import WORKER_NODE, free_port
+from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
+from shared.keys import DEAD_LETTERS, RESULTS_STREAM
+from shared.settings import STACK_FILE, Settings
+from tests.e2e.test_flower import Visitor, own_address
+from tests.support import Feedmill, feedmill, running, shapes, wait_until
+
+#: What `feedmill up` is told that nobody else is to read.
+TOLD = {
+    "FEEDMILL_FLOWER_PASSWORD": "flowers-password",
+    "FEEDMILL_REDDIT_CLIENT_ID": "reddits-client",
+    "FEEDMILL_REDDIT_CLIENT_SECRET": "reddits-secret",
+}
+WORDS = "Rhubarb and custard, she said"
+GONE = {"id": "gone", "title": WORDS, "body": f"{WORDS}. " * 5}
+
+
+class Up(NamedTuple):
+    """`feedmill up`, with everything that it keeps in `data`."""
+
+    command: Feedmill
+    data: Path
+    settings: Settings
+    app: Any
+    metrics: str
+
+    @property
+    def redis_password(self) -> str:
+        return str(urlsplit(self.settings.broker_url).password)
+
+    @property
+    def secrets(self) -> set[str]:
+        return {*TOLD.values(), self.redis_password}
+
+    def flower(self) -> Visitor:
+        told = json.loads((self.data / STACK_FILE).read_text())
+        return Visitor(told["flower_url"], told["flower_password"])
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("up")
+    data, port = folder / "data", free_port()
+    environment = TOLD | {"FEEDMILL_LOG_LEVEL": "debug", "FEEDMILL_METRICS_PORT": str(port)}
+    with running("up", "--data-folder", str(data), cwd=folder, **environment) as command:
+        wait_until(lambda: command.says("Ctrl-C stops everything"), "all is up")
+        settings = Settings(data_folder=data)
+        with make_app(settings) as app:
+            yield Up(command, data, settings, app, f"http://127.0.0.1:{port}/metrics")
+
+
+def processes(up: Up) -> dict[str, Path]:
+    """The folders in /proc of `feedmill up` and its children, by what they are."""
+    found = {"up": Path(f"/proc/{up.command.process.pid}")}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cwd").readlink() == up.data:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                found[next(name for name in ("redis", "worker", "flower") if name.encode() in b" ".join(words))] = entry
+    assert len(found) == 4
+    return found
+
+
+def test_no_secret_is_in_a_command_line(up: Up) -> None:
+    for name, process in processes(up).items():
+        line = (process / "cmdline").read_text()
+        assert not any(secret in line for secret in up.secrets), name
+
+
+def test_each_process_is_told_its_own_secrets(up: Up) -> None:
+    told = {
+        name: {secret for secret in up.secrets if secret in (process / "environ").read_text()}
+        for name, process in processes(up).items()
+    }
+    assert told == {
+        "up": set(TOLD.values()),
+        "redis": set(),
+        "worker": {up.redis_password},
+        "flower": {up.redis_password, TOLD["FEEDMILL_FLOWER_PASSWORD"]},
+    }
+
+
+@pytest.mark.parametrize("what", ["stats", "report", "conf", "query_task", "active_queues", "registered"])
+def test_what_a_worker_tells_holds_no_secret(up: Up, what: str) -> None:
+    arguments: dict[str, Any] = {"conf": True, "query_task": ["x"]}
+    ask = getattr(up.app.control.inspect(destination=[WORKER_NODE], timeout=5), what)
+    told = ask(arguments[what]) if what in arguments else ask()
+    assert told
+    assert not any(secret in json.dumps(told) for secret in up.secrets)
+
+
+def test_neither_metrics_nor_flower_show_a_secret(up: Up) -> None:
+    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own
+        shown = [answer.read().decode()]
+    visitor = up.flower()
+    assert up.app.control.inspect(timeout=5).ping()
+    for path in ("/", "/broker", f"/worker/{WORKER_NODE}", "/api/workers?refresh=1", "/api/task/types", "/metrics"):
+        status, page = visitor.ask(path)
+        assert status == 200, path
+        shown.append(page)
+    assert "feedmill" in shown[0]
+    assert not any(secret in page for page in shown for secret in up.secrets)
+
+
+def test_metrics_are_for_this_machine_alone(up: Up) -> None:
+    outside = own_address()
+    if outside is None:
+        pytest.skip("needs a network address beside loopback")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((outside, urlsplit(up.metrics).port or 0), timeout=10)
+
+
+# What is sent is read, never run.
+
+
+class Evil:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def envelope(body: bytes, content_type: str, **headers: Any) -> str:
+    """A message as kombu lays it into a queue's list."""
+    found = {
+        "body": b64encode(body).decode(),
+        "content-type": content_type,
+        "content-encoding": "binary",
+        "headers": {"task": CLASSIFY_TASK, "id": "evil", "lang": "py"} | headers,
+        "properties": {
+            "body_encoding": "base64",
+            "delivery_tag": "evil",
+            "delivery_info": {"exchange": "", "routing_key": "feedmill"},
+            "priority": 0,
+        },
+    }
+    return json.dumps(found)
+
+
+def is_served(up: Up) -> bool:
+    """Whether the worker still answers a message."""
+    posts = [{"id": "fine", "title": "The keeper saved two penalties"}]
+    return bool(up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=60)[0]["label"])
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Path]:
+    """What code that somebody sent would make."""
+    path = tmp_path / "made"
+    yield path
+    assert not path.exists()
+
+
+def test_messages_with_code_are_not_run(up: Up, made: Path) -> None:
+    code = f"!!python/object/apply:os.mkdir ['{made}']"
+    pickled = pickle.dumps([[], {"posts": [Evil(made)]}, {}])
+    for load in (partial(yaml.unsafe_load, code), partial(pickle.loads, pickled)):
+        load()
+        made.rmdir()
+    for body, content_type in (
+        (pickled, "application/x-python-serialize"),
+        (pickled, "application/json"),
+        (pickled, "pickle"),
+        (pickled, "application/data"),
+        (code.encode(), "application/x-yaml"),
+        (b"\x93\x90\x80\x80", "application/x-msgpack"),
+    ):
+        connect(up.settings).lpush("feedmill", envelope(body, content_type))
+    connect(up.settings).lpush("feedmill", envelope(pickled, "application/x-python-serialize", serializer="pickle"))
+    wait_until(lambda: not queue_depth(connect(up.settings), "feedmill").waiting, "none is left")
+    assert is_served(up)
+
+
+def test_commands_and_events_with_code_are_not_run(up: Up, made: Path) -> None:
+    """Whoever may publish as a worker does, could send them to workers and to Flower."""
+    neighbour: Any = Celery(broker=up.settings.broker_url, set_as_current=False)
+    neighbour.control.mailbox.serializer = "pickle"
+    neighbour.control.broadcast("ping", arguments={"x": Evil(made)})
+    fields = {"name": CLASSIFY_TASK, "args": "()", "kwargs": "{}", "retries": 0}
+    with neighbour.connection() as connection:
+        for serializer in ("pickle", "json"):
+            with neighbour.events.Dispatcher(connection, hostname="worker@there", serializer=serializer) as dispatcher:
+                dispatcher.send(
+                    "task-received", uuid=f"by-{serializer}", **fields, x=Evil(made) if serializer == "pickle" else 0
+                )
+    neighbour.close()
+    wait_until(lambda: "by-json" in {task["uuid"] for task in up.flower().tasks()}, "Flower hears the next event")
+    assert "by-pickle" not in {task["uuid"] for task in up.flower().tasks()}
+    assert up.app.control.inspect(destination=[WORKER_NODE], timeout=5).ping()
+    assert is_served(up)
+
+
+def test_a_result_with_code_is_not_run(up: Up, made: Path) -> None:
+    redis = connect(up.settings)
+    redis.set("celery-task-meta-pickled", pickle.dumps({"status": "SUCCESS", "result": Evil(made)}), ex=60)
+    with pytest.raises(DecodeError):
+        up.app.AsyncResult("pickled").get(timeout=5)
+    # An exception is made anew of what its result says it is: of exceptions alone.
+    failed = {"exc_type": "system", "exc_module": "os", "exc_message": [f"touch {made}"]}
+    told: dict[str, Any] = {
+        "status": "FAILURE",
+        "result": failed,
+        "traceback": None,
+        "children": [],
+        "task_id": "named",
+    }
+    redis.set("celery-task-meta-named", json.dumps(told), ex=60)
+    with pytest.raises(SecurityError):
+        up.app.AsyncResult("named").get(timeout=5)
+
+
+# What has to go.
+
+
+def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
+    redis: Any = connect(up.settings)
+    way = {"FEEDMILL_REDIS_URL": up.settings.broker_url}
+    foreign = Celery(broker=up.settings.broker_url, backend=up.settings.broker_url, set_as_current=False)
+    kept = {"id": "kept", "title": "The keeper saved two penalties"}
+    stored = foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill")
+    # Refused, with a reason; of posts where labels belong; for later; and one of a task that nobody knows.
+    refused = foreign.send_task(CLASSIFY_TASK, kwargs={"posts": [GONE], "template": "none"}, queue="feedmill")
+    misplaced = foreign.send_task(CLASSIFY_TASK, [[GONE], [GONE]], queue="feedmill")
+    unknown = foreign.send_task("nobody.knows", [[GONE]], queue="feedmill")
+    foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill", countdown=3600)
+    assert stored.get(timeout=60)[0]["label"]
+    for each in (refused, misplaced, unknown):
+        assert each.get(timeout=60, propagate=False)
+    wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only what is for later is left")
+    assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
+    foreign.close()
+    assert files_with(up.data, WORDS), "the append-only file has no word of it"
+
+    said = feedmill("purge", "gone", "--rewrite", "--json", cwd=tmp_path, **way)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 3, 1)
+    wait_until(lambda: not redis.info("persistence")["aof_rewrite_in_progress"], "the file is written anew")
+    exported = feedmill("export", "--format", "jsonl", str(tmp_path / "posts.jsonl"), cwd=tmp_path, **way)
+    assert exported.returncode == 0, exported.stderr
+    assert "penalties" in (tmp_path / "posts.jsonl").read_text()
+    shown = [up.flower().ask("/api/tasks?limit=1000")[1], str(up.app.control.inspect(timeout=5).scheduled())]
+    assert all("gone" in each and WORDS not in each for each in shown)
+    for folder in (up.data, tmp_path, up.command.output.parent):
+        assert files_with(folder, WORDS) == []
+
+
+def test_no_secret_is_in_a_log_or_for_others_to_read(up: Up) -> None:
+    assert up.data.stat().st_mode & 0o077 == 0
+    for secret in up.secrets:
+        assert set(files_with(up.data.parent, secret)) <= {up.data / STACK_FILE}
+    assert (up.data / STACK_FILE).stat().st_mode & 0o077 == 0
+    assert any("debug" in path.read_text().lower() for path in up.data.glob("worker.log"))
+
+
+def files_with(folder: Path, words: str) -> list[Path]:
+    """Files below the folder that hold these words, in Base64 too."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if any(shape in path.read_bytes() for shape in shapes(words))]

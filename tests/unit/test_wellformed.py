@@ -1,0 +1,66 @@
+"""workers/wellformed.py: what Celery could not run is told apart before Celery meets it."""
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from celery.exceptions import InvalidTaskError
+
+from tests.fakes.hostile_messages import good, protocol_1
+from workers.wellformed import check
+
+
+def message(whole: dict[str, Any]) -> Any:
+    return Mock(headers=whole["headers"], payload=whole["body"])
+
+
+@pytest.mark.parametrize("start", [good, protocol_1])
+def test_a_good_message_passes(start: Any) -> None:
+    check(message(start()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("id", None, "id should be a str, not a NoneType"),
+        ("id", ["a"], "id should be a str, not a list"),
+        ("shadow", [], "shadow should be a str"),
+        ("retries", "1", "retries should be a int"),
+        ("timelimit", 5, "timelimit should be a list"),
+        ("timelimit", [5], "timelimit should hold two numbers"),
+        ("stamps", [], "stamps should be a dict"),
+    ],
+)
+def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
+    whole = good()
+    whole["headers"][name] = value
+    with pytest.raises(InvalidTaskError, match=words):
+        check(message(whole))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([5, {}, {}], "args should be a list"),
+        ([[], "kwargs", {}], "kwargs should be a dict"),
+        ([[], {}, "callbacks"], "its body should hold"),
+        ([[], {}], "its body should hold"),
+        (5, "its body should hold"),
+        (None, "its body should hold"),
+    ],
+)
+def test_a_body_of_another_shape_is_refused(body: Any, words: str) -> None:
+    with pytest.raises(InvalidTaskError, match=words):
+        check(message(good() | {"body": body}))
+
+
+def test_protocol_1_is_looked_at_too() -> None:
+    whole = protocol_1()
+    whole["body"]["kwargs"] = 5
+    with pytest.raises(InvalidTaskError, match="kwargs should be a dict"):
+        check(message(whole))
+
+
+def test_what_names_no_task_is_left_to_celery() -> None:
+    for body in ({"id": 5}, 5, [1, 2, 3]):
+        check(message({"headers": {}, "body": body}))
