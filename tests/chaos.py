@@ -20,6 +20,7 @@ the last second of its append-only file is cut off: what `everysec` may lose, as
 import argparse
 import heapq
 import json
+import math
 import os
 import random
 import signal
@@ -460,11 +461,11 @@ class Chaos:
 
 
 def recovery(fault: float, rates: Sequence[int], median: float) -> float:
-    """Seconds from the fault, at so many seconds of the run, until results come at full speed; 0.0 where they do on."""
+    """Seconds from the fault, at so many seconds of the run, until whole seconds begin that are at full speed."""
     enough = FULL_SPEED * median * RATE_SECONDS
-    for second in range(max(0, int(fault)), len(rates) - RATE_SECONDS):
+    for second in range(max(0, math.ceil(fault)), len(rates) - RATE_SECONDS + 1):
         if sum(rates[second : second + RATE_SECONDS]) >= enough:
-            return round(max(0.0, second - fault), 1)
+            return round(second - fault, 1)
     return round(len(rates) - fault, 1)
 
 

@@ -24,7 +24,7 @@ def test_every_post_ends_once_and_only_poison_is_a_dead_letter(tmp_path: Path) -
 
 def test_recovery_is_from_the_fault_until_full_speed() -> None:
     rates = [10, 10, 0, 0, 0, 10, 10, 10]
-    assert [chaos.recovery(fault, rates, median=10) for fault in (0.5, 2.5, 6.5)] == [0.0, 2.5, 1.5]
+    assert [chaos.recovery(fault, rates, median=10) for fault in (0.0, 0.5, 2.5, 6.5)] == [0.0, 4.5, 2.5, 1.5]
 
 
 def test_memory_is_flat_within_a_twentieth_of_what_it_was_when_warm() -> None:
