@@ -34,6 +34,7 @@ long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight s
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.chaos --posts 50000 --workers 4 --row-ms 4 --kill-every 3 --redis-restarts 10 --cuts 100 \
 		--poison 1% --seed 7
+	$(BIN)/python -m tests.chaos --posts 20000 --workers 3 --row-ms 4 --rolling 3
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
 

@@ -9,8 +9,10 @@ The last line is JSON. Of the posts that were accepted: `sent`, `stored`, `dead_
 `duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
 `innocent_dead_letters` (no poison), `poison_stored`; with --again `lost_at_first`, before all was sent once more.
 `recovery_s`: the longest time from a fault until two seconds begin in which results come at 90% of the run's median
-rate or more. Then `posts_per_second`, `median_rate` of the seconds in which any came, the faults that were done, how
-many worker processes were seen, and of each process the memory in MB at first, at most and at last. Exit status 1
+rate or more. `longest_pause_s`: between two results. With --rolling, `worker_start_s`: the longest time from the end of
+a worker, which SIGTERM asked for, until its successor is ready. Then `posts_per_second`, `median_rate` of the seconds
+in which any came, the faults that were done, how many worker processes were seen, and of each process the memory in MB
+at first, at most and at last. Exit status 1
 where something is lost, twice or wrongly dead, or the time is up.
 
 What it cannot do: Redis' clock cannot be moved, only the workers' own. A power cut is a kill -9 of Redis after which
@@ -58,6 +60,8 @@ LEASE, FORWARD_TIMEOUT, DELAY = 3, 8, 0.2
 PAUSE, SLOW, FULL_MEMORY = 2.0 * LEASE, 3.0, 3.0
 #: Seconds of the append-only file that a power cut costs.
 UNSYNCED = 1.0
+#: What a worker says when it takes messages.
+READY = " ready."
 #: Share of the posts by whose end all faults were done: what follows shows whether the last was overcome.
 FAULTY = 0.9
 #: Messages in the queue at which the producer waits, and posts that it hands over at once.
@@ -82,8 +86,9 @@ class Ledger:
         self.entries = {stream: bytearray(posts) for stream in self._read}
         #: Posts that have ended: those in both streams twice.
         self.ended = 0
-        #: Results by second since 1970, by Redis' clock.
+        #: Results by second since 1970, by Redis' clock; the latest, in milliseconds, and the longest time between two.
         self.by_second: Counter[int] = Counter()
+        self._latest = self.longest_pause = 0
         #: Number of a dead post -> why.
         self.reasons: dict[int, str] = {}
 
@@ -98,7 +103,10 @@ class Ledger:
                     if stream == DEAD_LETTERS:
                         self.reasons[number] = json.loads(fields["letter"])["reason"]
                     else:
-                        self.by_second[int(entry_id.partition("-")[0]) // 1000] += 1
+                        moment = int(entry_id.partition("-")[0])
+                        self.longest_pause = max(self.longest_pause, moment - (self._latest or moment))
+                        self._latest = moment
+                        self.by_second[moment // 1000] += 1
                 self._read[stream] = entries[-1][0]
 
 
@@ -139,6 +147,8 @@ class Chaos:
         #: Time of each fault, and how often each kind was done.
         self._faults: list[float] = []
         self._done: Counter[str] = Counter()
+        #: Seconds that successors took to be ready.
+        self._starts: list[float] = []
         #: Process -> its memory in MB, at each look.
         self._memory: dict[str, list[float]] = {}
         self._pids: dict[str, set[int]] = {}
@@ -224,7 +234,7 @@ class Chaos:
             "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
             "cut": given.cuts, "delay": given.delays, "memory_full": given.memory, "pause": given.pauses,
             "oom": given.oom, "hang": given.hangs, "launcher_kill": given.launcher_kills,
-            "clock_jump": given.clock_jumps,
+            "clock_jump": given.clock_jumps, "rolling_restart": given.rolling,
         }  # fmt: skip
         return sorted(
             (self._random.uniform(0.02, FAULTY), name) for name, times in counts.items() for _ in range(times)
@@ -265,6 +275,30 @@ class Chaos:
 
     def _clock_jump(self) -> None:
         self._signal(CLOCK)
+
+    def _rolling_restart(self) -> None:
+        """All workers by SIGTERM, the next when its predecessor's successor is ready."""
+        self._roll(deque(sorted(self._workers())))
+
+    def _roll(self, names: deque[str]) -> None:
+        if not names or (old := self._workers().get(names[0])) is None:
+            return
+        log = self._folder / f"{names[0]}.log"
+        ready = log.read_text().count(READY)
+        gone: list[float] = []
+        _send(old, signal.SIGTERM)
+
+        def look() -> None:
+            if not gone and not Path(f"/proc/{old}").exists():
+                gone.append(time.monotonic())
+            if log.read_text().count(READY) == ready:
+                self._later(0.05, look)
+            else:
+                self._starts.append(time.monotonic() - (gone or [time.monotonic()])[0])
+                names.popleft()
+                self._roll(names)
+
+        look()
 
     def _redis_restart(self) -> None:
         """In order, or by kill -9, by turns."""
@@ -439,6 +473,8 @@ class Chaos:
         seconds = self.ledger.by_second
         found: dict[str, Any] = {
             "recovery_s": 0.0,
+            "longest_pause_s": self.ledger.longest_pause / 1000,
+            **({"worker_start_s": round(max(self._starts), 1)} if self._starts else {}),
             "posts_per_second": 0.0,
             "median_rate": 0.0,
             "faults": dict(self._done),
@@ -508,6 +544,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hangs", type=int, default=0, help="forward passes that hang")
     parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of what starts the workers")
     parser.add_argument("--clock-jumps", type=int, default=0, help="jumps of a worker's clock by an hour")
+    parser.add_argument("--rolling", type=int, default=0, help="times that all workers are restarted, one by one")
     parser.add_argument("--again", action="store_true", help="when all has ended, send all once more")
     parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="posts that raise or kill")
     parser.add_argument("--killing", type=_percent, default=10.0, metavar="P%", help="those of them that kill")

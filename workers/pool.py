@@ -37,6 +37,7 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore
 from celery.concurrency.base import BasePool, apply_target
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerShutdown
 from celery.platforms import EX_FAILURE
+from celery.signals import worker_shutting_down
 from celery.states import STARTED
 from celery.worker import state
 from kombu.exceptions import OperationalError
@@ -123,6 +124,9 @@ class DevicePool(BasePool):
         self._tracked: set[str] = set()
         #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
         self.flush_events: Callable[[], None] = lambda: None
+        #: How often a signal asked the worker to end.
+        self._asked = 0
+        worker_shutting_down.connect(self._on_asked, weak=False)
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -344,12 +348,18 @@ class DevicePool(BasePool):
         for ticket in self._held:
             ticket.request.eventer = eventer
 
+    def _on_asked(self, **_: Any) -> None:
+        self._asked += 1
+
     def on_close(self) -> None:
-        """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis."""
-        deadline = time.monotonic() + self.settings.drain
+        """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis.
+
+        Not when asked once more meanwhile: of a second SIGTERM Celery takes no notice.
+        """
+        deadline, asked = time.monotonic() + self.settings.drain, min(1, self._asked)
         while self._held and not self.pipeline.failure and time.monotonic() < deadline:
-            if state.should_terminate is not None:
-                break  # asked a second time
+            if state.should_terminate is not None or self._asked > asked:
+                break
             try:
                 self._deliveries.get(timeout=0.1)()
             except queue.Empty:

@@ -1,0 +1,99 @@
+"""How a worker ends when it is asked to: what it holds is finished, or given back. On a stand-in for a model."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from producers.push import Pusher
+from shared.broker import connect, make_app, queue_depth
+from shared.keys import RESULTS_STREAM
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from tests import chaos
+from tests.support import RedisServer, make_posts, wait_until
+
+#: Posts that are sent, 32 to a message.
+POSTS = 320
+
+
+@contextmanager
+def standin(redis: RedisServer, folder: Path, name: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that holds all messages at once, and takes 20 ms for a post."""
+    given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.standin_worker", name],
+            cwd=chaos.ROOT,
+            env=os.environ
+            | {f"FEEDMILL_{key}": value for key, value in given.items()}
+            | {"STANDIN_ROW_SECONDS": "0.02"},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: chaos.READY in log.read_text(), f"{name} is ready")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def push(settings: Settings) -> None:
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(POSTS))
+
+
+def stored(redis: RedisServer) -> int:
+    return int(redis.client.xlen(RESULTS_STREAM))
+
+
+def finish(redis: RedisServer, folder: Path) -> None:
+    """Another worker does what is left: all is stored then, and nothing twice."""
+    with standin(redis, folder, "next") as worker:
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    assert stored(redis) == POSTS
+
+
+def test_after_the_drain_time_the_rest_goes_back(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    with standin(redis, tmp_path, "first", DRAIN="0.5") as worker:
+        push(settings)
+        wait_until(lambda: stored(redis), "the first results are there")
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    waiting, held = queue_depth(redis.client, "feedmill")
+    assert waiting > 0
+    assert held == 0
+    assert "go back to the queue unfinished" in (tmp_path / "first.log").read_text()
+    finish(redis, tmp_path)
+
+
+def test_asked_a_second_time_it_ends_at_once(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    with standin(redis, tmp_path, "first", DRAIN="600") as worker:
+        push(settings)
+        wait_until(lambda: stored(redis), "the first results are there")
+        worker.send_signal(signal.SIGTERM)
+        wait_until(lambda: "Warm shutdown" in (tmp_path / "first.log").read_text(), "it has heard")
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    waiting, held = queue_depth(redis.client, "feedmill")
+    assert waiting > 0
+    assert held == 0
+    finish(redis, tmp_path)
+
+
+def test_all_workers_are_restarted_one_by_one(tmp_path: Path) -> None:
+    """Under load: nothing is lost, nothing comes twice, and the others go on."""
+    run = chaos.Chaos(
+        chaos.parse(["--posts=4000", "--workers=2", "--row-ms=2", "--limit=120", "--rolling=1"]), tmp_path
+    )
+    found = run.run()
+    assert found["finished"]
+    assert found["worker_processes"] == 4
+    wrong = {name: found[name] for name in ("lost", "duplicated", "dead_lettered")}
+    assert not any(wrong.values()), wrong
