@@ -27,8 +27,9 @@ from typing import NoReturn
 
 #: Longest request, in bytes: the environment is most of it.
 REQUEST = 1 << 20
-#: Variables that are read at each start and not by an import. Who changes others is given a new interpreter.
-HARMLESS = ("FEEDMILL_", "COLUMNS", "HOME")
+#: Variables that are read at each start and not by an import, and those that imports of torch, scikit-learn and pytest
+#: set, in the tests' own process too. Who changes others is given a new interpreter.
+HARMLESS = ("FEEDMILL_", "COLUMNS", "HOME", "KMP_", "TORCHINDUCTOR_", "PYTEST_")
 
 
 class Forked:
@@ -38,6 +39,9 @@ class Forked:
         self._connection = connection
         self.pid = int(self._connection.recv(32))
         self.returncode: int | None = None
+
+    def __del__(self) -> None:
+        self._connection.close()
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,7 +87,7 @@ class ForkServer:
     def takes(self, environment: Mapping[str, str]) -> bool:
         """Whether a process with this environment may be forked: imports would not have seen another one."""
         changed = {name for name, _ in self._environment.items() ^ environment.items()}
-        return all(name.startswith(HARMLESS) or name.startswith("PYTEST_") for name in changed)
+        return all(name.startswith(HARMLESS) for name in changed)
 
     def start(
         self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int, output: int, errors: int

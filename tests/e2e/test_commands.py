@@ -159,7 +159,8 @@ def test_again_starts_over(redis: RedisServer, tmp_path: Path, frames: list[byte
 def test_a_full_redis(redis: RedisServer, tmp_path: Path) -> None:
     redis.client.config_set("maxmemory", 1)
     try:
-        said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
+        refuse = ("enqueue", "-", "--when-full", "refuse")
+        said = feedmill(*refuse, cwd=tmp_path, stdin=as_jsonl(make_posts(3)), FEEDMILL_REDIS_URL=redis.url)
     finally:
         redis.client.config_set("maxmemory", 0)
     assert said.returncode == 2

@@ -71,21 +71,22 @@ def letters(redis: RedisServer, count: int = 1) -> list[DeadLetter]:
 #: The task's name in the headers: Celery's second protocol.
 TO_US, TO_NOBODY = ({"task": name, "id": "1"} for name in ("feedmill.classify", "no.such"))
 UNKNOWN = "this worker knows no task of the name 'no.such'"
+ODD = "Celery cannot take it: InvalidTaskError: "
 
 
 @pytest.mark.parametrize(
     ("sent", "reason", "ids"),
     [
         (message(headers=TO_NOBODY), UNKNOWN, ["x"]),
-        (message(headers={"task": "no.such"}), UNKNOWN, ["x"]),
+        (message(headers={"task": "no.such"}), f"{ODD}id should be a str, not a NoneType", ["x"]),
         (message([[], {"posts": [POST, {"id": "z"}]}, {}], headers=TO_NOBODY), UNKNOWN, ["x", "z"]),
         (message([[1, 2], {}, {}], headers=TO_NOBODY), UNKNOWN, [None]),
         (message({"task": "no.such", "id": "1", "args": [[POST]], "kwargs": {}}, headers={}), UNKNOWN, ["x"]),
         (message({"no": "task"}, headers={}), "neither its headers nor its body name a task", [None]),
-        (message(headers={"task": ["list"], "id": "1"}), "Celery cannot take it: TypeError: ", ["x"]),
-        (message(headers={"task": "feedmill.classify"}), "Celery cannot take it: KeyError: 'id'", ["x"]),
-        (message(headers=TO_US | {"eta": "soon"}), "Celery cannot take it: InvalidTaskError: invalid ETA value", ["x"]),
-        (message([["p", "q"]]), "Celery cannot take it: ValueError: ", [None]),
+        (message(headers={"task": ["list"], "id": "1"}), f"{ODD}task should be a str, not a list", ["x"]),
+        (message(headers={"task": "feedmill.classify"}), f"{ODD}id should be a str, not a NoneType", ["x"]),
+        (message(headers=TO_US | {"eta": "soon"}), f"{ODD}invalid ETA value", ["x"]),
+        (message([["p", "q"]]), f"{ODD}its body should hold arguments", [None]),
         (message(b'[["what'), "its body cannot be read as application/json in utf-8: ", [None]),
         (message(**{"content-type": "application/x-python-serialize"}), "Celery cannot take it: Content", [None]),
         (message([[{"id": "x"}], {}, {}]), "posts: expected a list of at least one post", ["x"]),
