@@ -30,6 +30,8 @@ REQUEST = 1 << 20
 #: Variables that are read at each start and not by an import, and those that imports of torch, scikit-learn and pytest
 #: set, in the tests' own process too. Who changes others is given a new interpreter.
 HARMLESS = ("FEEDMILL_", "COLUMNS", "HOME", "KMP_", "TORCHINDUCTOR_", "PYTEST_")
+#: This process's own, before any test changed it for a while.
+ENVIRONMENT = dict(os.environ)
 
 
 class Forked:
@@ -74,19 +76,20 @@ class ForkServer:
     """The process that has imported everything; it ends with this one."""
 
     def __init__(self) -> None:
-        self._environment = dict(os.environ)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).parent.parent,
+                env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
             )
 
-    def takes(self, environment: Mapping[str, str]) -> bool:
+    @staticmethod
+    def takes(environment: Mapping[str, str]) -> bool:
         """Whether a process with this environment may be forked: imports would not have seen another one."""
-        changed = {name for name, _ in self._environment.items() ^ environment.items()}
+        changed = {name for name, _ in ENVIRONMENT.items() ^ environment.items()}
         return all(name.startswith(HARMLESS) for name in changed)
 
     def start(

@@ -220,7 +220,7 @@ def _start(
     arguments: Sequence[str], cwd: Path, environment: dict[str, str], stdin: IO[Any], output: IO[Any], errors: IO[Any]
 ) -> "subprocess.Popen[bytes] | Forked":
     """`feedmill`, forked where that makes no difference, else as an installed console script."""
-    if fork_server().takes(environment):
+    if ForkServer.takes(environment):
         return fork_server().start(arguments, cwd, environment, stdin.fileno(), output.fileno(), errors.fileno())
     return subprocess.Popen(
         [str(Path(sys.executable).parent / "feedmill"), *arguments],
