@@ -66,7 +66,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     data, port = folder / "data", free_port()
     environment = TOLD | {"FEEDMILL_LOG_LEVEL": "debug", "FEEDMILL_METRICS_PORT": str(port)}
-    environment["PYTHONUNBUFFERED"] = "1"  # no forked process: what it is told would not be seen from outside
+    environment["NEW_INTERPRETER"] = "1"  # no forked process: what it is told would not be seen from outside
     with running("up", "--data-folder", str(data), cwd=folder, **environment) as command:
         wait_until(lambda: command.says("Ctrl-C stops everything"), "all is up")
         settings = Settings(data_folder=data)
