@@ -6,7 +6,7 @@
 A worker imports torch and transformers for four seconds of CPU time, a command Celery and pydantic for one, and the
 tests start hundreds. A forked one is a process of its own in all that they ask of it: its memory, its connections, its
 signals, its files, its end. What it does not show is what is imported when: tests/e2e/test_starting.py and
-test_stack.py start it as people do.
+test_demo.py start it as people do.
 """
 
 import atexit
