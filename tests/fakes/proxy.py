@@ -46,7 +46,8 @@ class Proxy:
 
     def _cut(self) -> None:
         for client in tuple(self._clients):
-            client.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            with suppress(OSError):  # it has just been closed by the other side
+                client.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             client.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
