@@ -318,7 +318,7 @@ class Pipeline:
         except BaseException as error:  # a panic of the tokenizer, in Rust, is no Exception
             if len(at_work) > 1:
                 return [rows for work in at_work for rows in self._rows([work], label_set)]
-            logger.error("post %s cannot be prepared", at_work[0].post.id, exc_info=error)
+            logger.error("post %s cannot be prepared:\n%s", at_work[0].post.id, traced(error))
             reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
             at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
@@ -444,7 +444,7 @@ class Pipeline:
             # No fault of the post: whoever comes next would fail as well.
             raise DeviceLost("the device has no memory for a single row") from fault
         if len(rows) == 1:
-            logger.error("post %s cannot be classified", rows[0].owner.post.id, exc_info=fault)
+            logger.error("post %s cannot be classified:\n%s", rows[0].owner.post.id, traced(fault))
             return [(rows, fault)]
         middle = len(rows) // 2
         halves = self._forward(rows[:middle], lane) + self._forward(rows[middle:], lane)
