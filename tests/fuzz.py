@@ -142,7 +142,8 @@ class Served:
         aside = set(self._raw("LRANGE", HELD["undecodable_key"], 0, -1))
         waiting = set(self._raw("HVALS", HELD["reserved_key"]))
         entries: Any = self._redis.xrange(DEAD_LETTERS)
-        dead = {json.loads(fields["letter"])["message"] for _, fields in entries}
+        letters = [json.loads(fields["letter"]) for _, fields in entries]
+        dead = {letter[name] for letter in letters for name in ("message", "id")}  # its post bears the message's id
         results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
             if element[:KEPT_ASIDE] in aside:
