@@ -516,7 +516,9 @@ class Pipeline:
             return
         if dead:
             self.statistics.totals.failed += len(dead)
-            logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, dead[0].reason)
+            # An error's words may be the post's: of one the log has the kind alone, in which its traceback ends.
+            why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
+            logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, why)
         for message in done:
             if message.deaths and self._suspects:
                 self._suspects.clear(message.task_id)

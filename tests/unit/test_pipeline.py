@@ -300,6 +300,18 @@ def test_offline_a_post_that_cannot_be_prepared_fails_alone() -> None:
     assert isinstance(good, Classification)
 
 
+def test_an_errors_words_are_in_the_reply_and_not_in_the_log(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    def quote(rows: Sequence[Row]) -> Any:
+        raise ValueError(f"cannot read {rows[0].owner.post.text}")
+
+    owner.classifier.forward = quote  # type: ignore[method-assign]
+    with pytest.raises(MessageFailed, match="cannot read whose words these are"):
+        owner.results("whose words these are")
+    wait_until(lambda: "posts failed" in caplog.text, "it is logged", 10)
+    assert "ValueError" in caplog.text
+    assert "whose words" not in caplog.text
+
+
 class Panic(BaseException):
     """What a panic in Rust becomes."""
 
