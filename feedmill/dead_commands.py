@@ -7,12 +7,11 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from celery import Celery
 from redis import Redis
 
 from feedmill.flags import AsJson, RedisUrl, settings_of
 from producers.push import Pusher
-from shared.broker import connect, make_app, told_plainly
+from shared.broker import Application, connect, make_app, told_plainly
 from shared.dead import DeadLetters, Element, Entry
 from shared.errors import PostRefused, RequestRefused, UserError, printable
 from shared.messages import ClassifyOptions, DeadLetter, Post
@@ -135,7 +134,7 @@ def _tell_missing(ids: Sequence[str]) -> None:
 
 
 def _send_again(
-    each: Entry | Element, dead: DeadLetters, celery: Celery, redis: Redis, settings: Settings
+    each: Entry | Element, dead: DeadLetters, celery: Application, redis: Redis, settings: Settings
 ) -> str | None:
     """Publish its post once more; why not, where it cannot be."""
     if isinstance(each, Element):

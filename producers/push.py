@@ -7,15 +7,14 @@ What it leans on in Celery 5.7 beyond the public interface: `Celery._after_fork`
 connections and producers.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
-from celery import Celery
 from kombu import pools
 from kombu.exceptions import OperationalError
 from redis import Redis
@@ -30,22 +29,25 @@ from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Posts that are looked up, published and marked together where a message holds fewer: a trip to Redis costs
-#: more than a post. Bounds what a crash between publishing and marking repeats.
-POSTS_A_TRIP = 32
+#: Posts that are looked up, published and marked together, as far as messages are smaller: a trip to Redis costs more
+#: than a post. Bounds what a crash between publishing and marking repeats, and for how long Redis serves nobody else.
+POSTS_A_TRIP = 256
+#: Seconds after which what a slow source has given so far is sent, if it fills messages.
+TRIP_SECONDS = 0.25
 #: Seconds between two looks at a full queue.
 FULL_QUEUE_PAUSE = 0.5
 
 #: What is known of each post: 0 nothing, 1 it was sent before, 2 it is gone.
 #:
-#:   KEYS[2i-1] feedmill:sent:<id>, hash    KEYS[2i] feedmill:gone:<id>, string    ARGV[i] a field of the hash
+#:   feedmill:sent:<id>, hash    feedmill:gone:<id>, string    ARGV[1], ARGV[2] what their names begin with
+#:   ARGV[3] id and field of the hash of each post, in JSON: redis-py takes longer over many arguments than Redis does
 LOOK = """
 local found = {}
-for i = 1, #ARGV do
-  if redis.call('EXISTS', KEYS[2 * i]) == 1 then
+for i, mark in ipairs(cjson.decode(ARGV[3])) do
+  if redis.call('EXISTS', ARGV[2] .. mark[1]) == 1 then
     found[i] = 2
   else
-    found[i] = redis.call('HEXISTS', KEYS[2 * i - 1], ARGV[i])
+    found[i] = redis.call('HEXISTS', ARGV[1] .. mark[1], mark[2])
   end
 end
 return found
@@ -53,12 +55,12 @@ return found
 SENT, GONE = 1, 2
 #: Notes that each post was sent; of one that was purged meanwhile, nothing.
 #:
-#:   KEYS as above    ARGV[1] now    ARGV[2] ttl, seconds    ARGV[2+i] a field of the hash
+#:   ARGV[1] to ARGV[3] as above    ARGV[4] now    ARGV[5] ttl, seconds
 NOTE = """
-for i = 1, #ARGV - 2 do
-  if redis.call('EXISTS', KEYS[2 * i]) == 0 then
-    redis.call('HSET', KEYS[2 * i - 1], ARGV[i + 2], ARGV[1])
-    redis.call('EXPIRE', KEYS[2 * i - 1], ARGV[2])
+for _, mark in ipairs(cjson.decode(ARGV[3])) do
+  if redis.call('EXISTS', ARGV[2] .. mark[1]) == 0 then
+    redis.call('HSET', ARGV[1] .. mark[1], mark[2], ARGV[4])
+    redis.call('EXPIRE', ARGV[1] .. mark[1], ARGV[5])
   end
 end
 """
@@ -117,7 +119,7 @@ class Pusher:
 
     def __init__(
         self,
-        app: Celery,
+        app: broker.Application,
         redis: Redis,
         settings: Settings,
         options: ClassifyOptions,
@@ -173,37 +175,37 @@ class Pusher:
 
     def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
-        marked: list[Mark] = []
-        unsent = self._unsent(posts, marked)
-        while trip := list(islice(unsent, size * max(1, POSTS_A_TRIP // size))):
-            while trip:
-                fitting = trip[: size * self._wait_for_room()]
-                del trip[: len(fitting)]
-                messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
-                self._publish([[post for _, post in message] for message in messages])
-                # Counted first: what cannot be marked is in the queue all the same, and will be sent again.
-                self.sent += len(fitting)
-                self.messages += len(messages)
-                marked += self._remember([mark for mark, _ in fitting])
+        unsent: list[tuple[Mark, Post]] = []
+        for trip in _trips(posts, size):
+            unsent += self._unsent(trip, {mark for mark, _ in unsent})
+            whole = len(unsent) - len(unsent) % size
+            self._send(unsent[:whole])
+            del unsent[:whole]
+        self._send(unsent)
 
-    def _unsent(self, posts: Iterable[Post], marked: list[Mark]) -> Iterator[tuple[Mark, Post]]:
-        """The posts that are to be sent, each with its mark. marked: where `push` puts those that were, by now."""
-        stream = iter(posts)
-        #: Found unsent since Redis was last asked, or not yet marked: Redis' answer does not know them.
-        pending: set[Mark] = set()
-        while chunk := list(islice(stream, max(self._settings.posts_per_message, POSTS_A_TRIP))):
-            pending.difference_update(marked)
-            marked.clear()
-            marks = [Mark(post.id, digest(post.text, self._options_said)) for post in chunk]
-            known = self._look(keys=_keys(marks), args=[mark.field for mark in marks])
-            for mark, post, what in zip(marks, chunk, known, strict=True):
-                if what == GONE:
-                    self.gone += 1
-                elif mark in pending or (what == SENT and not self._again):
-                    self.skipped += 1
-                else:
-                    pending.add(mark)
-                    yield mark, post
+    def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
+        """Those of the posts that are to be sent, each with its mark; those that wait already are not."""
+        marks = [Mark(post.id, digest(post.text, self._options_said)) for post in posts]
+        for mark, post, what in zip(marks, posts, self._look(args=_named(marks)), strict=True):
+            if what == GONE:
+                self.gone += 1
+            elif mark in waiting or (what == SENT and not self._again):
+                self.skipped += 1
+            else:
+                waiting.add(mark)
+                yield mark, post
+
+    def _send(self, unsent: Sequence[tuple[Mark, Post]]) -> None:
+        size = self._settings.posts_per_message
+        while unsent:
+            fitting = unsent[: size * self._wait_for_room()]
+            unsent = unsent[len(fitting) :]
+            messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
+            self._publish([[post for _, post in message] for message in messages])
+            # Counted first: what cannot be marked is in the queue all the same, and will be sent again.
+            self.sent += len(fitting)
+            self.messages += len(messages)
+            self._remember([mark for mark, _ in fitting])
 
     def _wait_for_room(self) -> int:
         """How many messages the queue has room for, once it has."""
@@ -251,13 +253,30 @@ class Pusher:
         pools.connections.clear()
         app._after_fork()  # it forgets its own two, and makes them again when it is asked to send
 
-    def _remember(self, marks: list[Mark]) -> list[Mark]:
-        """Mark them as sent; returns them."""
-        arguments = [int(time.time()), self._settings.sent_ttl, *(mark.field for mark in marks)]
-        self.once_there_is_memory(partial(self._note, keys=_keys(marks), args=arguments))
-        return marks
+    def _remember(self, marks: Sequence[Mark]) -> None:
+        """Mark them as sent."""
+        arguments = [*_named(marks), int(time.time()), self._settings.sent_ttl]
+        self.once_there_is_memory(partial(self._note, args=arguments))
 
 
-def _keys(marks: Iterable[Mark]) -> list[str]:
-    """The keys of LOOK and NOTE."""
-    return [key for mark in marks for key in (sent_key(mark.post_id), tombstone_key(mark.post_id))]
+def _trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
+    """The posts in parts that are sent together: of many, or of those that a slow source has given by now.
+
+    size: posts in a message; all parts but the last are so many, or times as many.
+    """
+    trip: list[Post] = []
+    limit = size * max(1, POSTS_A_TRIP // size)
+    began = time.monotonic()
+    for post in posts:
+        trip.append(post)
+        if len(trip) == limit or (len(trip) % size == 0 and time.monotonic() - began > TRIP_SECONDS):
+            yield trip
+            trip = []
+            began = time.monotonic()
+    if trip:
+        yield trip
+
+
+def _named(marks: Sequence[Mark]) -> list[Any]:
+    """The first arguments of LOOK and NOTE."""
+    return [sent_key(""), tombstone_key(""), json.dumps(marks)]

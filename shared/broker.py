@@ -22,7 +22,7 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from shared import compression
+from shared import encoding
 from shared.errors import RedisError, printable
 from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
@@ -57,6 +57,7 @@ class Application(Celery):
 def make_app(settings: Settings) -> Application:
     """The Celery application that producers, workers and Flower share."""
     backend = settings.broker_url if settings.celery_results == "redis" else "rpc://"
+    encoding.register()
     app = Application("feedmill", broker=settings.broker_url, backend=backend)
     app.settings = settings
     app.conf.update(
@@ -113,7 +114,7 @@ def _to_sentinels(settings: Settings) -> dict[str, Any]:
 def reserve(app: Application) -> None:
     """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
     settings = app.settings
-    compression.bound(MAX_MESSAGE)
+    encoding.bound(MAX_MESSAGE)
     app.conf.update(
         settings_for(settings.broker_url, tls(settings)),
         broker_transport_options={
@@ -216,7 +217,7 @@ def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
     return None
 
 
-def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+def publish(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
     """Send messages of posts, by task name, in one go.
 
     Nobody waits for their Celery results; results are stored. Raises kombu.exceptions.OperationalError; some of the
@@ -234,19 +235,20 @@ def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOp
             return
 
 
-def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+def _send(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+    compressed = app.settings.compression == "gzip"
     with app.producer_or_acquire() as producer, producer.batch():
         for posts in messages:
-            kwargs = {
-                "posts": [post.model_dump(mode="json", exclude_defaults=True) for post in posts],
-                **options.arguments(),
-            }
+            kwargs = {"posts": posts, **options.arguments()}
+            characters = sum(len(post.title) + len(post.body) for post in posts)
             app.send_task(
                 CLASSIFY_TASK,
                 kwargs=kwargs | {"version": MESSAGE_VERSION},
                 headers={SENT_AT: time.time()},
                 ignore_result=True,
                 producer=producer,
+                serializer=encoding.POSTS,
+                compression="gzip" if compressed and characters >= encoding.PACKED_FROM else None,
                 argsrepr="()",
                 kwargsrepr=shown_arguments(kwargs),
             )
@@ -263,12 +265,16 @@ def shown_argument(name: object, value: object) -> str:
     if value is None or isinstance(value, bool | int | float):
         return _short(value)
     if name == "posts" and isinstance(value, list):
-        return _listed(name, (post.get("id") if isinstance(post, dict) else None for post in value), len(value))
+        return _listed(name, (_id_of(post) for post in value), len(value))
     if name == "labels" and isinstance(value, list | dict):
         return _listed(name, value, len(value))
     if name == "template" and isinstance(value, str):
         return f"'{_short(value)}'"
     return f"<{type(value).__name__}>"
+
+
+def _id_of(post: object) -> object:
+    return post.get("id") if isinstance(post, dict) else post.id if isinstance(post, Post) else None
 
 
 def _listed(what: str, names: Iterable[object], count: int) -> str:

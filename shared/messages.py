@@ -5,10 +5,10 @@ JSON and read these outcomes. They say what is valid; they know nothing of Celer
 """
 
 import html
-import json
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any
 
 from pydantic import (
@@ -55,16 +55,18 @@ def clean(title: str, body: str) -> str:
 
     The title alone when the body is missing or gone; the body alone when there is no title.
     """
-    body = "" if body.strip() in GONE else body
-    parts = (html.unescape(part).strip() for part in (title, body))
-    return "\n\n".join(part for part in parts if part)
+    title = html.unescape(title).strip()
+    body = "" if body.strip() in GONE else html.unescape(body).strip()
+    return f"{title}\n\n{body}" if title and body else title or body
 
 
 def _text(value: object) -> object:
     """None means no text; lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
     if value is None:
         return ""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "replace").decode()
 
 
 #: Last in an annotation, since pydantic runs validators from the right: the limits then see repaired text.
@@ -301,8 +303,8 @@ class DeadLetter(BaseModel):
 
 def digest(*parts: str | None) -> str:
     """128 bits over the parts, in hex. Parts are framed, so that ("ab", "c") differs from ("a", "bc")."""
-    framed = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
-    return blake2b(framed.encode(), digest_size=16).hexdigest()
+    framed = ",".join(["null" if part is None else encode_basestring_ascii(part) for part in parts])
+    return blake2b(f"[{framed}]".encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(post: Post, recipe: str) -> str:

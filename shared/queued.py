@@ -4,10 +4,12 @@ A post becomes its bare id: the message keeps one outcome per post, in its order
 if nothing had happened. A message is exchanged in one step, and only where it still lies as it was read; where it has
 moved on meanwhile, it is met again in the place that it moved to: lists, what is held, and lists once more.
 
-Not reached is what a worker has in memory, until it is done with it; nor what is no JSON, or is compressed.
+Not reached is what a worker has in memory, until it is done with it; nor what is no JSON, or is packed by anything but
+gzip.
 """
 
 import json
+import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 from redis import Redis
 from redis.client import NEVER_DECODE
 
+from shared import encoding
 from shared.broker import HELD, queue_lists
 from shared.messages import Post
+from shared.transport import MAX_MESSAGE
 
 #: Messages fetched together: one of ours has some 20 KB, but a stranger's may have a thousand times as many.
 MESSAGES_AT_ONCE = 10
@@ -87,14 +91,17 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
     """A message, as it lies in Redis, without these posts; None where it has none of them, or cannot be read."""
     try:
         found = json.loads(message)
-        body = json.loads(b64decode(found["body"]))
+        packed = found["headers"].get("compression") == encoding.GZIP
+        data = b64decode(found["body"])
+        body = json.loads(encoding.unpack(encoding.GZIP, MAX_MESSAGE, data) if packed else data)
         clean = _reduced(body, posts)
         if clean == body:
             return None
         # A sender that lets Celery describe the arguments sends their beginning.
         found["headers"] |= {"argsrepr": PURGED, "kwargsrepr": PURGED}
-        return json.dumps(found | {"body": b64encode(json.dumps(clean).encode()).decode()})
-    except (ValueError, KeyError, TypeError, RecursionError):
+        data = json.dumps(clean).encode()
+        return json.dumps(found | {"body": b64encode(encoding.pack(data) if packed else data).decode()})
+    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 

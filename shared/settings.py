@@ -75,6 +75,9 @@ class Settings(BaseSettings):
 
     #: Posts packed into one message. More cost less per post on the way, and are redone together after a crash.
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
+    #: How the posts of a message are packed: gzip, which any Celery application reads, or none. It halves what a waiting
+    #: post takes of Redis' memory and of the network; a few short posts are never packed.
+    compression: Literal["gzip", "none"] = "gzip"
     #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.
     queue_limit: Count = 20_000
     #: Messages in the queue below which a producer that paused goes on. Unset: half of queue_limit.
@@ -141,6 +144,9 @@ class Settings(BaseSettings):
     batch_rows: Count = 256
     #: Rows that wait for the device, beyond which no further message is fetched. Wider windows pad less, wait longer.
     window_rows: Count = 1024
+    #: Seconds of the device's work, as fast as it was lately, beyond which no further message is fetched either: what a
+    #: slow device holds does not wait there while a fast one has nothing left to do.
+    prefetch_seconds: Seconds = 2.0
     #: Run the model through torch.compile: needs a C++ compiler, takes a minute at each start. Measure it first.
     compile: bool = False
     #: Seconds after which a forward pass that has not ended counts as hanging, and ends the worker.

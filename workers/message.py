@@ -230,3 +230,5 @@ class PostAtWork:
     post: Post
     message: Message
     index: int
+    #: What its classification is stored under.
+    fingerprint: str

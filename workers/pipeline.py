@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 WRITE_AHEAD = 4
 #: Rows of one message, at most: they are prepared and held together.
 MAX_ROWS_PER_MESSAGE = 32_000
+#: Rows that may wait before it is known how fast the device is.
+FIRST_ROWS = 64
 #: Rows that enter the window while the device's lanes wait for it.
 ROWS_AT_ONCE = 256
 #: Longest pause, in seconds, between two tries to reach Redis.
@@ -108,6 +110,8 @@ class Pipeline:
         self._on_recorded = on_recorded
         self._on_failure = on_failure
         self._batch_rows = settings.batch_rows
+        self._window_rows = settings.window_rows
+        self._prefetch_seconds = settings.prefetch_seconds
         self._forward_timeout = settings.forward_timeout
         #: A row of no message: what the device must be able to compute.
         self._proof = classifier.prepare(["A first post."], classifier.label_set(ClassifyOptions()))[0]
@@ -164,6 +168,14 @@ class Pipeline:
     def waiting(self) -> int:
         """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
         return len(self._window) + len(self._quarantine) + self._rows_in - self._rows_prepared
+
+    def most_waiting(self) -> int:
+        """Rows that may wait: no more than the device computes in `prefetch_seconds`, as fast as it was lately.
+
+        A device that is slower than others takes less of a short queue, and all are done at about the same time.
+        """
+        speed = self.statistics.speed.rows_per_second
+        return min(self._window_rows, FIRST_ROWS if speed is None else max(1, int(self._prefetch_seconds * speed)))
 
     def rows_per_message(self) -> float:
         """The mean of all that came so far."""
@@ -299,10 +311,10 @@ class Pipeline:
         at_work = []
         for index, post in enumerate(posts):
             if isinstance(post, Post):
-                at_work.append(PostAtWork(post, message, index))
+                at_work.append(PostAtWork(post, message, index, fingerprint(post, label_set.recipe)))
             else:
                 message.settle(index, post)
-        at_work = self._unanswered(at_work, label_set.recipe)
+        at_work = self._unanswered(at_work)
         if message.redelivered and self._suspects:
             at_work = self._not_deadly(at_work, message, self._suspects)
         prepared = list(zip(at_work, self._rows(at_work, label_set), strict=True))
@@ -338,10 +350,10 @@ class Pipeline:
             logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))
         return allowed
 
-    def _unanswered(self, at_work: list[PostAtWork], recipe: str) -> list[PostAtWork]:
+    def _unanswered(self, at_work: list[PostAtWork]) -> list[PostAtWork]:
         """Those of the posts whose classification is not stored; the others are settled with it."""
         try:
-            found = self._store.find([(work.post.id, fingerprint(work.post, recipe)) for work in at_work])
+            found = self._store.find([(work.post.id, work.fingerprint) for work in at_work])
         except RedisFault as fault:
             logger.debug("the store cannot say what is there (%s): it is computed", fault)
             return at_work
@@ -561,7 +573,7 @@ class Pipeline:
             model=weights.name,
             revision=weights.revision,
             weights=weights.sha256,
-            fingerprint=fingerprint(work.post, row.label_set.recipe),
+            fingerprint=work.fingerprint,
             classified_at=now,
             worker=self._worker,
             device=self._classifier.device.name,

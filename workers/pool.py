@@ -23,6 +23,7 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 - `state.should_stop` ends the worker with that exit status.
 """
 
+import gc
 import logging
 import math
 import os
@@ -62,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 #: What the result backends redis and rpc raise when they have tried for long enough.
 BACKEND_AWAY = (RedisFault, OperationalError)
+#: Objects made, and not freed, between two looks for garbage; Python's 700 are less than one message.
+GARBAGE_LOOKS = 20_000
 #: Seconds after which a message whose result it did not take goes back to the queue.
 AGAIN = 5.0
 
@@ -169,6 +172,11 @@ class DevicePool(BasePool):
                 self._tracked.add(task.name)
         if self._metrics:
             self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
+        # The libraries and the model are here to stay: looking through them for garbage, again and again, took an
+        # eighth of a worker's time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GARBAGE_LOOKS)
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""
@@ -339,9 +347,10 @@ class DevicePool(BasePool):
         self._held.discard(ticket)
 
     def room(self) -> int:
-        """How many messages may be fetched: the window is bounded in rows, and a message has as many as the mean."""
-        free = self.settings.window_rows - self.pipeline.waiting()
-        return max(1, int(free / self.pipeline.rows_per_message())) if 4 * free >= self.settings.window_rows else 0
+        """How many messages may be fetched: what waits is bounded in rows, and a message has as many as the mean."""
+        most = self.pipeline.most_waiting()
+        free = most - self.pipeline.waiting()
+        return max(1, int(free / self.pipeline.rows_per_message())) if 4 * free >= most else 0
 
     def adopt(self, eventer: Any) -> None:
         """What is held goes on over the new connection: its events too."""

@@ -1,5 +1,6 @@
 """What a worker has done, and how fast: for `inspect stats`, for Prometheus, and for a line in its log now and then."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ PADDING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 #: idle system's milliseconds to a backlog of a day.
 FORWARD = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LAG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
+
+#: Seconds of the device's work after which a pass counts a third of what it did for how fast the device is.
+MEMORY = 10.0
 
 
 @dataclass(slots=True)
@@ -99,6 +103,25 @@ class Histogram:
         self.total += value
 
 
+class Speed:
+    """How fast the device computes: rows of its latest passes by their seconds. One thread adds, others read."""
+
+    __slots__ = ("_rows", "_seconds", "rows_per_second")
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+        #: None before the first pass.
+        self.rows_per_second: float | None = None
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Count a pass of so many seconds of the whole device; those before count the less the longer ago they are."""
+        fading = math.exp(-seconds / MEMORY)
+        self._rows = self._rows * fading + rows
+        self._seconds = self._seconds * fading + seconds
+        if self._seconds:
+            self.rows_per_second = self._rows / self._seconds
+
+
 class Statistics:
     """A worker's totals, its rates over the last whole interval, and how its micro-batches are spread.
 
@@ -115,6 +138,7 @@ class Statistics:
         self.forward_seconds = Histogram(FORWARD)
         #: Seconds from a message's sending until the last of its results was stored.
         self.lag = Histogram(LAG)
+        self.speed = Speed()
         self._interval = interval
         self._since = now
         self._earlier = Totals()
@@ -129,6 +153,7 @@ class Statistics:
         self.totals.tokens += tokens
         self.totals.padded_tokens += padded
         self.totals.device_seconds += seconds * share
+        self.speed.add(len(lengths), seconds * share)
         self.batch_rows.add(len(lengths))
         self.batch_tokens.add(padded)
         self.padding.add(1 - tokens / padded if padded else 0.0)

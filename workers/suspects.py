@@ -70,10 +70,10 @@ class Suspects:
 
     def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
         """Note which posts, (message id, index) each, are in the pass that this lane begins now."""
-        noted: dict[str, list[int]] = {}
+        noted: dict[str | None, list[int]] = {}
         for message, index in dict.fromkeys(posts):
-            noted.setdefault(digest(message), []).append(index)
-        note = json.dumps({"at": int(time.time()), "posts": noted})
+            noted.setdefault(message, []).append(index)
+        note = json.dumps({"at": int(time.time()), "posts": {digest(name): each for name, each in noted.items()}})
         with suppress(RedisFault):
             pipe = self._redis.pipeline(transaction=False)
             pipe.hset(PASSES, f"{self._worker}/{lane}", note)

@@ -1,9 +1,9 @@
 """producers/push.py on a real Redis: what is sent, what is skipped, and how a full queue is waited for."""
 
 import json
+import random
 import sys
 import threading
-from base64 import b64decode
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from shared.errors import QueueFull, SettingsError
 from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
-from tests.support import RedisServer, make_posts, wait_until
+from tests.support import RedisServer, body_of, make_posts, wait_until
 
 
 def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
@@ -30,8 +30,8 @@ def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
 
 def queued(redis: RedisServer) -> list[str]:
     """The ids of the posts in the queue."""
-    bodies = [json.loads(b64decode(message["body"])) for message in messages(redis)]
-    return [post["id"] for body in bodies for post in body[1]["posts"]]
+    raw: Any = redis.client.lrange("feedmill", 0, -1)
+    return [post["id"] for each in raw for post in body_of(each)[1]["posts"]]
 
 
 def messages(redis: RedisServer) -> list[dict[str, Any]]:
@@ -285,8 +285,11 @@ def test_posts_may_be_pushed_again_after_whatever_happened(
     assert len(queued(redis)) == len(there)
 
 
-def test_posts_may_be_pushed_again_after_their_source_broke_off(settings: Settings, redis: RedisServer) -> None:
-    """What had been read of it by then was on its way."""
+def test_posts_may_be_pushed_again_after_their_source_broke_off(
+    settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had been read of it by then, in whole trips, was on its way."""
+    monkeypatch.setattr(push, "POSTS_A_TRIP", 32)
     posts = make_posts(50)
 
     def source() -> Iterator[Post]:
@@ -372,7 +375,8 @@ def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatc
 
 
 def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Settings, redis: RedisServer) -> None:
-    posts = [Post(id=str(number), title="t", body="x" * 20_000) for number in range(200)]
+    bodies = [random.Random(number).randbytes(15_000).hex() for number in range(200)]
+    posts = [Post(id=str(number), title="t", body=body) for number, body in enumerate(bodies)]
     pushing = pusher(settings)
     pushing.push(posts[:10])
     redis.client.config_set("maxmemory", "3mb")

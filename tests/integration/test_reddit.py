@@ -1,7 +1,5 @@
 """producers/reddit on a real Redis, with real PRAW, against the loopback Reddit; only time is simulated."""
 
-import json
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +28,7 @@ from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit
-from tests.support import RedisServer
+from tests.support import RedisServer, body_of
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
@@ -102,8 +100,7 @@ class House:
     def queued(self) -> list[dict[str, Any]]:
         """The posts in the queue, in the order in which they were sent."""
         messages: list[Any] = self.redis.client.lrange("feedmill", 0, -1)
-        bodies = [json.loads(b64decode(json.loads(raw)["body"])) for raw in reversed(messages)]
-        return [post for body in bodies for post in body[1]["posts"]]
+        return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
 
     def ids(self) -> list[str]:
         return [post["id"] for post in self.queued()]

@@ -4,7 +4,7 @@ Each redis-server of this machine, set up as docker/redis.conf says, with an app
 """
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, redis_servers, shapes, wait_until
+from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
 
 # Celery's, when it keeps a result in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
@@ -46,10 +46,11 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
     path = redis_servers().get(request.param)
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    # Compressed, words would be in a file, and not be found there.
+    # Compressed, words would be in a file, or in a message, and not be found there.
     server = RedisServer(path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
     try:
-        yield Kept(tmp_path, Redis.from_url(server.url), Settings.model_validate({"redis_url": server.url}))
+        settings = Settings.model_validate({"redis_url": server.url, "compression": "none"})
+        yield Kept(tmp_path, Redis.from_url(server.url), settings)
     finally:
         server.stop()
 
@@ -134,7 +135,7 @@ def messages(kept: Kept) -> list[Any]:
     """The arguments of all messages, in their order."""
     found = [message for name in queue_lists("feedmill") for message in kept.raw.lrange(name, 0, -1)]
     found += [kept.raw.hget(HELD["reserved_key"], tag) for tag in sorted(kept.raw.hkeys(HELD["reserved_key"]))]
-    return [json.loads(b64decode(json.loads(message)["body"])) for message in found]
+    return [body_of(message) for message in found]
 
 
 def test_a_message_keeps_its_place_and_its_other_posts(kept: Kept) -> None:
@@ -150,14 +151,26 @@ def test_a_message_keeps_its_place_and_its_other_posts(kept: Kept) -> None:
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
 
 
+def test_a_packed_message_stays_packed(kept: Kept) -> None:
+    posts = [post("gone", WORDS * 9), post("kept", OTHERS * 9)]
+    packing = kept.settings.model_copy(update={"compression": "gzip"})
+    publish(make_app(packing), [posts], ClassifyOptions())
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    (message,) = kept.raw.lrange("feedmill", 0, -1)
+    assert json.loads(message)["headers"]["compression"] == "application/x-gzip"
+    sent = posts[1].model_dump(mode="json", exclude_defaults=True)
+    assert body_of(message)[1]["posts"] == [{"id": "gone"}, sent]
+
+
 @pytest.mark.parametrize(
     "element",
     [
         b"", b"no message", b"\xff", b"[]", b"{}", b'{"body": 7}', b'{"body": "not base64"}', b'{"body": "e30="}',
         b"[" * 100_000, json.dumps({"body": b64encode(b"[" * 100_000).decode(), "headers": {}}).encode(),
         json.dumps({"body": b64encode(b'[[{"id":"gone","title":"x"}],{},{}]').decode(), "headers": None}).encode(),
+        json.dumps({"body": "eJw=", "headers": {"compression": "application/x-gzip"}}).encode(),
     ],
-    ids=range(11),
+    ids=range(12),
 )  # fmt: skip
 def test_what_is_no_message_is_left_alone(kept: Kept, element: bytes) -> None:
     kept.raw.lpush("feedmill", element)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from workers.statistics import Histogram, Statistics, Totals, rates
+from workers.statistics import Histogram, Speed, Statistics, Totals, rates
 
 
 def test_rates_are_those_between_two_moments() -> None:
@@ -73,3 +73,16 @@ def test_a_bound_lies_within_its_bucket() -> None:
         histogram.add(value)
     assert spread(histogram) == {1.0: 1, 2.0: 2, math.inf: 1}
     assert histogram.total == 7.0
+
+
+def test_how_fast_the_device_is_counts_its_latest_passes_most() -> None:
+    speed = Speed()
+    assert speed.rows_per_second is None
+    speed.add(5, 0.0)  # a clock too coarse for it
+    assert speed.rows_per_second is None
+    for _ in range(50):
+        speed.add(100, 1.0)
+    assert speed.rows_per_second == pytest.approx(100, rel=0.01)
+    for _ in range(50):
+        speed.add(10, 1.0)
+    assert speed.rows_per_second == pytest.approx(10, rel=0.1)

@@ -1,0 +1,83 @@
+"""shared/encoding.py: what is written is read everywhere; what senders compress is unpacked within a bound."""
+
+import bz2
+import json
+import lzma
+import random
+import zlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from kombu import compression as kombu_compression
+from kombu import serialization
+from kombu.utils import json as kombu_json
+
+from shared import encoding
+from shared.messages import Post
+
+LIMIT = 1000
+kombu: Any = kombu_compression
+
+
+@pytest.fixture(autouse=True)
+def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_encoders", "_decoders"):
+        monkeypatch.setattr(kombu, name, dict(getattr(kombu, name)))
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"),
+    [(zlib.compress, "zlib"), (zlib.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "lzma")],
+)
+def test_a_body_is_unpacked_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
+    encoding.bound(LIMIT)
+    assert kombu.decompress(pack(b"x" * LIMIT), name) == b"x" * LIMIT
+    for bad in (pack(b"x" * (LIMIT + 1)), pack(b"x" * 10**7), pack(b"x" * 10)[:-3]):
+        with pytest.raises(ValueError, match="more than 1,000 bytes, or breaks off"):
+            kombu.decompress(bad, name)
+
+
+def test_a_body_of_a_type_that_cannot_be_bounded_is_refused() -> None:
+    kombu.register(lambda body: body, lambda body: body, "application/x-odd", ["odd"])
+    encoding.bound(LIMIT)
+    with pytest.raises(ValueError, match="not compressed with gzip, bzip2 or lzma"):
+        kombu.decompress(b"x", "application/x-odd")
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 10**6])
+def test_what_is_packed_is_gzip_as_kombu_unpacks_it(size: int) -> None:
+    unpack = kombu.get_decoder("gzip")
+    encoding.register()
+    data = random.Random(size).randbytes(size // 2) + b"x" * (size - size // 2)
+    packed, name = kombu.compress(data, "gzip")
+    assert unpack(packed) == kombu.decompress(packed, "gzip") == zlib.decompress(packed) == data
+    assert name == "application/x-gzip"
+
+
+def test_posts_are_written_as_other_json_is() -> None:
+    encoding.register()
+    body = [
+        [],
+        {"posts": [Post(id="1", title="ä 🙂", extra={"x": [1.5, None]}, score=3)], "version": 1},
+        {"chain": None},
+    ]
+    written = serialization.dumps(body, encoding.POSTS)
+    assert written[:2] == encoding.JSON
+    plain = [
+        [],
+        {"posts": [{"id": "1", "title": "ä 🙂", "score": 3, "extra": {"x": [1.5, None]}}], "version": 1},
+        {"chain": None},
+    ]
+    content, coded, data = written
+    assert json.loads(data) == kombu_json.loads(data) == serialization.loads(data, content, coded) == plain
+
+
+@pytest.mark.parametrize(
+    "kind", [str, str.encode, lambda text: bytearray(text.encode()), lambda text: memoryview(text.encode())]
+)
+def test_json_is_read_with_kombus_own_types(kind: Callable[[str], Any]) -> None:
+    value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "x": [1, "ä"]}
+    assert encoding.read(kind(kombu_json.dumps(value))) == value
+    assert encoding.read(kind('{"x": 1}')) == {"x": 1}
