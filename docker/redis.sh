@@ -5,6 +5,11 @@
 set -eu
 cd "$(dirname "$0")"
 
+# An empty one would let everybody in.
+missing="is missing: make .env as .env.example says"
+: "${REDIS_PASSWORD:?$missing}" "${WORKER_PASSWORD:?$missing}" "${PRODUCER_PASSWORD:?$missing}" \
+  "${READER_PASSWORD:?$missing}" "${REDIS_MAXMEMORY:?$missing}"
+
 digest() {
   printf %s "$1" | sha256sum | cut -d' ' -f1
 }

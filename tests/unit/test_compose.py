@@ -24,15 +24,18 @@ from shared.settings import Settings
 from tests.support import redis_servers, wait_until
 from tests.unit.test_images import DOCKERFILES, accept, asks_its_port, settings_in, words_of
 
-DOCKER = Path(__file__).parent.parent.parent / "docker"
+ROOT = Path(__file__).parent.parent.parent
+DOCKER = ROOT / "docker"
+PAGES = ("README.md", "docs/deploy.md")
 TEXT = (DOCKER / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("feedmill-")}
 WORKERS = {name: service for name, service in OURS.items() if service["command"][0] == "worker"}
 EXAMPLE = DOCKER / ".env.example"
-#: What makes the copy, as the files say.
-(COPY,) = set(re.findall(r"^#\s+(\(umask .*)$", TEXT + EXAMPLE.read_text(), re.MULTILINE))
+#: Where it stands how a copy of the example is made, and what stands there.
+TOLD = [DOCKER / "compose.yaml", DOCKER / "kustomization.yaml", EXAMPLE, *(ROOT / page for page in PAGES)]
+(COPY,) = {command for file in TOLD for command in re.findall(r"umask 077; (sed .* > \.env)", file.read_text())}
 
 
 def dockerfile_of(service: dict[str, Any]) -> str:
@@ -44,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of docker/ with an .env that was made as the files say."""
     folder = tmp_path_factory.mktemp("project") / "docker"
     shutil.copytree(DOCKER, folder, ignore=shutil.ignore_patterns(".env"))
-    subprocess.run(["bash", "-c", COPY], cwd=folder, check=True)  # noqa: S607 - wherever it is
+    subprocess.run(["sh", "-c", f"umask 077; {COPY}"], cwd=folder, check=True)  # noqa: S607 - wherever it is
     return folder
 
 
@@ -66,7 +69,7 @@ def test_the_environment_is_made_of_the_example(folder: Path) -> None:
     assert len(set(passwords)) == len(passwords) == 6
     assert all(re.fullmatch("[0-9a-f]{48}", password) for password in passwords)
     assert set(made) - {"COMPOSE_PROJECT_NAME"} == set(re.findall(r"\$\{(\w+)", TEXT))
-    ignored = (DOCKER.parent / ".gitignore").read_text().splitlines()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "docker/.env" in ignored
 
 
@@ -222,6 +225,21 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     finally:
         server.terminate()
         assert server.wait(20) == 0, "signals reach it, not a shell"
+
+
+@pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])
+def test_redis_does_not_start_with_an_empty_password(folder: Path, missing: str) -> None:
+    given = dict.fromkeys(SERVICES["redis"]["environment"], "x") | {missing: ""}
+    said = subprocess.run(
+        ["sh", folder / "redis.sh"],  # noqa: S607 - wherever it is
+        env={"PATH": os.environ["PATH"]} | given,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert said.returncode != 0
+    assert f"{missing}: is missing: make .env as .env.example says" in said.stderr
 
 
 def client_of(port: int, password: str | None, user: str | None = None) -> Redis:

@@ -1,5 +1,6 @@
 """docker/kubernetes/: no cluster is at hand, so it is held against Kubernetes' schemas, the images and the program."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from feedmill.cli import app
 from shared.settings import Settings
 from tests.unit.test_compose import SERVICES
 from tests.unit.test_images import DOCKERFILES, accept, settings_in, words_of
-from tests.unit.test_metrics import known, names_in
+from tests.unit.test_metrics import known, names_in, promtool
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 FILES = sorted((DOCKER / "kubernetes").glob("*.yaml"))
@@ -159,7 +160,7 @@ def test_a_worker_has_its_device_and_its_time() -> None:
     assert threads["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
 
 
-def test_keda_scales_the_workers_on_what_is_exported() -> None:
+def test_keda_scales_the_workers_on_what_is_exported(tmp_path: Path) -> None:
     scaled = named("ScaledObject")
     assert {found["spec"]["scaleTargetRef"]["name"] for found in scaled.values()} == set(WORKERS)
     for found in scaled.values():
@@ -172,6 +173,9 @@ def test_keda_scales_the_workers_on_what_is_exported() -> None:
         assert re.findall(r'queue="([^"]*)"', asked["query"]) == [Settings().queue]
         assert float(asked["threshold"]) > 0
         assert asked["ignoreNullValues"] == "false"
+        rules = [{"record": "wanted", "expr": asked["query"]}]
+        (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "keda", "rules": rules}]}))
+        promtool("check", "rules", str(tmp_path / "rules.yml"))
     # Something tells of the queue while no worker runs.
     assert container_of(OURS["metrics"])["args"][0] == "metrics"
     assert named("Deployment")["metrics"]["spec"]["replicas"] == 1
