@@ -1,6 +1,7 @@
-"""`feedmill status` and `feedmill health`: how the running system fares, for people and for whoever restarts things."""
+"""`feedmill status`, `health` and `metrics`: how the running system fares, for people, restarts and Prometheus."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -19,11 +20,13 @@ from feedmill.stack import ended_by_signals
 from feedmill.watch import Finding, Lookout, Part, Seen
 from shared.broker import told_plainly
 from shared.errors import printable
-from shared.metrics import connect_briefly
+from shared.metrics import RedisFigures, connect_briefly, serve
 from shared.settings import Settings
 
 #: Seconds between two looks; asking the workers takes one of them.
 REFRESH = 2.0
+#: Where `feedmill metrics` serves unless a port is set.
+METRICS_PORT = 9107
 
 app = typer.Typer()
 
@@ -195,3 +198,20 @@ def _entry(finding: Finding) -> dict[str, Any]:
 
 def _line(finding: Finding) -> str:
     return f"{'✓' if finding.well else '✗'} {finding.part:<8} {finding.said}"
+
+
+@app.command()
+def metrics(
+    metrics_port: Annotated[
+        int | None, typer.Option(help=f"Port to serve on: {METRICS_PORT} unless given.", show_default=False)
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Tell Prometheus of queue and results, whether or not a worker runs, until SIGTERM."""
+    settings = settings_of(metrics_port=metrics_port, redis_url=redis_url)
+    settings = settings.model_copy(update={"metrics_port": settings.metrics_port or METRICS_PORT})
+    figures = RedisFigures(settings)
+    ends = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which would take them
+    serve(settings, [figures.samples], list, figures.away)
+    signal.sigwait(ends)

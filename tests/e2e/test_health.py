@@ -70,6 +70,20 @@ def test_a_worker_whose_port_is_taken_loads_no_model(redis: RedisServer, tmp_pat
     assert "Traceback" not in ended.stderr
 
 
+def test_the_queue_is_told_of_while_no_worker_runs(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    port = free_port()
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
+    with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as command:
+        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "it serves")
+        assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} 2.0' in ask(port, "/metrics")[1]
+        assert ask(port, "/healthz") == (200, "ok\n")
+        assert command.end() == 0, command.text()
+    with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0"):
+        wait_until(lambda: ask(port, "/readyz")[0] == 503, "it says that Redis is away")
+        assert ask(port, "/healthz") == (200, "ok\n")
+        assert "feedmill_redis_up 0.0" in ask(port, "/metrics")[1]
+
+
 def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tmp_path: Path) -> None:
     well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
     assert well.returncode == 0, well.stdout + well.stderr

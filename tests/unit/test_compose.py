@@ -1,19 +1,20 @@
-"""docker/: nothing here can start containers, so each command, flag, variable and path is held against the program."""
+"""docker/compose.yaml: nothing here can start containers, so all that it names is held against the program."""
 
+import json
 import os
 import re
-import shlex
+import shutil
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from celery.bin.celery import celery
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.retry import Retry
 from typer.main import get_command
 
 from feedmill.cli import app
@@ -21,163 +22,249 @@ from feedmill.dashboard import PASSED_ON
 from feedmill.stack import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
+from tests.unit.test_images import DOCKERFILES, accept, asks_its_port, settings_in, words_of
 
-DOCKER = Path(__file__).parent.parent.parent / "docker"
-ROOT = DOCKER.parent
-COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+ROOT = Path(__file__).parent.parent.parent
+DOCKER = ROOT / "docker"
+PAGES = ("README.md", "docs/deploy.md")
+TEXT = (DOCKER / "compose.yaml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-DOCKERFILE = (DOCKER / "Dockerfile").read_text()
-OURS = {name: service for name, service in SERVICES.items() if service["image"] == "feedmill"}
+OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("feedmill-")}
+WORKERS = {name: service for name, service in OURS.items() if service["command"][0] == "worker"}
+EXAMPLE = DOCKER / ".env.example"
+#: Where it stands how a copy of the example is made, and what stands there.
+TOLD = [DOCKER / "compose.yaml", DOCKER / "kustomization.yaml", EXAMPLE, *(ROOT / page for page in PAGES)]
+(COPY,) = {command for file in TOLD for command in re.findall(r"umask 077; (sed .* > \.env)", file.read_text())}
 
 
-def accept(command: Any, words: list[str], parent: Any = None) -> None:
-    """Parse the words as the command would, down to its last subcommand, and run nothing.
-
-    command: click's, or that of the click that typer brings along. Raises their errors.
-    """
-    with command.make_context(words[0], words[1:], parent=parent) as context:
-        rest = [*context._protected_args, *context.args]
-        if rest and hasattr(command, "get_command"):
-            found = command.get_command(context, rest[0])
-            assert found is not None, f"{words[0]} has no command {rest[0]}"
-            accept(found, rest, context)
+def dockerfile_of(service: dict[str, Any]) -> str:
+    return DOCKERFILES[service["image"].partition(":")[0]]
 
 
-def asked_for(line: str) -> list[str]:
-    """The words of a line of the shell; what the shell fills in is one of them."""
-    return shlex.split(re.sub(r"\$\([^)]*\)|\$\w+", "filled-in", line.replace("$$", "$")))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of docker/ with an .env that was made as the files say."""
+    folder = tmp_path_factory.mktemp("project") / "docker"
+    shutil.copytree(DOCKER, folder, ignore=shutil.ignore_patterns(".env"))
+    subprocess.run(["sh", "-c", f"umask 077; {COPY}"], cwd=folder, check=True)  # noqa: S607 - wherever it is
+    return folder
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+)=(.*)$", (folder / ".env").read_text(), re.MULTILINE))
+
+
+def docker_compose(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = shutil.which("docker-compose")
+    if path is None:
+        pytest.skip("needs docker-compose: apt install --no-install-recommends docker-compose")
+    return subprocess.run([path, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_environment_is_made_of_the_example(folder: Path) -> None:
+    made = environment_in(folder)
+    assert (folder / ".env").stat().st_mode & 0o777 == 0o600
+    passwords = [value for name, value in made.items() if name.endswith("_PASSWORD")]
+    assert len(set(passwords)) == len(passwords) == 6
+    assert all(re.fullmatch("[0-9a-f]{48}", password) for password in passwords)
+    assert set(made) - {"COMPOSE_PROJECT_NAME"} == set(re.findall(r"\$\{(\w+)", TEXT))
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "docker/.env" in ignored
+
+
+def test_docker_compose_reads_it(folder: Path) -> None:
+    profiles = [flag for name in ("cpu", "gpu", "reddit", "tools") for flag in ("--profile", name)]
+    said = docker_compose(folder, *profiles, "config")
+    assert (said.returncode, said.stderr) == (0, "")
+    found = yaml.safe_load(said.stdout)["services"]
+    assert set(found) == set(SERVICES)
+    password = environment_in(folder)["WORKER_PASSWORD"]
+    for name in OURS:
+        assert found[name]["environment"]["FEEDMILL_REDIS_URL"] == f"redis://worker:{password}@redis:6379/0"
+        assert Path(found[name]["build"]["context"]) == folder.parent
+
+
+def test_without_passwords_it_says_what_to_do(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "compose.yaml", tmp_path)
+    said = docker_compose(tmp_path, "config")
+    assert said.returncode == 1
+    assert "copy .env.example as it says" in said.stderr
 
 
 def test_what_there_is() -> None:
-    assert set(SERVICES) == {"redis", "worker", "flower", "reddit"}
-    assert SERVICES["reddit"]["profiles"] == ["reddit"]
-    assert all("profiles" not in service for name, service in SERVICES.items() if name != "reddit")
-    assert {volume.partition(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])} == {
-        "./redis.conf",
-        *COMPOSE["volumes"],
-    }
+    assert {name: service.get("profiles", []) for name, service in SERVICES.items()} == {
+        "redis": [], "metrics": [], "flower": [], "prometheus": [], "grafana": [],
+        "worker-cpu": ["cpu"], "worker-gpu-0": ["gpu"], "worker-gpu-1": ["gpu"],
+        "ingest": ["reddit"], "feedmill": ["tools"],
+    }  # fmt: skip
+    sources = {volume.partition(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
+    assert {source for source in sources if not source.startswith("./")} == set(COMPOSE["volumes"])
+    assert all((DOCKER / source).exists() for source in sources if source.startswith("./"))
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_commands_are_the_program_s(name: str) -> None:
-    accept(get_command(app), ["feedmill", *OURS[name]["command"]])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("feedmill flower --adress x", "--adress"),
-        ("feedmill flower --port x", "valid integer"),
-        ("feedmill bloom", "feedmill has no command bloom"),
-        ("celery --app workers.app inspect ping --timout 5", "--timout"),
-    ],
-)
-def test_a_command_that_is_not_would_be_found(wrong: str, words: str) -> None:
-    with pytest.raises(Exception, match=words) as raised:
-        accept(celery if wrong.startswith("celery") else get_command(app), wrong.split())
-    assert type(raised.value).__name__ in ("NoSuchOption", "BadParameter", "AssertionError")
-
-
-def variables() -> Iterator[tuple[str, str]]:
-    for service in OURS.values():
-        yield from service["environment"].items()
-    yield from re.findall(r"\b(FEEDMILL_\w+)=(\S+)", DOCKERFILE)
+def test_a_service_of_ours_fits_its_image(name: str) -> None:
+    service = OURS[name]
+    accept(get_command(app), ["feedmill", *service["command"]])
+    image, _, tag = service["image"].partition(":")
+    assert service["build"]["dockerfile"] == f"docker/{image.removeprefix('feedmill-')}.Dockerfile"
+    assert set(service["build"].get("args", ())) <= set(re.findall(r"^ARG (\w+)", dockerfile_of(service), re.MULTILINE))
+    assert ("TORCH_INDEX" in service["build"].get("args", ())) == (tag == "cuda")
+    for volume in service.get("volumes", []):
+        assert volume.partition(":")[2] in words_of("VOLUME", dockerfile_of(service))
 
 
 def test_variables_are_settings() -> None:
-    for name, value in variables():
-        if name.startswith("FEEDMILL_"):
+    for service in OURS.values():
+        for name, value in service["environment"].items():
             assert name.removeprefix("FEEDMILL_").lower() in Settings.model_fields
-            # What is passed through bears the same name outside, and may be missing.
-            assert not value.startswith("${FEEDMILL_") or value == f"${{{name}:-}}"
-    for name in re.findall(r"\bFLOWER_(\w+)", (DOCKER / "compose.yaml").read_text().replace("FEEDMILL_FLOWER_", "")):
+            # What is passed through bears the same name outside.
+            assert not value.startswith("${") or value.startswith(f"${{{name}:")
+        Settings.model_validate({"device": service["environment"].get("FEEDMILL_DEVICE", "auto")})
+    for name in re.findall(r"\bFLOWER_(\w+)", TEXT.replace("FEEDMILL_FLOWER_", "")):
         assert name.removesuffix("'s").lower() in PASSED_ON
 
 
-def test_flower_is_reached_from_this_machine_alone_and_with_a_password() -> None:
+def test_a_worker_for_each_device() -> None:
+    reserved = [
+        device["device_ids"]
+        for service in WORKERS.values()
+        for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", ())
+    ]
+    assert reserved == [["0"], ["1"]]
+    for name, service in WORKERS.items():
+        assert ("deploy" in service) == (service["image"].endswith(":cuda")) == name.startswith("worker-gpu-")
+        # What it may take for its last messages is less than what it is given.
+        assert int(service["stop_grace_period"].removesuffix("s")) > Settings().drain + 5
+
+
+def test_nobody_may_more_than_they_need() -> None:
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
     flower = SERVICES["flower"]
-    assert flower["ports"] == ["127.0.0.1:5555:5555"]
     assert "--no-auth" not in flower["command"]
     assert "FEEDMILL_FLOWER_PASSWORD" in flower["environment"]
-    assert all("ports" not in service for name, service in SERVICES.items() if name != "flower")
+    # Redis reaches nothing, and is reached by ours alone.
+    assert COMPOSE["networks"]["queue"] == {"internal": True}
+    assert SERVICES["redis"]["networks"] == ["queue"]
+    assert {name for name, service in SERVICES.items() if "queue" in service["networks"]} == {"redis", *OURS}
+    assert [name for name, service in SERVICES.items() if "REDIS_PASSWORD" in service.get("environment", ())] == [
+        "redis"
+    ]
 
 
-def test_the_address_of_redis() -> None:
-    for service in OURS.values():
-        given = service["environment"]["FEEDMILL_REDIS_URL"]
-        assert given.count(SERVICES["redis"]["environment"]["REDIS_PASSWORD"]) == 1
-        assert Settings(redis_url=re.sub(r"\$\{.*\}", "x1", given)).redis_address == "redis:6379/0"
+def test_images_of_others_are_pinned() -> None:
+    for name in set(SERVICES) - set(OURS):
+        assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", SERVICES[name]["image"])
 
 
-def test_health_checks() -> None:
-    kind, line = SERVICES["worker"]["healthcheck"]["test"]
-    assert kind == "CMD-SHELL"
-    accept(celery, asked_for(line))
-    name = OURS["worker"]["command"][OURS["worker"]["command"].index("--name") + 1]
-    assert f'--destination "{name}@$$(hostname)"' in line
-    kind, python, flag, script = SERVICES["flower"]["healthcheck"]["test"]
-    assert (kind, python, flag) == ("CMD", "python", "-c")
-    compile(script, "health check", "exec")
-    assert ":5555/healthcheck" in script
-    # What the worker may take for its last messages is less than what it is given.
-    assert int(SERVICES["worker"]["stop_grace_period"].removesuffix("s")) > Settings().drain
+@pytest.mark.parametrize("name", ["ingest", "metrics"])
+def test_health_checks_ask_the_port_that_is_served(name: str) -> None:
+    service = SERVICES[name]
+    assert service["healthcheck"]["test"][:3] == ["CMD", "python", "-c"]
+    asks_its_port(service["healthcheck"]["test"][3], service["command"][service["command"].index("--metrics-port") + 1])
 
 
-def test_redis_starts_as_it_would_there(tmp_path: Path) -> None:
+def test_prometheus_finds_every_process_that_serves() -> None:
+    configuration = yaml.safe_load((DOCKER / "prometheus" / "compose.yml").read_text())
+    (mounted,) = (volume for volume in SERVICES["prometheus"]["volumes"] if volume.startswith("./"))
+    assert f"--config.file={mounted.split(':')[1]}/compose.yml" in SERVICES["prometheus"]["command"]
+    found = set()
+    for job in configuration["scrape_configs"]:
+        for each in job.get("dns_sd_configs", ()):
+            found |= {f"{name}:{each['port']}" for name in each["names"]}
+        for each in job.get("static_configs", ()):
+            found |= set(each["targets"])
+    ports = {name: settings_in(dockerfile_of(service))["FEEDMILL_METRICS_PORT"] for name, service in WORKERS.items()}
+    ports |= {name: OURS[name]["command"][-1] for name in ("ingest", "metrics")}
+    assert found == {f"{name}:{port}" for name, port in ports.items()}
+    assert all({"metrics"} & set(SERVICES[name]["networks"]) for name in ports)
+
+
+def test_grafana_finds_what_it_shows() -> None:
+    provisioning = DOCKER / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"].strip("${}") in SERVICES["grafana"]["environment"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "feedmill.yml").read_text())["providers"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in SERVICES["grafana"]["volumes"]
+    assert json.loads((DOCKER / "grafana" / "dashboards" / "feedmill.json").read_text())["panels"]
+
+
+@pytest.fixture
+def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
+    """Redis, started by redis.sh with its configuration, but for address and folder; gives its port."""
     servers = redis_servers()
-    if not servers:
-        pytest.skip("needs a redis-server: apt install redis-server")
-    shell, flag, script = SERVICES["redis"]["command"]
-    port = free_port()
+    if "system" not in servers:
+        pytest.skip("needs a redis-server of the system: apt install redis-server")
+    assert SERVICES["redis"]["command"] == ["sh", "/etc/feedmill/redis.sh"]
+    for name in ("redis.sh", "redis.conf", "users.conf"):
+        assert f"./{name}:/etc/feedmill/{name}:ro" in SERVICES["redis"]["volumes"]
+        shutil.copy(folder / name, tmp_path)
+    port, script = free_port(), (tmp_path / "redis.sh").read_text()
     places = {
-        "redis-server": next(iter(servers.values())),
-        "/etc/feedmill/redis.conf": str(DOCKER / "redis.conf"),
+        "exec redis-server": f"exec {servers['system']}",
         "dir /data": f"dir {tmp_path}",
-        "bind 0.0.0.0": f"bind 127.0.0.2\nport {port}",
-        "$$": "$",
+        "bind * -::*": f"bind 127.0.0.2\nport {port}",
     }
     for there, here in places.items():
-        assert there in script
+        assert script.count(there) == 1
         script = script.replace(there, here)
+    (tmp_path / "redis.sh").write_text(script)
+    made = environment_in(folder)
+    given = {name: made[name] for name in SERVICES["redis"]["environment"]}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen([shell, flag, script], env=os.environ | {"REDIS_PASSWORD": "s3"}, stdout=log)
-    client = Redis("127.0.0.2", port, password="s3", decode_responses=True)
+        server = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
     try:
-        wait_until(lambda: server.poll() is None and _answers(client), "Redis answers", 20)
-        found = client.config_get("*")
-        assert (found["bind"], found["dir"], found["requirepass"]) == ("127.0.0.2", str(tmp_path), "s3")
-        assert (found["appendonly"], found["maxmemory-policy"]) == ("yes", "noeviction")
-        assert client.info()["process_id"] == server.pid  # signals reach it, not a shell
+        wait_until(lambda: server.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers", 20)
+        yield port
     finally:
-        client.close()
         server.terminate()
-        server.wait(20)
+        assert server.wait(20) == 0, "signals reach it, not a shell"
 
 
-def _answers(client: Redis) -> bool:
+@pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])
+def test_redis_does_not_start_with_an_empty_password(folder: Path, missing: str) -> None:
+    given = dict.fromkeys(SERVICES["redis"]["environment"], "x") | {missing: ""}
+    said = subprocess.run(
+        ["sh", folder / "redis.sh"],  # noqa: S607 - wherever it is
+        env={"PATH": os.environ["PATH"]} | given,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert said.returncode != 0
+    assert f"{missing}: is missing: make .env as .env.example says" in said.stderr
+
+
+def client_of(port: int, password: str | None, user: str | None = None) -> Redis:
+    return Redis(
+        "127.0.0.2", port, username=user, password=password, decode_responses=True, retry=Retry(NoBackoff(), 0)
+    )
+
+
+def _answers(port: int, password: str) -> bool:
     try:
-        return bool(client.ping())
+        with client_of(port, password) as client:
+            return bool(client.ping())
     except RedisError:
         return False
 
 
-def test_the_dockerfile() -> None:
-    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["python:3.12-slim"] * 2
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = re.findall(r"^ARG EXTRAS=(\S+)", DOCKERFILE, re.MULTILINE)[0].split(",")
-    assert set(extras) <= set(project["optional-dependencies"])
-    copied = [word for line in re.findall(r"^COPY (?!--)(.*)", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
-    assert all((ROOT / word).exists() for word in copied)
-    # What is copied is let into the build, and nothing else is.
-    kept = re.findall(r"^!(\S+)", (DOCKER / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    assert set(kept) == set(copied)
-    # What the wheel is built from is among it.
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert set(packages["packages"]) | {project["readme"], *project["license-files"]} <= set(copied)
-    assert re.search(r"^USER feedmill$", DOCKERFILE, re.MULTILINE)
-    assert 'ENTRYPOINT ["feedmill"]' in DOCKERFILE
-    assert project["scripts"]["feedmill"]
-    for service in OURS.values():
-        for volume in service.get("volumes", []):
-            assert volume.partition(":")[2] in DOCKERFILE
-    assert SERVICES["worker"]["build"] == {"context": "..", "dockerfile": "docker/Dockerfile"}
+def test_redis_starts_as_it_would_there(folder: Path, redis_of_the_containers: int) -> None:
+    made, port = environment_in(folder), redis_of_the_containers
+    with client_of(port, made["REDIS_PASSWORD"]) as client:
+        found = client.config_get("*")
+        assert (found["appendonly"], found["maxmemory-policy"], found["maxmemory"]) == ("yes", "noeviction", str(2**31))
+    for user in ("worker", "producer", "reader"):
+        with client_of(port, made[f"{user.upper()}_PASSWORD"], user) as client:
+            assert client.ping()
+            with pytest.raises(NoPermissionError):
+                client.config_get("*")
+    with client_of(port, None) as client, pytest.raises(AuthenticationError):
+        client.ping()

@@ -37,7 +37,7 @@ ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
 BEGIN, END = "<!-- The table is written by `python -m tests.unit.test_metrics`. -->\n", "<!-- Its end. -->\n"
 SECTIONS = (
-    ("Workers and the daemon, read off Redis", REDIS_FIGURES),
+    ("Every process that serves metrics, read off Redis", REDIS_FIGURES),
     ("Workers", worker_metrics.FIGURES),
     ("The Reddit daemon", reddit_metrics.FIGURES),
 )
@@ -366,8 +366,11 @@ def test_dashboard_and_alerts_use_what_there_is() -> None:
 
 def test_the_jobs_that_the_alerts_know_are_scraped() -> None:
     jobs = {job for rule in alert_rules() for job in re.findall(r'job="([^"]+)"', rule["expr"])}
-    configuration = yaml.safe_load((ALERTS.parent / "prometheus.yml").read_text())
-    assert jobs == {job["job_name"] for job in configuration["scrape_configs"]}
+    for file in ("prometheus.yml", "compose.yml"):
+        configuration = yaml.safe_load((ALERTS.parent / file).read_text())
+        scraped = {job["job_name"] for job in configuration["scrape_configs"]}
+        assert scraped == jobs | {"feedmill-metrics"}
+        assert all(name in (ALERTS.parent / "kubernetes.yml").read_text() for name in scraped)
 
 
 def test_every_alert_is_told_and_tried() -> None:
@@ -407,12 +410,23 @@ def promtool(*arguments: str) -> None:
     [
         (("check", "rules"), "alerts.yml"),
         (("check", "config"), "prometheus.yml"),
+        (("check", "config"), "compose.yml"),
         (("test", "rules"), "alerts_test.yml"),
     ],
-    ids=["rules", "configuration", "alerts tried"],
+    ids=["rules", "configuration", "in compose", "alerts tried"],
 )
 def test_promtool_agrees(check: tuple[str, ...], file: str) -> None:
     promtool(*check, str(ALERTS.parent / file))
+
+
+def test_promtool_agrees_with_what_is_for_kubernetes(tmp_path: Path) -> None:
+    """But for the pods: Debian's promtool is built without Kubernetes."""
+    configuration = yaml.safe_load((ALERTS.parent / "kubernetes.yml").read_text())
+    assert configuration.pop("rule_files") == [ALERTS.name]
+    del configuration["scrape_configs"][0]["kubernetes_sd_configs"]
+    path = tmp_path / "kubernetes.yml"
+    path.write_text(json.dumps(configuration))
+    promtool("check", "config", str(path))
 
 
 def test_the_dashboards_expressions_are_promql(tmp_path: Path) -> None:

