@@ -75,7 +75,7 @@ class Settings(BaseSettings):
 
     #: Posts packed into one message. More cost less per post on the way, and are redone together after a crash.
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
-    #: How the posts of a message are packed: gzip, which any Celery application reads, or none. It halves what a waiting
+    #: How posts in a message are packed: gzip, which any Celery application reads, or none. It halves what a waiting
     #: post takes of Redis' memory and of the network; a few short posts are never packed.
     compression: Literal["gzip", "none"] = "gzip"
     #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.

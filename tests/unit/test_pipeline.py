@@ -643,9 +643,8 @@ def test_a_store_that_cannot_say_what_is_there_costs_no_post(owner: Owner) -> No
 
 
 @pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (10_000, 1000), (100, 300), (0.2, 1)])
-def test_a_slow_device_holds_what_it_computes_in_so_many_seconds(
-    make_owner: Callable[..., Owner], rows_per_second: float | None, most: int
-) -> None:
-    owner = make_owner(window_rows=1000, prefetch_seconds=3.0)
+def test_a_slow_device_holds_what_it_computes_in_so_many_seconds(rows_per_second: float | None, most: int) -> None:
+    owner = Owner(window_rows=1000, prefetch_seconds=3.0)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.most_waiting() == most
+    owner.pipeline.stop()
