@@ -1,0 +1,433 @@
+"""How far one Redis carries: workers that speed up together, what a post costs on its way, and what it takes of memory.
+
+    python -m benchmarks.scaling [--posts FILE] [--only PART,…] [--rounds 3] [--seconds 10] [--backlog 1000000]
+
+Workers are Feedmill's own on a stand-in for the device (tests/fakes/standin_worker.py) that takes a set time a row, or
+none; everything but the model is real. Each run begins with the whole backlog in place and all workers ready. Parts:
+
+    publish   posts/s of two producers on one core, Redis on the others, 64 posts a message, packed; not packed; and of
+              one alone, which waits for Redis a third of its time
+    worker    posts/s of one worker whose device takes no time, 64 a message; and microseconds of each Redis command
+    memory    bytes that Redis holds for a waiting post over the bytes of its JSON, 64 a message; and by posts a message
+    speedup   2, 4 and 8 workers of 1,000 posts/s each over one, 32 a message, and which share of the cores they took
+    fairness  two workers, one five times slower: how long the first to finish took over how long the last did
+    backlog   posts/s with the whole backlog waiting over posts/s with 1,000 waiting
+    first     seconds from the start of a real worker, its model cached, to its first result
+
+Runs that are compared alternate. Progress goes to standard error; the last line is JSON, medians over the rounds.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from redis.exceptions import RedisError as RedisFault
+from rich.console import Console
+
+from benchmarks.throughput import read_posts
+from feedmill.prerequisites import server_version
+from feedmill.stack import Child, find_redis_server, free_port, python_command
+from feedmill.watch import worker_statistics
+from producers.push import Pusher
+from shared.broker import connect, make_app, publish
+from shared.errors import UserError
+from shared.keys import COUNTERS, RESULTS_STREAM
+from shared.messages import ClassifyOptions, Post
+from shared.settings import PREFIX, Settings
+
+PARTS = ("publish", "worker", "memory", "speedup", "fairness", "backlog", "first")
+#: Posts a message where as much as possible is to pass, and otherwise.
+LARGE, USUAL = 64, 32
+#: Seconds that a row takes the stand-in: 1,000 posts a second, and a fifth of that.
+FAST, SLOW = 0.001, 0.005
+#: Where a backlog waits until the workers are ready.
+ASIDE = "aside"
+#: The part of a run that counts, in shares of its posts: what begins and what ends is left out.
+BEGIN, END = 0.1, 0.9
+#: Posts that wait in the short backlog.
+SHORT = 1000
+#: Seconds without a new result after which a run is given up.
+STALLED = 60.0
+#: Seconds between two looks.
+PAUSE = 0.01
+
+#: Moves messages from one list to another until so many are there.
+TOP_UP = """
+for _ = redis.call('LLEN', KEYS[2]) + 1, tonumber(ARGV[1]) do
+  redis.call('LMOVE', KEYS[1], KEYS[2], 'RIGHT', 'LEFT')
+end
+"""
+
+console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+class House:
+    """A redis-server of its own, and the workers on it."""
+
+    def __init__(self, folder: Path, posts: Sequence[Post], **settings: Any) -> None:
+        port = free_port()
+        folder.mkdir()
+        self._folder = folder
+        self._source = posts
+        self._number = 0
+        self.settings = Settings.model_validate(
+            {"redis_url": f"redis://127.0.0.1:{port}/0", "queue_limit": 10**9, "data_folder": folder, **settings}
+        )
+        configuration = f'bind 127.0.0.1\nport {port}\nsave ""\ndir "{folder}"\nstream-node-max-entries 1\n'
+        self.server = Child("redis", [find_redis_server(), "-"], folder, dict(os.environ), stdin=configuration)
+        self.redis: Any = connect(self.settings)
+        self.server.wait_until(self._answers)
+        self.app = make_app(self.settings)
+
+    def _answers(self) -> bool:
+        with suppress(RedisFault):
+            return bool(self.redis.ping())
+        return False
+
+    def posts(self, count: int) -> list[Post]:
+        """The source's posts again and again, each with an id of its own."""
+        self._number += count
+        numbers = range(self._number - count, self._number)
+        found = zip(numbers, cycle(self._source), strict=False)
+        return [Post.model_validate(post.model_dump() | {"id": f"p{number}"}) for number, post in found]
+
+    def fill(self, count: int, size: int) -> None:
+        """Let so many posts wait aside, without having looked whether they were sent before."""
+        for start in range(0, count, 1000 * size):
+            posts = self.posts(min(1000 * size, count - start))
+            publish(self.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
+        self.redis.rename(self.settings.queue, ASIDE)
+
+    def begin(self) -> None:
+        self.redis.rename(ASIDE, self.settings.queue)
+
+    @contextmanager
+    def workers(self, row_seconds: Sequence[float]) -> Iterator[list[Child]]:
+        """Stand-in workers, one for each of these, once they all answer."""
+        environment = os.environ | {
+            f"{PREFIX}REDIS_URL": self.settings.broker_url,
+            f"{PREFIX}TOKEN_BUDGET": "100000",
+            f"{PREFIX}CACHE_FOLDER": str(self._folder),
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        }
+        command = [sys.executable, "-m", "tests.fakes.standin_worker"]
+        children = [
+            Child(
+                f"w{number}", [*command, f"w{number}"], self._folder, environment | {"STANDIN_ROW_SECONDS": str(each)}
+            )
+            for number, each in enumerate(row_seconds)
+        ]
+        try:
+            children[0].wait_until(lambda: len(worker_statistics(self.app)) == len(children))
+            yield children
+        finally:
+            for child in children:
+                child.process.terminate()
+            for child in children:
+                child.stop(60)
+
+    def stored(self) -> int:
+        return int(self.redis.hget(COUNTERS, "stored") or 0)
+
+    def pace(self, count: int, then: Callable[[], None] = lambda: None) -> float:
+        """Posts a second while the next `count` are stored, the first and the last tenth left out; `then` is called
+        where that begins and where it ends."""
+        before, marks = self.stored(), []
+        for share in (BEGIN, END):
+            self.wait_for(before + count * share)
+            marks.append((time.perf_counter(), self.stored()))
+            then()
+        (began, first), (ended, last) = marks
+        return (last - first) / (ended - began)
+
+    def wait_for(self, stored: float) -> None:
+        latest, at = -1, time.monotonic()
+        while (now := self.stored()) < stored:
+            if now > latest:
+                latest, at = now, time.monotonic()
+            if time.monotonic() - at > STALLED:
+                raise SystemExit(f"no new result for {STALLED:.0f} s, {stored - now:,.0f} before the mark")
+            time.sleep(PAUSE)
+
+    def clear(self) -> None:
+        self.redis.flushall()
+
+    def close(self) -> None:
+        self.server.stop(20)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has taken of the cores so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_seconds() -> tuple[float, float]:
+    """What all processes of this machine have taken, and what its cores have had to give."""
+    numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(numbers) - numbers[3] - numbers[4], float(sum(numbers))
+
+
+def produce(settings: Settings, posts: Sequence[Post], ready: Any, spent: Any) -> None:
+    """What a producer does: look up, publish, mark. In a process of its own; tells its seconds of CPU time."""
+    pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
+    pusher.push(posts[:LARGE])  # it connects
+    ready.wait()
+    cpu = time.process_time()
+    pusher.push(posts[LARGE:])
+    spent.put(time.process_time() - cpu)
+
+
+def measure_publish(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    rates: dict[tuple[int, str], list[float]] = {(1, "gzip"): [], (2, "gzip"): [], (2, "none"): []}
+    spent: dict[tuple[int, str], list[float]] = {kind: [] for kind in rates}
+    fork = multiprocessing.get_context("fork")
+    try:
+        if len(cores) > 1:
+            os.sched_setaffinity(0, cores[:1])
+            os.sched_setaffinity(house.server.process.pid, cores[1:])
+        for number in range(given.rounds):
+            for kind in list(rates)[:: -1 if number % 2 else 1]:
+                count, packed = kind
+                house.clear()
+                settings = house.settings.model_copy(update={"compression": packed, "posts_per_message": LARGE})
+                ready, told = fork.Barrier(count + 1), fork.Queue()
+                parts = [house.posts(LARGE + given.published // count) for _ in range(count)]
+                gc.freeze()  # else each child copies what it looks at
+                producers = [fork.Process(target=produce, args=(settings, part, ready, told)) for part in parts]
+                for producer in producers:
+                    producer.start()
+                ready.wait()
+                began = time.perf_counter()
+                cpu = sum(told.get() for _ in producers)
+                sent = sum(map(len, parts)) - count * LARGE
+                rates[kind].append(sent / (time.perf_counter() - began))
+                spent[kind].append(1e6 * cpu / sent)
+                for producer in producers:
+                    producer.join()
+                console.print(f"publish, {count} producers, {packed}: {rates[kind][-1]:,.0f} posts/s")
+    finally:
+        gc.unfreeze()
+        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(house.server.process.pid, cores)
+        house.clear()
+    return {
+        "publish_posts_s": round(median(rates[2, "gzip"])),
+        "publish_unpacked_posts_s": round(median(rates[2, "none"])),
+        "publish_alone_posts_s": round(median(rates[1, "gzip"])),
+        "publish_cpu_us": round(median(spent[2, "gzip"]), 1),
+        "publish_unpacked_cpu_us": round(median(spent[2, "none"]), 1),
+    }
+
+
+def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    rates: list[float] = []
+    spent: list[float] = []
+    commands: dict[str, float] = {}
+    for _ in range(given.rounds):
+        house.clear()
+        house.fill(given.published, LARGE)
+        with house.workers([0.0]) as (child,):
+            marks: list[float] = []
+            house.redis.config_resetstat()
+            house.begin()
+            pid = child.process.pid
+            rates.append(house.pace(given.published, lambda marks=marks, pid=pid: marks.append(cpu_seconds(pid))))
+            house.wait_for(given.published)
+            spent.append(1e6 * (marks[1] - marks[0]) / (given.published * (END - BEGIN)))
+            commands = {
+                name.removeprefix("cmdstat_"): round(figures["usec"] / given.published, 2)
+                for name, figures in house.redis.info("commandstats").items()
+                if figures["usec"] / given.published > 0.05
+            }
+        console.print(f"worker: {rates[-1]:,.0f} posts/s, {spent[-1]:.1f} µs of its core a post")
+    return {
+        "worker_posts_s": round(median(rates)),
+        "worker_cpu_us": round(median(spent), 1),
+        "worker_redis_us": commands,
+    }
+
+
+def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
+    found = {}
+    for size in (1, 8, USUAL, LARGE):
+        house.clear()
+        posts = house.posts(6400)
+        plain = sum(len(post.model_dump_json(exclude_defaults=True).encode()) for post in posts) / len(posts)
+        publish(house.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
+        held = house.redis.memory_usage(house.settings.queue, samples=0) / len(posts)
+        found[size] = round(held / plain, 3)
+        console.print(f"memory: {size} a message: {held:.0f} bytes for a waiting post of {plain:.0f}, {found[size]}")
+    house.clear()
+    return {"bytes_per_post_over_json": found[LARGE], "bytes_over_json_by_posts_per_message": found}
+
+
+def measure_speedup(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[int, list[float]] = {1: [], 2: [], 4: [], 8: []}
+    shares: dict[int, dict[str, float]] = {}
+    for number in range(given.rounds):
+        for count in list(rates)[:: -1 if number % 2 else 1]:
+            house.clear()
+            posts = round(count * given.seconds / FAST)
+            house.fill(posts, USUAL)
+            with house.workers([FAST] * count) as children:
+                marks: list[tuple[float, ...]] = []
+
+                def look(marks: list[tuple[float, ...]] = marks, children: list[Child] = children) -> None:
+                    workers = sum(cpu_seconds(child.process.pid) for child in children)
+                    marks.append(
+                        (time.perf_counter(), workers, cpu_seconds(house.server.process.pid), *machine_seconds())
+                    )
+
+                house.begin()
+                rates[count].append(house.pace(posts, look))
+                house.wait_for(posts)
+            seconds, workers, redis, busy, all_cores = (after - before for before, after in zip(*marks, strict=True))
+            shares[count] = {
+                "workers": round(workers / seconds, 2),
+                "redis": round(redis / seconds, 2),
+                "cores_busy": round(busy / all_cores, 2),
+            }
+            console.print(f"speedup: {count} workers: {rates[count][-1]:,.0f} posts/s, cores {shares[count]}")
+    one = median(rates[1])
+    speedups = {f"speedup_{count}": round(median(rates[count]) / one, 2) for count in (2, 4, 8)}
+    return speedups | {"one_worker_posts_s": round(one), "cores_taken": shares}
+
+
+def measure_fairness(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    ratios = []
+    for _ in range(given.rounds):
+        house.clear()
+        posts = round(2 * given.seconds * (1 / FAST + 1 / SLOW))
+        house.fill(posts, USUAL)
+        with house.workers([FAST, SLOW]):
+            began = house.redis.time()
+            house.begin()
+            house.wait_for(posts)
+        ended: dict[str, float] = {}
+        for entry, fields in house.redis.xrange(RESULTS_STREAM):
+            ended[json.loads(fields["classification"])["worker"]] = int(entry.partition("-")[0]) / 1000
+        took = [at - began[0] - began[1] / 1e6 for at in ended.values()]
+        ratios.append(min(took) / max(took))
+        console.print(f"fairness: the workers were done after {', '.join(f'{each:.1f}' for each in sorted(took))} s")
+    return {"fairness_ratio": round(median(ratios), 3)}
+
+
+def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    """The long backlog is counted down by what each round takes of it, the short one is topped up."""
+    rates: dict[str, list[float]] = {"long": [], "short": []}
+    short = House(house._folder / "short", house._source)
+    try:
+        house.clear()
+        with console.status(f"{given.backlog:,} posts are sent …"):
+            house.fill(given.backlog + given.rounds * given.published, LARGE)
+            house.begin()
+        for number in range(given.rounds):
+            for name, at in (("long", house), ("short", short))[:: -1 if number % 2 else 1]:
+                if name == "short":
+                    at.fill(given.published, LARGE)
+                else:
+                    at.redis.rename(at.settings.queue, ASIDE)
+                with at.workers([0.0]), _topped_up(at, SHORT // LARGE if name == "short" else 0):
+                    if name == "long":
+                        at.begin()
+                    rates[name].append(at.pace(given.published))
+                    if name == "short":
+                        at.wait_for(len(rates[name]) * given.published)
+                console.print(f"backlog {name}: {rates[name][-1]:,.0f} posts/s")
+    finally:
+        short.close()
+        house.clear()
+    ratio = median(mine / other for mine, other in zip(rates["long"], rates["short"], strict=True))
+    return {"backlog_ratio": round(ratio, 3), "backlog_posts": given.backlog}
+
+
+@contextmanager
+def _topped_up(house: House, messages: int) -> Iterator[None]:
+    """Inside, so many messages wait, for as long as there are any aside."""
+    done = threading.Event()
+    script = house.redis.register_script(TOP_UP)
+
+    def run() -> None:
+        while not done.wait(0.002):
+            script(keys=[ASIDE, house.settings.queue], args=[messages])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def measure_first(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    """The first start, which measures the token budget, is not counted."""
+    took = []
+    environment = os.environ | {
+        f"{PREFIX}REDIS_URL": house.settings.broker_url,
+        f"{PREFIX}CACHE_FOLDER": str(house._folder / "cache"),
+        f"{PREFIX}DATA_FOLDER": str(house._folder),
+    }
+    for number in range(given.rounds + 1):
+        house.clear()
+        publish(house.app, [house.posts(1)], ClassifyOptions())
+        began = time.perf_counter()
+        child = Child("worker", [*python_command(), "worker"], house._folder, environment)
+        try:
+            house.wait_for(1)
+            took += [time.perf_counter() - began] * bool(number)
+        finally:
+            child.stop(60)
+        console.print(
+            f"first: {time.perf_counter() - began:.1f} s, with its end" if not number else f"first: {took[-1]:.1f} s"
+        )
+    return {"first_result_s": round(median(took), 2)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--posts", default=None, help="JSONL of real posts; default: the bundled ones")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run of the stand-ins")
+    parser.add_argument("--published", type=int, default=64_000, help="posts of the runs that take none")
+    parser.add_argument("--backlog", type=int, default=1_000_000, help="posts of the long backlog")
+    given = parser.parse_args(arguments)
+    parts = given.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    try:
+        posts = read_posts(given.posts, 12_000)
+    except UserError as error:
+        parser.error(str(error))
+    version = ".".join(map(str, server_version(find_redis_server())))
+    console.print(f"{os.cpu_count()} cores, Redis {version}, Python {sys.version.split()[0]}, {len(posts):,} posts")
+    found: dict[str, Any] = {"cores": os.cpu_count(), "redis": version}
+    with tempfile.TemporaryDirectory() as folder:
+        house = House(Path(folder) / "house", posts)
+        try:
+            for part in PARTS:
+                if part in parts:
+                    found |= globals()[f"measure_{part}"](house, given)
+        finally:
+            house.close()
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
