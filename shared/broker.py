@@ -216,15 +216,15 @@ def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
     return None
 
 
-def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
-    """Send messages of posts, by task name, in one go.
+def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int = 0) -> None:
+    """Send messages of posts, by task name, in one go, to the application's queue.
 
     Nobody waits for their Celery results; results are stored. Raises kombu.exceptions.OperationalError; some of the
     messages may then be in the queue all the same.
     """
     for pause in (*RETRY_PAUSES, None):
         try:
-            _send(app, messages, options)
+            _send(app, messages, options, priority)
         except BatchPublishError as error:
             # kombu tries single messages again by itself, batches not.
             if pause is None or not isinstance(error.__cause__, ConnectionFault | TimeoutFault):
@@ -234,7 +234,7 @@ def publish(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOp
             return
 
 
-def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int) -> None:
     with app.producer_or_acquire() as producer, producer.batch():
         for posts in messages:
             kwargs = {
@@ -247,6 +247,7 @@ def _send(app: Celery, messages: Sequence[Sequence[Post]], options: ClassifyOpti
                 headers={SENT_AT: time.time()},
                 ignore_result=True,
                 producer=producer,
+                priority=priority,
                 argsrepr="()",
                 kwargsrepr=shown_arguments(kwargs),
             )
