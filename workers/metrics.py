@@ -29,7 +29,7 @@ INFO = Figure(
     "feedmill_worker_info",
     Kind.GAUGE,
     "1, with what the worker is.",
-    ("node", "model", "device", "dtype", "classifier"),
+    ("node", "model", "queue", "device", "dtype", "classifier"),
 )
 POSTS = Figure(
     "feedmill_worker_posts_total",
@@ -123,7 +123,8 @@ class WorkerMetrics:
             return
         pipeline, device, budget, classifier = self._loaded
         precision = str(device.dtype).removeprefix("torch.")
-        yield Sample(INFO, 1.0, (self._node, self._settings.model, device.name, precision, classifier))
+        settings = self._settings
+        yield Sample(INFO, 1.0, (self._node, settings.model, settings.queue, device.name, precision, classifier))
         statistics = pipeline.statistics
         totals = statistics.totals
         for state, count in (("classified", totals.posts), ("answered", totals.answered), ("failed", totals.failed)):
