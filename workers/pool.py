@@ -173,7 +173,9 @@ class DevicePool(BasePool):
                 task.track_started = False
                 self._tracked.add(task.name)
         if self._metrics:
-            self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
+            self._metrics.loaded(
+                self.pipeline, self._device, self._budget, classifier.kind, held=lambda: len(self._held)
+            )
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""

@@ -57,8 +57,8 @@ class Visitor:
             credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
             self.headers["Authorization"] = f"Basic {credentials}"
 
-    def ask(self, path: str) -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, headers=self.headers)  # noqa: S310 - our own
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
                 return answer.status, answer.read().decode()
@@ -66,8 +66,8 @@ class Visitor:
             with error:
                 return error.code, error.read().decode()
 
-    def json(self, path: str) -> Any:
-        status, text = self.ask(path)
+    def json(self, path: str, **body: Any) -> Any:
+        status, text = self.ask(path, json.dumps(body).encode() if body else None)
         assert status == 200, (path, text)
         return json.loads(text)
 
@@ -321,6 +321,10 @@ def test_all_priorities_of_the_queue_count(redis: RedisServer, tmp_path: Path) -
     with flower(redis, tmp_path) as (_, visitor):
         lengths = [{"name": "feedmill", "messages": 4}, {"name": "feedmill-other", "messages": 1}]
         assert visitor.json("/api/queues/length") == {"active_queues": lengths}
+        # Its REST API sends to any queue, in any turn.
+        sent = {"kwargs": HOPELESS, "queue": "feedmill-other", "priority": 3}
+        assert visitor.json(f"/api/task/send-task/{CLASSIFY_TASK}", **sent)["task-id"]
+        assert redis.client.llen("feedmill-other\x06\x163") == 1
         text = " ".join(re.sub("<[^>]*>", " ", visitor.ask("/broker")[1]).split())
         assert "Idle since feedmill 4 " in text
         assert "redis://:**@127.0.0.1" in text
