@@ -196,11 +196,12 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
 
 
 def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
-    many = len(queues) > 1
-    each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})" if many else ""
-    said = f"{depth.waiting:,} messages wait{each}, of at most {settings.queue_limit:,}{' a queue' if many else ''}"
-    well = all(queue.waiting <= settings.queue_limit for queue in queues.values())
-    return well, f"{said}; {depth.held:,} are held by workers"
+    limit, each = f"{settings.queue_limit:,}", ""
+    if len(queues) > 1:
+        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
+        limit += " a queue"
+    said = f"{depth.waiting:,} messages wait{each}, of at most {limit}; {depth.held:,} are held by workers"
+    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), said
 
 
 def _workers(workers: dict[str, dict[str, Any]]) -> tuple[bool, str]:
