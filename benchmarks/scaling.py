@@ -26,12 +26,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError as RedisFault
 from rich.console import Console
@@ -56,6 +56,8 @@ FAST, SLOW = 0.001, 0.005
 ASIDE = "aside"
 #: The part of a run that counts, in shares of its posts: what begins and what ends is left out.
 BEGIN, END = 0.1, 0.9
+#: Microseconds of Redis' time a post from which on a command is told.
+LEAST_TOLD = 0.05
 #: Posts that wait in the short backlog.
 SHORT = 1000
 #: Seconds without a new result after which a run is given up.
@@ -71,6 +73,23 @@ end
 """
 
 console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+class Pace(NamedTuple):
+    """How fast posts were stored, and what that took: microseconds of the workers' CPU time each; and of the cores,
+    seconds a second, the workers and Redis; and the share of all cores that anything took."""
+
+    posts_per_s: float
+    worker_us: float
+    workers: float
+    redis: float
+    cores_busy: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.posts_per_s:,.0f} posts/s; the workers took {self.workers:.2f} cores, {self.worker_us:.1f} µs a post, "
+            f"Redis {self.redis:.2f}; {self.cores_busy:.0%} of the machine was busy"
+        )
 
 
 class House:
@@ -141,16 +160,17 @@ class House:
     def stored(self) -> int:
         return int(self.redis.hget(COUNTERS, "stored") or 0)
 
-    def pace(self, count: int, then: Callable[[], None] = lambda: None) -> float:
-        """Posts a second while the next `count` are stored, the first and the last tenth left out; `then` is called
-        where that begins and where it ends."""
-        before, marks = self.stored(), []
+    def pace(self, count: int, children: Sequence[Child] = ()) -> Pace:
+        """How fast the next `count` posts are stored, by these workers; the first and the last tenth are left out."""
+        before = self.stored()
+        marks = []
         for share in (BEGIN, END):
             self.wait_for(before + count * share)
-            marks.append((time.perf_counter(), self.stored()))
-            then()
-        (began, first), (ended, last) = marks
-        return (last - first) / (ended - began)
+            taken = sum(cpu_seconds(child.process.pid) for child in children)
+            redis = cpu_seconds(self.server.process.pid)
+            marks.append((time.perf_counter(), self.stored(), taken, redis, *machine_seconds()))
+        seconds, posts, taken, redis, busy, cores = (end - begin for begin, end in zip(*marks, strict=True))
+        return Pace(posts / seconds, 1e6 * taken / posts, taken / seconds, redis / seconds, busy / cores)
 
     def wait_for(self, stored: float) -> None:
         latest, at = -1, time.monotonic()
@@ -234,29 +254,25 @@ def measure_publish(house: House, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
-    rates: list[float] = []
-    spent: list[float] = []
+    paces: list[Pace] = []
     commands: dict[str, float] = {}
     for _ in range(given.rounds):
         house.clear()
         house.fill(given.published, LARGE)
-        with house.workers([0.0]) as (child,):
-            marks: list[float] = []
+        with house.workers([0.0]) as children:
             house.redis.config_resetstat()
             house.begin()
-            pid = child.process.pid
-            rates.append(house.pace(given.published, lambda marks=marks, pid=pid: marks.append(cpu_seconds(pid))))
+            paces.append(house.pace(given.published, children))
             house.wait_for(given.published)
-            spent.append(1e6 * (marks[1] - marks[0]) / (given.published * (END - BEGIN)))
-            commands = {
-                name.removeprefix("cmdstat_"): round(figures["usec"] / given.published, 2)
-                for name, figures in house.redis.info("commandstats").items()
-                if figures["usec"] / given.published > 0.05
-            }
-        console.print(f"worker: {rates[-1]:,.0f} posts/s, {spent[-1]:.1f} µs of its core a post")
+        commands = {
+            name.removeprefix("cmdstat_"): round(figures["usec"] / given.published, 2)
+            for name, figures in house.redis.info("commandstats").items()
+            if figures["usec"] / given.published > LEAST_TOLD
+        }
+        console.print(f"worker: {paces[-1]}")
     return {
-        "worker_posts_s": round(median(rates)),
-        "worker_cpu_us": round(median(spent), 1),
+        "worker_posts_s": round(median(pace.posts_per_s for pace in paces)),
+        "worker_cpu_us": round(median(pace.worker_us for pace in paces), 1),
         "worker_redis_us": commands,
     }
 
@@ -276,35 +292,21 @@ def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_speedup(house: House, given: argparse.Namespace) -> dict[str, Any]:
-    rates: dict[int, list[float]] = {1: [], 2: [], 4: [], 8: []}
-    shares: dict[int, dict[str, float]] = {}
+    paces: dict[int, list[Pace]] = {1: [], 2: [], 4: [], 8: []}
     for number in range(given.rounds):
-        for count in list(rates)[:: -1 if number % 2 else 1]:
+        for count in list(paces)[:: -1 if number % 2 else 1]:
             house.clear()
             posts = round(count * given.seconds / FAST)
             house.fill(posts, USUAL)
             with house.workers([FAST] * count) as children:
-                marks: list[tuple[float, ...]] = []
-
-                def look(marks: list[tuple[float, ...]] = marks, children: list[Child] = children) -> None:
-                    workers = sum(cpu_seconds(child.process.pid) for child in children)
-                    marks.append(
-                        (time.perf_counter(), workers, cpu_seconds(house.server.process.pid), *machine_seconds())
-                    )
-
                 house.begin()
-                rates[count].append(house.pace(posts, look))
+                paces[count].append(house.pace(posts, children))
                 house.wait_for(posts)
-            seconds, workers, redis, busy, all_cores = (after - before for before, after in zip(*marks, strict=True))
-            shares[count] = {
-                "workers": round(workers / seconds, 2),
-                "redis": round(redis / seconds, 2),
-                "cores_busy": round(busy / all_cores, 2),
-            }
-            console.print(f"speedup: {count} workers: {rates[count][-1]:,.0f} posts/s, cores {shares[count]}")
-    one = median(rates[1])
-    speedups = {f"speedup_{count}": round(median(rates[count]) / one, 2) for count in (2, 4, 8)}
-    return speedups | {"one_worker_posts_s": round(one), "cores_taken": shares}
+            console.print(f"speedup: {count} workers: {paces[count][-1]}")
+    rates = {count: median(pace.posts_per_s for pace in each) for count, each in paces.items()}
+    taken = {count: [round(share, 2) for share in each[-1][2:]] for count, each in paces.items()}
+    speedups = {f"speedup_{count}": round(rates[count] / rates[1], 2) for count in (2, 4, 8)}
+    return speedups | {"one_worker_posts_s": round(rates[1]), "cores_of_workers_redis_and_share_of_all": taken}
 
 
 def measure_fairness(house: House, given: argparse.Namespace) -> dict[str, Any]:
@@ -344,7 +346,7 @@ def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
                 with at.workers([0.0]), _topped_up(at, SHORT // LARGE if name == "short" else 0):
                     if name == "long":
                         at.begin()
-                    rates[name].append(at.pace(given.published))
+                    rates[name].append(at.pace(given.published).posts_per_s)
                     if name == "short":
                         at.wait_for(len(rates[name]) * given.published)
                 console.print(f"backlog {name}: {rates[name][-1]:,.0f} posts/s")

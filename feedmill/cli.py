@@ -113,6 +113,9 @@ def up(data_folder: DataFolder = None) -> None:
 @app.command()
 def worker(
     model: Model = None,
+    queue: Annotated[
+        str | None, typer.Option(help="Queue to serve; each model has one of its own.", show_default=False)
+    ] = None,
     revision: Revision = None,
     classifier: Kind = None,
     engine: Engine = None,
@@ -131,6 +134,7 @@ def worker(
     """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
     settings = settings_of(
         model=model,
+        queue=queue,
         revision=revision,
         classifier=classifier,
         engine=engine,

@@ -4,7 +4,7 @@ The one file that knows Flower. What Feedmill does otherwise than the `celery fl
 
 - basic auth for every page and for /api/*; `/metrics`, which Flower leaves open, answers this machine alone;
 - what it has seen is kept as JSON, where Flower writes a pickle;
-- the broker page names our queue whoever else works on this Redis; a worker's page shows the pool in its own words;
+- the broker page names our queues whoever else works on this Redis; a worker's page shows the pool in its own words;
 - a failed message shows its reason in the list of messages;
 - arguments that other applications' task-sent events carry, which may be posts, are dropped.
 
@@ -17,8 +17,10 @@ import fcntl
 import ipaddress
 import json
 import logging
+import math
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,9 +40,12 @@ from flower.views.broker import BrokerView  # type: ignore[import-untyped]
 from flower.views.monitor import Metrics  # type: ignore[import-untyped]
 from flower.views.workers import WorkerView  # type: ignore[import-untyped]
 from kombu.utils.functional import LRUCache
+from redis.exceptions import RedisError as RedisFault
 
-from shared.broker import Application, make_app
+from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError
+from shared.metrics import connect_briefly
+from shared.models import PERIOD, queues
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -144,7 +149,7 @@ class MessageEvents(Events):  # type: ignore[misc]
     """What Flower has seen: without posts, and kept from one run to the next."""
 
     def __init__(self, app: Application, settings: Settings, max_tasks: int, max_workers: int) -> None:
-        self._queue = settings.queue
+        self.queues = Queues(settings)
         self._path = settings.data_folder / STATE_FILE
         self._lock = _locked(settings.data_folder)
         self._max_workers, self._max_tasks = max_workers, max_tasks
@@ -159,9 +164,15 @@ class MessageEvents(Events):  # type: ignore[misc]
 
     def on_event(self, event: dict[str, Any]) -> None:
         # Only another application's task-sent shows arguments as their sender does; the worker's own come next.
-        if event["type"] == "task-sent" and self._queue in (event.get("queue"), event.get("routing_key")):
+        if event["type"] == "task-sent" and self._is_ours(event):
             event = {name: value for name, value in event.items() if name not in ("args", "kwargs")}
         super().on_event(event)
+
+    def _is_ours(self, event: dict[str, Any]) -> bool:
+        """Whether a message is for a worker of ours: by its task, or, where that is one's own, by its queue."""
+        return event.get("name") == CLASSIFY_TASK or any(
+            event.get(where) in self.queues.names() for where in ("queue", "routing_key")
+        )
 
     def load_state(self) -> Any:
         """What the last run had seen; None where there is nothing. A damaged file is set aside."""
@@ -205,18 +216,38 @@ def _fields(task: Task) -> dict[str, Any]:
     return fields | {"worker": task.worker.hostname} if task.worker else fields
 
 
-class OwnQueue(BaseHandler):  # type: ignore[misc]
-    """Names our queue also while no worker of ours runs, but other applications' do."""
+class Queues:
+    """The names of our queues, as Redis knew them a minute ago at most: events come by the thousand."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._redis = connect_briefly(settings)
+        self._names = {settings.queue}
+        self._asked = -math.inf
+
+    def names(self) -> set[str]:
+        """Where Redis does not answer, those that were known before."""
+        if time.monotonic() - self._asked > PERIOD:
+            self._asked = time.monotonic()
+            try:
+                self._names.update(queues(self._redis, self._settings))
+            except RedisFault as fault:
+                logger.warning("which queues there are cannot be asked (%s)", fault)
+        return self._names
+
+
+class OwnQueues(BaseHandler):  # type: ignore[misc]
+    """Names our queues also while no worker of ours runs, but other applications' do."""
 
     def get_active_queue_names(self) -> list[str]:
-        return sorted({*super().get_active_queue_names(), self.capp.conf.task_default_queue})
+        return sorted({*super().get_active_queue_names(), *self.application.events.queues.names()})
 
 
-class Queues(OwnQueue, BrokerView):  # type: ignore[misc]
+class BrokerPage(OwnQueues, BrokerView):  # type: ignore[misc]
     """The broker page: each queue's length over all priorities, without what workers hold."""
 
 
-class QueueLengths(OwnQueue, GetQueueLengths):  # type: ignore[misc]
+class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
     """The same for programs."""
 
 
@@ -257,7 +288,7 @@ def _handlers(prefix: str | None) -> list[Any]:
     """What answers before Flower's own handlers of these paths do."""
     ours = [
         ("/metrics", LoopbackMetrics),
-        ("/broker", Queues),
+        ("/broker", BrokerPage),
         ("/api/queues/length", QueueLengths),
         ("/worker/(.+)", PoolPage),
     ]

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -15,7 +16,6 @@ from shared.broker import Application, connect, make_app, told_plainly
 from shared.dead import DeadLetters, Element, Entry
 from shared.errors import PostRefused, RequestRefused, UserError, printable
 from shared.messages import ClassifyOptions, DeadLetter, Post
-from shared.settings import Settings
 
 #: Letters that are shown where no number is given.
 COUNT = 20
@@ -56,15 +56,24 @@ def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
 
 @app.command()
 def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> None:
-    """Send the posts of dead letters again, with their options; each letter goes once its post is in the queue."""
+    """Send the posts of dead letters again, each with its options and to the queue that it came out of.
+
+    A letter goes once its post is in the queue.
+    """
     settings = settings_of(redis_url=redis_url)
-    celery, redis = make_app(settings), connect(settings)
+    redis = connect(settings)
     dead = DeadLetters(redis)
+
+    @cache
+    def app_of(queue: str | None) -> Application:
+        """What sends to this queue; an application has one."""
+        return make_app(settings.model_copy(update={"queue": queue or settings.queue}))
+
     sent = refused = 0
     with told_plainly(settings):
         chosen, missing = _chosen(dead, ids, every)
         for each in chosen:
-            if why := _send_again(each, dead, celery, redis, settings):
+            if why := _send_again(each, dead, redis, app_of):
                 typer.echo(f"feedmill: {printable(each.name)} {printable(why)}", err=True)
                 refused += 1
             else:
@@ -134,7 +143,7 @@ def _tell_missing(ids: Sequence[str]) -> None:
 
 
 def _send_again(
-    each: Entry | Element, dead: DeadLetters, celery: Application, redis: Redis, settings: Settings
+    each: Entry | Element, dead: DeadLetters, redis: Redis, app_of: Callable[[str | None], Application]
 ) -> str | None:
     """Publish its post once more; why not, where it cannot be."""
     if isinstance(each, Element):
@@ -144,7 +153,8 @@ def _send_again(
     except (PostRefused, RequestRefused) as refused:
         return f"cannot be sent again: {refused}"
     dead.expect_again(each.letter)
-    pusher = Pusher(celery, redis, settings, options, again=True)
+    app = app_of(each.letter.queue)
+    pusher = Pusher(app, redis, app.settings, options, again=True)
     pusher.push([post])
     return f"cannot be sent again: post {post.id} was purged" if pusher.gone else None
 
@@ -184,6 +194,7 @@ def _described(each: Entry | Element) -> str:
         "failed": f"{_time(letter.failed_at)} on {letter.worker}",
         "attempts": str(letter.attempts),
         "message": letter.message,
+        "queue": letter.queue,
         "fields": letter.post,
         "options": letter.options,
         "payload": letter.payload,

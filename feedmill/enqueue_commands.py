@@ -10,15 +10,25 @@ from redis import Redis
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from feedmill.flags import Labels, MultiLabel, RedisUrl, Template, options_of, settings_of
+from feedmill.flags import (
+    Labels,
+    MultiLabel,
+    Priority,
+    RedisUrl,
+    Template,
+    ToModel,
+    ToQueue,
+    options_of,
+    sending,
+    settings_of,
+)
 from feedmill.reading import Reading
 from producers.files import is_file
 from producers.positions import Position
-from producers.push import Pusher
+from producers.push import Pusher, purpose
 from producers.records import EVERYTHING, Filters, seconds_of_date, subreddit_name
 from shared.broker import connect, make_app, told_plainly
 from shared.errors import UserError
-from shared.messages import ClassifyOptions
 
 app = typer.Typer()
 
@@ -46,6 +56,9 @@ def enqueue(
     labels: Labels = None,
     template: Template = None,
     multi_label: MultiLabel = False,
+    to_model: ToModel = None,
+    to_queue: ToQueue = None,
+    priority: Priority = None,
     again: Annotated[bool, typer.Option(help="Send also what was sent before, from the file's beginning.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
     when_full: Annotated[
@@ -61,6 +74,8 @@ def enqueue(
         redis_url=redis_url,
         posts_per_message=posts_per_message,
         when_full=when_full,
+        queue=to_queue,
+        priority=priority,
         labels=labels,
         template=template,
     )
@@ -68,10 +83,11 @@ def enqueue(
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     redis = connect(settings)
+    settings = sending(settings, redis, to_model, to_queue)
     refuse = settings.when_full == "refuse"
     pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
     with told_plainly(settings):
-        position = _position(redis, file, options, filters)
+        position = _position(redis, file, purpose(settings, options), filters)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"going on at record {start + 1:,}, where the last run stopped (--again starts over)")
@@ -104,13 +120,13 @@ def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_messag
             pusher.once_there_is_memory(partial(position.save, reading.records))
 
 
-def _position(redis: Redis, file: str, options: ClassifyOptions, filters: Filters) -> Position | None:
+def _position(redis: Redis, file: str, sent_for: str, filters: Filters) -> Position | None:
     """None where the file cannot be read twice, or not at all, which its reading then says."""
     if not is_file(file):
         return None
     wanted = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
     try:
-        return Position(redis, file, options.model_dump_json(), *wanted)
+        return Position(redis, file, sent_for, *wanted)
     except OSError:
         return None
 

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from redis import Redis
 
 from shared import logs
+from shared.broker import told_plainly
+from shared.errors import UserError
 from shared.messages import ClassifyOptions
+from shared.models import check_queue, queue_of
 from shared.settings import Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,16 @@ Labels = Annotated[
     ),
 ]
 Template = Annotated[str | None, typer.Option(help="Sentence that a label is put into, at {}.", show_default=False)]
+ToModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Model to send to, by its name or the last part of it; its queue is found.", show_default=False
+    ),
+]
+ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue to send to.", show_default=False)]
+Priority = Annotated[
+    int | None, typer.Option(help="Whose turn it is: 0, which is the default, before 9.", show_default=False)
+]
 MultiLabel = Annotated[bool, typer.Option(help="Score every label by itself.")]
 
 
@@ -46,6 +60,20 @@ def settings_of(**flags: Any) -> Settings:
     for sentence in unknown_variables():
         logger.warning(sentence)
     return settings
+
+
+def sending(settings: Settings, redis: Redis, model: str | None, queue: str | None) -> Settings:
+    """The settings of who sends, with the queue that these flags mean. Raises UserError.
+
+    The environment's FEEDMILL_MODEL says what a worker runs, not where posts go; its FEEDMILL_QUEUE is taken as it is,
+    since whole systems are started before any worker of theirs is known.
+    """
+    if model is not None and queue is not None:
+        raise UserError("--model finds the queue that --queue names: leave out one of them.")
+    with told_plainly(settings):
+        if queue is not None:
+            check_queue(redis, queue)
+        return settings if model is None else settings.model_copy(update={"queue": queue_of(redis, model)})
 
 
 def options_of(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:

@@ -20,7 +20,19 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from feedmill.flags import AsJson, Labels, MultiLabel, RedisUrl, Template, options_of, settings_of
+from feedmill.flags import (
+    AsJson,
+    Labels,
+    MultiLabel,
+    Priority,
+    RedisUrl,
+    Template,
+    ToModel,
+    ToQueue,
+    options_of,
+    sending,
+    settings_of,
+)
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
 from producers.reddit.clock import Clock, Stopped
@@ -78,6 +90,9 @@ def reddit(
     labels: Labels = None,
     template: Template = None,
     multi_label: MultiLabel = False,
+    to_model: ToModel = None,
+    to_queue: ToQueue = None,
+    priority: Priority = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve the daemon's metrics to Prometheus, on loopback.", show_default=False)
     ] = None,
@@ -87,14 +102,22 @@ def reddit(
     if not once and listing not in (None, Kind.NEW):
         raise UserError(f"The daemon reads new posts. For one pass over {listing}, add --once.")
     settings = settings_of(
-        redis_url=redis_url, reddit_topics=topics, labels=labels, template=template, metrics_port=metrics_port
+        redis_url=redis_url,
+        reddit_topics=topics,
+        labels=labels,
+        template=template,
+        queue=to_queue,
+        priority=priority,
+        metrics_port=metrics_port,
     )
     options = options_of(settings, labels, template, multi_label)
     if find_spec("praw") is None:
         raise UserError("Reading Reddit needs PRAW: `pip install 'feedmill[reddit]'` brings it.")
     clock = Clock()
     with _ended_by(clock), told_plainly(settings):
-        connect(settings).ping()  # before Reddit is asked for anything
+        redis = connect(settings)
+        redis.ping()  # before Reddit is asked for anything
+        settings = sending(settings, redis, to_model, to_queue)
         if once:
             _one_pass(settings, options, clock, listing or Kind.HOT, limit, period)
         else:

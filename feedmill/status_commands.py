@@ -61,6 +61,7 @@ def _told(seen: watch.Status) -> str:
     ]
     if seen.oldest_seconds is not None:
         lines.insert(1, f"         the oldest was sent {_span(seen.oldest_seconds)} ago")
+    lines[1:1] = [f"         {line}" for line in _queues(seen)]
     if dead := _dead_letters(seen):
         lines.append(f"dead     {dead}")
     if not seen.workers:
@@ -73,12 +74,24 @@ def _told(seen: watch.Status) -> str:
     for node, pool in seen.workers.items():
         lines += [
             f"worker   {node} on {_device(pool)}",
-            f"         {pool['model']}",
+            f"         {pool['model']}, queue {', '.join(pool['queues'])}",
             f"         {pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting; lately "
             f"{pool['recent']['posts_per_second']:.1f} posts/s, device busy {pool['recent']['device_busy']:.2f}",
             f"         padding efficiency {pool['padding_efficiency']:.2f}",
         ]
     return "\n".join(lines)
+
+
+def _queues(seen: watch.Status) -> list[str]:
+    """A line about each queue, where there are several."""
+    if len(seen.queues) == 1:
+        return []
+    served = {name for pool in seen.workers.values() for name in pool["queues"]}
+    return [
+        f"{name}: {queue.waiting:,} waiting for {printable(queue.model or 'no model yet')}"
+        f"{'' if name in served else ' (no worker)'}"
+        for name, queue in seen.queues.items()
+    ]
 
 
 def _dead_letters(seen: watch.Status) -> str:
@@ -131,6 +144,8 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     oldest = "" if found.oldest_seconds is None else f" · the oldest sent {_span(found.oldest_seconds)} ago"
     facts.add_row("queue", f"{found.queue.waiting:,} waiting · {found.queue.held:,} held by workers{oldest}")
+    for line in _queues(found):
+        facts.add_row("", Text(line, no_wrap=True, overflow="ellipsis"))
     pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
     facts.add_row("results", f"{pace} a minute · {found.results.stored:,} stored · {found.results.answered:,} answered")
     facts.add_row("dead letters", _dead_letters(found) or "0")

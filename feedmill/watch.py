@@ -19,6 +19,7 @@ from shared.dead import DeadLetters
 from shared.errors import RedisError
 from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
 from shared.metrics import connect_briefly, oldest_seconds
+from shared.models import known
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
 
@@ -26,15 +27,29 @@ from shared.settings import Settings
 PACE = 60.0
 
 
+class Queue(NamedTuple):
+    """One of the queues."""
+
+    #: The model that workers serve it with, or served it last; None where none has said so.
+    model: str | None
+    #: Messages.
+    waiting: int
+    #: Age of the message that was sent first; None where none waits.
+    oldest_seconds: float | None
+
+
 class Status(NamedTuple):
     """One look at the whole system; `workers` by node name, as `DevicePool` reports them."""
 
+    #: Of all queues together.
     queue: QueueDepth
+    #: By name.
+    queues: dict[str, Queue]
     workers: dict[str, dict[str, Any]]
     results: Counters
     #: What the Reddit daemon says of itself; None where none runs.
     reddit: dict[str, Any] | None
-    #: Age of the waiting message that was sent first; None where none waits.
+    #: Age of the waiting message that was sent first, of all queues; None where none waits.
     oldest_seconds: float | None
     #: Times of which posts were out of reach, that nobody has cleared.
     gaps: int
@@ -42,7 +57,8 @@ class Status(NamedTuple):
     dead_letters: int
 
     def as_json(self) -> dict[str, Any]:
-        return self._asdict() | {"queue": self.queue._asdict(), "results": self.results._asdict()}
+        queues = {name: queue._asdict() for name, queue in self.queues.items()}
+        return self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
 
 
 def status(settings: Settings) -> Status:
@@ -51,12 +67,23 @@ def status(settings: Settings) -> Status:
 
 
 def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
-    depth = queue_depth(redis, settings.queue)
-    oldest = oldest_seconds(redis, settings.queue)
+    depth, queues = _queues(redis, settings)
+    oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
     results = ResultsStore(redis, settings).counters()
     gaps: Any = redis.hlen(REDDIT_GAPS)
     dead = DeadLetters(redis).count()
-    return Status(depth, worker_statistics(app), results, State(redis).told(), oldest, gaps, dead)
+    return Status(depth, queues, worker_statistics(app), results, State(redis).told(), oldest, gaps, dead)
+
+
+def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
+    """What waits and is held of all queues together, and each of them: the known ones, and this process's own."""
+    found = {settings.queue: None} | {name: served.model for name, served in known(redis).items()}
+    depths = {name: queue_depth(redis, name) for name in found}
+    queues = {
+        name: Queue(found[name], depth.waiting, oldest_seconds(redis, name)) for name, depth in sorted(depths.items())
+    }
+    held = depths[settings.queue].held  # of any queue
+    return QueueDepth(sum(queue.waiting for queue in queues.values()), held), queues
 
 
 def worker_statistics(app: Celery) -> dict[str, dict[str, Any]]:
@@ -149,7 +176,7 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
     try:
         with told_plainly(settings):
             redis.ping()
-            depth = queue_depth(redis, settings.queue)
+            depth, queues = _queues(redis, settings)
             told, ever = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
             asked = not {Part.WORKERS, Part.ROWS}.isdisjoint(parts)
             workers = worker_statistics(make_app(settings)) if asked else {}
@@ -158,7 +185,7 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
         return
     found = {
         Part.REDIS: (True, f"Redis at {settings.redis_address} answers"),
-        Part.QUEUE: _queue(depth, settings),
+        Part.QUEUE: _full(depth, queues, settings),
         Part.WORKERS: _workers(workers),
         Part.ROWS: _rows(workers, settings),
         Part.REDDIT: _reddit(told, ever),
@@ -168,9 +195,13 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
             yield Finding(part, well, said)
 
 
-def _queue(depth: QueueDepth, settings: Settings) -> tuple[bool, str]:
-    said = f"{depth.waiting:,} messages wait, of at most {settings.queue_limit:,}; {depth.held:,} are held by workers"
-    return depth.waiting <= settings.queue_limit, said
+def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
+    limit, each = f"{settings.queue_limit:,}", ""
+    if len(queues) > 1:
+        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
+        limit += " a queue"
+    said = f"{depth.waiting:,} messages wait{each}, of at most {limit}; {depth.held:,} are held by workers"
+    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), said
 
 
 def _workers(workers: dict[str, dict[str, Any]]) -> tuple[bool, str]:

@@ -25,7 +25,7 @@ from shared.errors import QueueFull, SettingsError
 from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
 from shared.refusals import is_full
-from shared.settings import PREFIX, Settings
+from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,16 @@ end
 
 
 class Mark(NamedTuple):
-    """What a post with its text and options is remembered by as sent: its id, and a digest of the rest."""
+    """What a post with its text, options and queue is remembered by as sent: its id, and a digest of the rest."""
 
     post_id: str
     field: str
+
+
+def purpose(settings: Settings, options: ClassifyOptions) -> str:
+    """What posts are sent for, as a text: another queue has another model, and there nothing was sent before."""
+    said = options.model_dump_json()
+    return said if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {said}"
 
 
 class QueueGate:
@@ -132,7 +138,7 @@ class Pusher:
         self._redis = redis
         self._settings = settings
         self._options = options
-        self._options_said = options.model_dump_json()
+        self._purpose = purpose(settings, options)
         self._again = again
         self._wait = wait
         self._refuse = refuse
@@ -185,7 +191,7 @@ class Pusher:
 
     def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
         """Those of the posts that are to be sent, each with its mark; those that wait already are not."""
-        marks = [Mark(post.id, digest(post.text, self._options_said)) for post in posts]
+        marks = [Mark(post.id, digest(post.text, self._purpose)) for post in posts]
         for mark, post, what in zip(marks, posts, self._look(args=_named(marks)), strict=True):
             if what == GONE:
                 self.gone += 1
@@ -221,12 +227,15 @@ class Pusher:
     def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
         """Publish them all; one at a time where memory was short, since some of those sent together may be there."""
         try:
-            broker.publish(self._app, messages, self._options)
+            self._hand_over(messages)
         except OperationalError as fault:
             if not self._waits_for(fault):
                 raise
             for message in messages:
-                self.once_there_is_memory(partial(broker.publish, self._app, [message], self._options))
+                self.once_there_is_memory(partial(self._hand_over, [message]))
+
+    def _hand_over(self, messages: Sequence[Sequence[Post]]) -> None:
+        broker.publish(self._app, messages, self._options, self._settings.priority)
 
     def _waits_for(self, fault: Exception) -> bool:
         return self._wait_for_memory and is_full(fault)

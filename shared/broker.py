@@ -217,15 +217,15 @@ def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
     return None
 
 
-def publish(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
-    """Send messages of posts, by task name, in one go.
+def publish(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int = 0) -> None:
+    """Send messages of posts, by task name, in one go, to the application's queue.
 
     Nobody waits for their Celery results; results are stored. Raises kombu.exceptions.OperationalError; some of the
     messages may then be in the queue all the same.
     """
     for pause in (*RETRY_PAUSES, None):
         try:
-            _send(app, messages, options)
+            _send(app, messages, options, priority)
         except BatchPublishError as error:
             # kombu tries single messages again by itself, batches not.
             if pause is None or not isinstance(error.__cause__, ConnectionFault | TimeoutFault):
@@ -235,7 +235,7 @@ def publish(app: Application, messages: Sequence[Sequence[Post]], options: Class
             return
 
 
-def _send(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions) -> None:
+def _send(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int) -> None:
     compressed = app.settings.compression == "gzip"
     with app.producer_or_acquire() as producer, producer.batch():
         for posts in messages:
@@ -249,6 +249,7 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
                 producer=producer,
                 serializer=encoding.POSTS,
                 compression="gzip" if compressed and characters >= encoding.PACKED_FROM else None,
+                priority=priority,
                 argsrepr="()",
                 kwargsrepr=shown_arguments(kwargs),
             )

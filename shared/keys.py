@@ -21,6 +21,8 @@ UNDECODABLE = "feedmill:undecodable"
 GROUPS = "feedmill:groups"
 #: Hash: worker process and lane -> which posts are in the forward pass that it is at, as JSON.
 PASSES = "feedmill:passes"
+#: Hash: queue -> the model that workers serve it with, and when one said so last, as JSON.
+MODELS = "feedmill:models"
 #: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
 CELERY_RESULTS = "celery-task-meta-*"
 
@@ -96,6 +98,7 @@ TABLE: tuple[Key, ...] = (
     Key(COUNTERS, "hash", "shared/results.py", "seven fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
     Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
+    Key(MODELS, "hash", "shared/models.py", "a field a queue, MOST at most; dropped after KEPT"),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
@@ -124,6 +127,7 @@ TABLE: tuple[Key, ...] = (
     Key("celeryev.*", "list", "Celery, event readers such as Flower", "expires with its reader"),
     Key("feedmill", "list", "producers, the waiting messages", "queue_limit messages"),
     Key("feedmill\x06\x16?", "list", "producers, those of priority 3, 6 and 9", "queue_limit messages"),
+    Key("feedmill-*", "list", "producers, the same for another model's queue", "queue_limit messages"),
 )
 
 

@@ -297,6 +297,8 @@ class DeadLetter(BaseModel):
     traceback: Annotated[str, Repaired] | None = None
     #: How many times it was tried: deliveries of its message, where nothing else counts.
     attempts: int = 1
+    #: The queue that the message came out of: there it is sent again. None where there was none, or it is not known.
+    queue: Annotated[str, Repaired] | None = None
     #: Of a message in which no posts could be made out: its body as it came, cut at MAX_DEAD_POST_BYTES.
     payload: Annotated[str, Repaired] | None = None
 

@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError
+from shared.models import queues
 from shared.results import ResultsStore
 from shared.settings import PREFIX, Settings
 
@@ -109,7 +110,8 @@ REDIS_UP = Figure("feedmill_redis_up", Kind.GAUGE, "1 where Redis answered this 
 QUEUE_MESSAGES = Figure(
     "feedmill_queue_messages",
     Kind.GAUGE,
-    "Messages in the queue, of all priorities (waiting), and those that workers have taken, of any queue (held).",
+    "Messages in each queue, of all priorities (waiting); and in the queue of this process those that workers have "
+    "taken, of any queue (held).",
     ("queue", "state"),
 )
 QUEUE_LIMIT = Figure(
@@ -171,21 +173,22 @@ class RedisFigures:
         self._store = ResultsStore(self._redis, settings)
 
     def samples(self) -> Iterator[Sample]:
-        queue = self._settings.queue
+        own = self._settings.queue
         try:
-            depth = queue_depth(self._redis, queue)
-            oldest = oldest_seconds(self._redis, queue)
+            depths = {name: queue_depth(self._redis, name) for name in queues(self._redis, self._settings)}
+            oldest = {name: oldest_seconds(self._redis, name) for name, depth in depths.items() if depth.waiting}
             counters = self._store.counters()._asdict()
         except RedisFault as fault:
             logger.debug("a scrape without Redis: %s", fault)
             yield Sample(REDIS_UP, 0.0)
             return
         yield Sample(REDIS_UP, 1.0)
-        yield Sample(QUEUE_MESSAGES, depth.waiting, (queue, "waiting"))
-        yield Sample(QUEUE_MESSAGES, depth.held, (queue, "held"))
-        yield Sample(QUEUE_LIMIT, self._settings.queue_limit, (queue,))
-        if oldest is not None:
-            yield Sample(QUEUE_OLDEST, oldest, (queue,))
+        for name, depth in depths.items():
+            yield Sample(QUEUE_MESSAGES, depth.waiting, (name, "waiting"))
+            yield Sample(QUEUE_LIMIT, self._settings.queue_limit, (name,))
+            if (seconds := oldest.get(name)) is not None:
+                yield Sample(QUEUE_OLDEST, seconds, (name,))
+        yield Sample(QUEUE_MESSAGES, depths[own].held, (own, "held"))
         for field, figure in RESULTS.items():
             yield Sample(figure, counters[field])
 

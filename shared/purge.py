@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared import queued
+from shared import models, queued
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
@@ -118,7 +118,7 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
     for some in _batches(posts):
         _set_tombstones(redis, settings, some)
     # First: what is in no message any more cannot come out of one afterwards.
-    found = Purged(messages=queued.remove(redis, settings.queue, frozenset(posts)) if posts else 0)
+    found = Purged(messages=_empty_messages(redis, settings, posts))
     for some in _batches(posts):
         counts = Purged(
             sent=redis.unlink(*map(sent_key, some)),
@@ -177,6 +177,11 @@ def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> N
     for post_id in posts:
         pipe.set(tombstone_key(post_id), now, ex=settings.tombstone_ttl)
     pipe.execute()
+
+
+def _empty_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
+    """Take the posts out of messages of all queues; returns how many messages had any."""
+    return queued.remove(redis, models.queues(redis, settings), frozenset(posts)) if posts else 0
 
 
 def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:

@@ -48,14 +48,14 @@ return 1
 """
 
 
-def remove(redis: Redis, queue: str, posts: Collection[str]) -> int:
-    """Take these posts out of the messages of `queue`; returns how many messages had any.
+def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int:
+    """Take these posts out of the messages of these queues; returns how many messages had any.
 
     Raises redis.exceptions.RedisError; it may then be called again.
     """
     waiting: Any = redis.register_script(EXCHANGE_WAITING)
     held: Any = redis.register_script(EXCHANGE_HELD)
-    lists, reserved = queue_lists(queue), HELD["reserved_key"]
+    lists, reserved = [name for queue in queues for name in queue_lists(queue)], HELD["reserved_key"]
     changed = 0
     for name in (*lists, reserved, *lists):
         exchange, found = (held, _held(redis, name)) if name == reserved else (waiting, _waiting(redis, name))

@@ -17,7 +17,7 @@ from redis import Redis
 
 from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
-from shared.settings import PREFIX, Settings
+from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -284,10 +284,11 @@ class ResultsStore:
 
 
 def identity(letter: DeadLetter) -> str:
-    """Of what was sent: the same, whoever failed at it, how, when and in which message."""
+    """Of what was sent, and to which queue: the same, whoever failed at it, how, when and in which message."""
     if letter.post is None:  # then it is the message that tells one from another
         return digest(letter.id, letter.payload, letter.message)
-    return digest(letter.id, letter.post, letter.options)
+    elsewhere = (letter.queue,) if letter.queue not in (None, DEFAULT_QUEUE) else ()
+    return digest(letter.id, letter.post, letter.options, *elsewhere)
 
 
 def read_entry(fields: dict[str, str]) -> Result:

@@ -26,6 +26,8 @@ FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
 #: In the data folder; written by `feedmill up`, readable by its owner alone.
 STACK_FILE = "stack.json"
 DAY = 86_400
+#: The queue that is there without anybody naming it.
+DEFAULT_QUEUE = "feedmill"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -66,9 +68,10 @@ class Settings(BaseSettings):
     redis_sentinel_password: SecretStr | None = None
     #: Folder of the embedded stack's data: the append-only file of its Redis, logs, its address.
     data_folder: Path = Path("~/.local/share/feedmill")
-    #: Name of the Celery queue that posts wait in.
+    #: Name of the Celery queue that posts wait in: of the one that a worker serves, and of that which senders send to
+    #: unless they name another, or a model. A model has a queue of its own (docs/models.md).
     queue: Annotated[str, _form(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, dots, dashes or underscores")] = (
-        "feedmill"
+        DEFAULT_QUEUE
     )
 
     # What producers do.
@@ -78,6 +81,8 @@ class Settings(BaseSettings):
     #: How posts in a message are packed: gzip, which any Celery application reads, or none. It halves what a waiting
     #: post takes of Redis' memory and of the network; a few short posts are never packed.
     compression: Literal["gzip", "none"] = "gzip"
+    #: Whose turn it is when messages wait, 0 before 9. In the queue Redis tells 0 to 2, 3 to 5, 6 to 8 and 9 apart.
+    priority: Annotated[int, Field(ge=0, le=9)] = 0
     #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.
     queue_limit: Count = 20_000
     #: Messages in the queue below which a producer that paused goes on. Unset: half of queue_limit.

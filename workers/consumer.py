@@ -42,7 +42,7 @@ from shared.results import ResultsStore
 from shared.settings import PREFIX
 from workers import wellformed
 from workers.message import Message, traced, without_posts
-from workers.pool import DevicePool, times_delivered
+from workers.pool import DevicePool, came_from, times_delivered
 from workers.task import named
 
 logger = logging.getLogger(__name__)
@@ -184,13 +184,14 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str) -> S
     """One for each post that can be made out in a message of kombu's; else one in all, with its body."""
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None
-    now, task_id, attempts = time.time(), _id_of(message), times_delivered(message)
-    found = Message(_arguments(message), None, task_id, attempts=attempts)
+    now, task_id = time.time(), _id_of(message)
+    attempts, queue = times_delivered(message), came_from(message)
+    found = Message(_arguments(message), None, task_id, attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
         found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
         return found.dead_letters(worker, now)
-    return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts)]
+    return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
 
 
 def _arguments(message: Any) -> dict[str, Any]:

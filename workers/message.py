@@ -36,7 +36,7 @@ class Message:
 
     arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters. priority: whose turn it
     is when several wait, 0 before 9. redelivered: whether a worker had it before. ticket: whatever its owner needs to
-    answer it. attempts: how many times it was delivered, this one included.
+    answer it. attempts: how many times it was delivered, this one included. queue: that it came out of, if any.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Message:
         redelivered: bool = False,
         ticket: Any = None,
         attempts: int = 1,
+        queue: str | None = None,
     ) -> None:
         self.arguments = dict(arguments)
         #: Seconds since 1970, where the sender said so.
@@ -59,6 +60,7 @@ class Message:
         self.deaths: Mapping[int, int] = {}
         self.ticket = ticket
         self.attempts = attempts
+        self.queue = queue
         self._given = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = self._given if isinstance(self._given, list) else []
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
@@ -143,6 +145,7 @@ class Message:
                 failed_at=now,
                 traceback=traceback if room > 0 else None,
                 attempts=self.attempts,
+                queue=self.queue,
             )
             letters.append(letter)
         return letters
@@ -173,7 +176,14 @@ class Message:
 
 
 def without_posts(
-    body: object, reason: str, message: str | None, worker: str, now: float, traceback: str | None, attempts: int
+    body: object,
+    reason: str,
+    message: str | None,
+    worker: str,
+    now: float,
+    traceback: str | None,
+    attempts: int,
+    queue: str | None = None,
 ) -> DeadLetter:
     """The dead letter of a message in which no posts can be made out. body: as it came."""
     start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
@@ -187,6 +197,7 @@ def without_posts(
         failed_at=now,
         traceback=traceback,
         attempts=attempts,
+        queue=queue,
         payload=start.decode("utf-8", "replace") if isinstance(start, bytes) else start,
     )
 

@@ -4,7 +4,7 @@ On the hot path `Statistics` adds up numbers; all else happens here, on the thre
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ INFO = Figure(
     "feedmill_worker_info",
     Kind.GAUGE,
     "1, with what the worker is.",
-    ("node", "model", "device", "dtype", "classifier"),
+    ("node", "model", "queue", "device", "dtype", "classifier"),
 )
 POSTS = Figure(
     "feedmill_worker_posts_total",
@@ -80,6 +80,12 @@ LAG = Figure(
     Kind.HISTOGRAM,
     "Time from a message's sending until all of its results are stored, by message that this worker finished.",
 )
+HELD = Figure(
+    "feedmill_worker_messages_held",
+    Kind.GAUGE,
+    "Messages that this worker has taken from its queue and not finished, without those for later.",
+    ("queue",),
+)
 WAITING = Figure("feedmill_worker_rows_waiting", Kind.GAUGE, "Rows in this worker that wait for the device.")
 OLDEST_ROW = Figure(
     "feedmill_worker_oldest_row_seconds", Kind.GAUGE, "Time that the oldest of those rows has waited for the device."
@@ -88,7 +94,7 @@ BUDGET = Figure("feedmill_worker_token_budget_tokens", Kind.GAUGE, "Tokens that 
 
 FIGURES = (
     INFO, POSTS, ROWS, TOKENS, PADDED_TOKENS, BATCH_ROWS, BATCH_TOKENS, BATCH_PADDING, FORWARD, BUSY, MEMORY, BUDGET,
-    WAITING, OLDEST_ROW, QUEUE_WAIT, LAG,
+    HELD, WAITING, OLDEST_ROW, QUEUE_WAIT, LAG,
 )  # fmt: skip
 
 
@@ -102,7 +108,7 @@ class WorkerMetrics:
         self._settings = settings
         self._node = node
         self._redis = RedisFigures(settings)
-        self._loaded: tuple[Pipeline, Device, TokenBudget, str] | None = None
+        self._loaded: tuple[Pipeline, Device, TokenBudget, str, Callable[[], int]] | None = None
         #: When the consumer's loop last turned, or was seen to wait for Redis (monotonic seconds); None before it runs.
         self._turned: float | None = None
 
@@ -110,9 +116,14 @@ class WorkerMetrics:
         """Answer whoever asks, from now on. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
-    def loaded(self, pipeline: "Pipeline", device: Device, budget: "TokenBudget", classifier: str) -> None:
-        """The model is loaded: from now on there is something to tell. classifier: its kind."""
-        self._loaded = pipeline, device, budget, classifier
+    def loaded(
+        self, pipeline: "Pipeline", device: Device, budget: "TokenBudget", classifier: str, held: Callable[[], int]
+    ) -> None:
+        """The model is loaded: from now on there is something to tell.
+
+        classifier: its kind. held: how many messages the worker has in hand.
+        """
+        self._loaded = pipeline, device, budget, classifier, held
 
     def turn(self) -> None:
         """The consumer's loop has turned, or can do nothing about it."""
@@ -121,9 +132,10 @@ class WorkerMetrics:
     def samples(self) -> Iterator[Sample]:
         if self._loaded is None:
             return
-        pipeline, device, budget, classifier = self._loaded
+        pipeline, device, budget, classifier, held = self._loaded
         precision = str(device.dtype).removeprefix("torch.")
-        yield Sample(INFO, 1.0, (self._node, self._settings.model, device.name, precision, classifier))
+        settings = self._settings
+        yield Sample(INFO, 1.0, (self._node, settings.model, settings.queue, device.name, precision, classifier))
         statistics = pipeline.statistics
         totals = statistics.totals
         for state, count in (("classified", totals.posts), ("answered", totals.answered), ("failed", totals.failed)):
@@ -139,6 +151,7 @@ class WorkerMetrics:
         for state, size in _memory(device).items():
             yield Sample(MEMORY, size, (state,))
         yield Sample(BUDGET, budget.tokens)
+        yield Sample(HELD, held(), (settings.queue,))
         yield Sample(WAITING, pipeline.waiting())
         yield Sample(OLDEST_ROW, pipeline.oldest_age())
         yield Sample(QUEUE_WAIT, Sum(totals.messages, totals.queued_seconds))

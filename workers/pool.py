@@ -45,8 +45,10 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError as RedisFault
 
-from shared.broker import SENT_AT, connect
+from shared.broker import PRIORITY_MARK, SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
+from shared.metrics import connect_briefly
+from shared.models import PERIOD, announce
 from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
@@ -117,10 +119,12 @@ class DevicePool(BasePool):
             logger.warning("the device is one slot: concurrency %s is taken as 1", self.limit)
         self.limit = 1
         self.settings: Settings = self.app.settings
+        self._redis = connect_briefly(self.settings)
         self._hub: Any = None
         #: None where no port is set, and then nobody is told anything.
         self._metrics: WorkerMetrics | None = None
-        self._ticking: Any = None
+        #: What comes round: a turn for the metrics, a word on what is served.
+        self._ticking: list[Any] = []
         #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
         #: Names of the micro-batched tasks whose state STARTED is stored.
@@ -148,6 +152,7 @@ class DevicePool(BasePool):
         except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
+        self._model = classifier.weights.name
         logger.info(
             "%s classifies by %s, loaded in %.1f s", self.settings.model, classifier.kind, time.monotonic() - began
         )
@@ -171,7 +176,9 @@ class DevicePool(BasePool):
                 task.track_started = False
                 self._tracked.add(task.name)
         if self._metrics:
-            self._metrics.loaded(self.pipeline, self._device, self._budget, classifier.kind)
+            self._metrics.loaded(
+                self.pipeline, self._device, self._budget, classifier.kind, held=lambda: len(self._held)
+            )
         # The libraries and the model are here to stay: looking through them for garbage, again and again, took an
         # eighth of a worker's time.
         gc.collect()
@@ -182,10 +189,34 @@ class DevicePool(BasePool):
         """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""
         self._hub = loop
         loop.call_soon(self._run_deliveries)
+        for timer in self._ticking:
+            timer.cancel()
+        announcing = partial(self.pipeline.run_on_writer_thread, self._announce)
+        announcing()
+        self._ticking = [loop.call_repeatedly(PERIOD, announcing)]
         if self._metrics:
-            if self._ticking:
-                self._ticking.cancel()
-            self._ticking = loop.call_repeatedly(TURN, self._metrics.turn)
+            self._ticking.append(loop.call_repeatedly(TURN, self._metrics.turn))
+
+    def _announce(self) -> None:
+        """Say which queues are served with which model (shared/models.py); that can wait for Redis, and for rights."""
+        for name in self._queues():
+            try:
+                other = announce(self._redis, name, self._model)
+            except RedisFault as fault:
+                logger.warning("that queue %s is served cannot be noted (%s)", name, fault)
+                return
+            if other:
+                logger.warning(
+                    "queue %s was served with %s moments ago, and is with %s now: while both serve it, which one a "
+                    "post meets is chance. A model has a queue of its own (--queue)",
+                    name,
+                    other,
+                    self._model,
+                )
+
+    def _queues(self) -> list[str]:
+        """The queues that this worker takes messages from."""
+        return sorted(self.app.amqp.queues.consume_from)
 
     # From Celery: a request comes.
 
@@ -219,6 +250,7 @@ class DevicePool(BasePool):
                 bool(delivery.get("redelivered")),
                 ticket,
                 times_delivered(ticket.request.message),
+                came_from(ticket.request.message),
             )
             self.pipeline.submit(ticket.message)
         else:
@@ -406,7 +438,8 @@ class DevicePool(BasePool):
         info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub
         return (
             info
-            | {"device": str(self._device), "model": self.settings.model, "token_budget": self._budget.tokens}
+            | {"device": str(self._device), "model": self.settings.model, "queues": self._queues()}
+            | {"token_budget": self._budget.tokens}
             | asdict(totals)
             | {
                 "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,
@@ -422,6 +455,11 @@ def times_delivered(message: Any) -> int:
     """How many times a message of kombu's was delivered, this one included (shared/leases.py counts)."""
     before = message.delivery_info.get("delivery_count", 0)
     return 1 + before if isinstance(before, int) and 0 < before < 2**31 else 1
+
+
+def came_from(message: Any) -> str | None:
+    """The queue that a message of kombu's was taken out of: its reservation says so (shared/leases.py), no sender."""
+    return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None
 
 
 def _is_sent_again(exception: Any) -> bool:

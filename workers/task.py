@@ -81,7 +81,8 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
             ) from None
         settings = self.app.settings if isinstance(self.app, Application) else load()
         by_worker = not (request.called_directly or request.is_eager)
-        message = Message(arguments, request.get(SENT_AT), task_id=request.id)
+        queue = settings.queue if by_worker else None
+        message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
         Here.classify(message, settings, worker=request.hostname if by_worker else None)
         return message
 

@@ -131,6 +131,24 @@ def test_the_worker_s_user_sees_to_dead_letters(guarded: Guarded, tmp_path: Path
     assert guarded.refused() == []
 
 
+def test_the_producer_sends_to_another_model(guarded: Guarded, tmp_path: Path) -> None:
+    wait_until(lambda: guarded.client.hexists("feedmill:models", "feedmill"), "the worker has said what it serves")
+    posts = as_jsonl([post.model_copy(update={"id": f"other-{post.id}"}) for post in make_posts(2)])
+    url = {"FEEDMILL_REDIS_URL": guarded.as_user("producer")}
+    for flags, said in (
+        (["--model", "all-MiniLM-L6-v2"], "2 posts sent"),
+        (["--model", "nobody"], ""),
+        (["--priority", "9"], "0 posts sent"),
+    ):
+        sent = feedmill("enqueue", "-", *flags, cwd=tmp_path, stdin=posts, **url)
+        assert sent.stdout.startswith(said), sent.stderr
+    elsewhere = {"FEEDMILL_QUEUE": "feedmill-other"}
+    sent = feedmill("enqueue", "-", "--priority", "9", cwd=tmp_path, stdin=posts, **url, **elsewhere)
+    assert sent.stdout.startswith("2 posts sent"), sent.stderr
+    assert guarded.client.delete("feedmill-other\x06\x169") == 1
+    assert guarded.refused() == []
+
+
 def test_another_application_waits_for_its_results(guarded: Guarded) -> None:
     app = make_celery(load(redis_url=guarded.as_user("worker")))
     posts = [{"id": "x", "title": "A storm is coming"}]
@@ -217,6 +235,13 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("LREM", "feedmill:undecodable", 0, "x"),
     ("HSET", "feedmill:result:p1", "a", "b"),
     ("HSET", "feedmill:sent:p1", "a", "b"),
+    ("HSET", "feedmill:models", "a", "b"),
+)
+NO_STEERING: tuple[tuple[Any, ...], ...] = (
+    ("DEL", "feedmill"),
+    ("SET", "feedmill", "x"),
+    ("RPOP", "feedmill-other"),
+    ("HSET", "feedmill:models", "a", "b"),
 )
 
 
@@ -224,7 +249,7 @@ NO_WRITING: tuple[tuple[Any, ...], ...] = (
     ("user", "forbidden"),
     [
         ("worker", NO_ADMINISTRATION),
-        ("producer", NO_RESULTS + NO_MESSAGES + NO_ADMINISTRATION + (("DEL", "feedmill"), ("SET", "feedmill", "x"))),
+        ("producer", NO_RESULTS + NO_MESSAGES + NO_ADMINISTRATION + NO_STEERING),
         ("reader", NO_WRITING + NO_MESSAGES + NO_ADMINISTRATION),
     ],
     ids=["worker", "producer", "reader"],

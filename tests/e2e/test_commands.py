@@ -106,6 +106,18 @@ def test_an_interrupted_run_goes_on_where_it_stopped(redis: RedisServer, tmp_pat
     assert positions(redis) == []
 
 
+def test_each_queue_has_its_own_place_in_a_file(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.jsonl"
+    path.write_text(as_jsonl(make_posts(1100)))
+    for queue in ("feedmill", "feedmill-other"):
+        where = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_QUEUE": queue, "FEEDMILL_QUEUE_LIMIT": "32"}
+        said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, **where)
+        assert said.returncode == 2
+        assert "1,024 posts were sent before" in said.stderr
+        assert "going on" not in said.stderr
+    assert positions(redis) == [1024, 1024]
+
+
 def test_who_would_rather_be_told_is_refused_by_a_full_queue(redis: RedisServer, tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text(as_jsonl(make_posts(100)))

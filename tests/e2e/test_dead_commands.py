@@ -109,6 +109,18 @@ def test_they_are_sent_again(house: House) -> None:
     assert waiting["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
 
 
+def test_each_goes_back_to_the_queue_that_it_came_out_of(house: House) -> None:
+    names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
+    assert len(names) == 2, "another model's letter is another letter; the default queue's is not"
+    assert "queue      feedmill-other\n" in house.run("show", names[1])[1]
+    assert house.run("retry", "--all") == (0, "2 sent again\n", "")
+    for queue in ("feedmill", "feedmill-other"):
+        (sent,) = map(json.loads, house.redis.client.lrange(queue, 0, -1))
+        assert sent["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
+    house.keep(letter("good", queue="feedmill-other"))
+    assert house.dead.count() == 1, "should it fail again, that is another letter"
+
+
 def test_one_is_sent_again_by_its_posts_id(house: House) -> None:
     house.keep(letter("a1"), letter("b1"))
     assert house.run("retry", "a1", "nobody") == (

@@ -27,6 +27,7 @@ from feedmill.stack import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app
 from shared.messages import ClassifyOptions
+from shared.models import announce
 from shared.settings import Settings, load
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections
@@ -56,8 +57,8 @@ class Visitor:
             credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
             self.headers["Authorization"] = f"Basic {credentials}"
 
-    def ask(self, path: str) -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, headers=self.headers)  # noqa: S310 - our own
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
                 return answer.status, answer.read().decode()
@@ -65,8 +66,8 @@ class Visitor:
             with error:
                 return error.code, error.read().decode()
 
-    def json(self, path: str) -> Any:
-        status, text = self.ask(path)
+    def json(self, path: str, **body: Any) -> Any:
+        status, text = self.ask(path, json.dumps(body).encode() if body else None)
         assert status == 200, (path, text)
         return json.loads(text)
 
@@ -292,19 +293,30 @@ def test_a_damaged_state_is_set_aside(redis: RedisServer, tmp_path: Path, conten
 
 def test_arguments_of_another_application_s_event_are_dropped(redis: RedisServer, tmp_path: Path) -> None:
     sent = {"name": CLASSIFY_TASK, "args": "()", "kwargs": f"{{'posts': [{WORDS}]}}"}
+    announce(redis.client, "feedmill-other", "another model")
     with flower(redis, tmp_path) as (_, visitor):
         tell(redis, "task-sent", uuid="ours", queue="feedmill", **sent)
-        tell(redis, "task-sent", uuid="theirs", queue="theirs", **sent)
-        wait_until(lambda: len(visitor.tasks()) == 2, "Flower has seen both")
-        assert {task["uuid"]: task["kwargs"] for task in visitor.tasks()} == {"ours": None, "theirs": sent["kwargs"]}
+        tell(redis, "task-sent", uuid="another model's", queue="not-known-yet", **sent)
+        tell(redis, "task-sent", uuid="one's own", queue="feedmill-other", **sent | {"name": "careful"})
+        tell(redis, "task-sent", uuid="theirs", queue="theirs", **sent | {"name": "their.task"})
+        wait_until(lambda: len(visitor.tasks()) == 4, "Flower has seen all")
+        shown = {task["uuid"]: task["kwargs"] for task in visitor.tasks()}
+        assert shown == {"ours": None, "another model's": None, "one's own": None, "theirs": sent["kwargs"]}
 
 
 def test_all_priorities_of_the_queue_count(redis: RedisServer, tmp_path: Path) -> None:
     app = make_app(Settings(redis_url=redis.url))
     for priority in (0, 3, 6, 9):
         app.send_task(CLASSIFY_TASK, kwargs=HOPELESS, priority=priority)
+    app.send_task(CLASSIFY_TASK, kwargs=HOPELESS, queue="feedmill-other")
+    announce(redis.client, "feedmill-other", "another model")
     with flower(redis, tmp_path) as (_, visitor):
-        assert visitor.json("/api/queues/length") == {"active_queues": [{"name": "feedmill", "messages": 4}]}
+        lengths = [{"name": "feedmill", "messages": 4}, {"name": "feedmill-other", "messages": 1}]
+        assert visitor.json("/api/queues/length") == {"active_queues": lengths}
+        # Its REST API sends to any queue, in any turn.
+        sent = {"kwargs": HOPELESS, "queue": "feedmill-other", "priority": 3}
+        assert visitor.json(f"/api/task/send-task/{CLASSIFY_TASK}", **sent)["task-id"]
+        assert redis.client.llen("feedmill-other\x06\x163") == 1
         text = " ".join(re.sub("<[^>]*>", " ", visitor.ask("/broker")[1]).split())
         assert "Idle since feedmill 4 " in text
         assert "redis://:**@127.0.0.1" in text

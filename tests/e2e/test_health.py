@@ -124,7 +124,7 @@ def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) 
     assert lines[1]["results_per_second"] == 0
     assert lines[0]["at"] < lines[1]["at"]
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
-    assert set(once) == {"queue", "workers", "results", "reddit", "oldest_seconds", "gaps", "dead_letters"}
+    assert set(once) == {"queue", "queues", "workers", "results", "reddit", "oldest_seconds", "gaps", "dead_letters"}
 
 
 def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:

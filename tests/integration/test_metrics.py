@@ -1,6 +1,7 @@
 """What metrics, `feedmill health` and `status --watch` read off a real Redis."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +20,14 @@ from shared.broker import make_app, queue_depth
 from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
+from shared.models import announce
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts
 
 POOL: dict[str, Any] = {
-    "device": "cpu in bfloat16: as set", "model": "a model", "posts": 100, "device_seconds": 3.0, "rows_waiting": 1021,
-    "oldest_row_seconds": 1.5, "padding_efficiency": 0.9, "recent": {"posts_per_second": 12.5, "device_busy": 0.97},
+    "device": "cpu in bfloat16: as set", "model": "a model", "queues": ["feedmill"], "posts": 100,
+    "device_seconds": 3.0, "rows_waiting": 1021, "oldest_row_seconds": 1.5, "padding_efficiency": 0.9,
+    "recent": {"posts_per_second": 12.5, "device_busy": 0.97},
 }  # fmt: skip
 
 
@@ -33,9 +36,9 @@ def told(settings: Settings) -> dict[str, float]:
     return {" ".join((figure.name, *labels)): value for figure, value, labels in RedisFigures(settings).samples()}  # type: ignore[misc]
 
 
-def send(app: Celery, count: int = 1, priority: int = 0, **headers: Any) -> None:
+def send(app: Celery, count: int = 1, priority: int = 0, queue: str | None = None, **headers: Any) -> None:
     for _ in range(count):
-        app.send_task("feedmill.classify", kwargs={"posts": []}, priority=priority, headers=headers)
+        app.send_task("feedmill.classify", kwargs={"posts": []}, priority=priority, queue=queue, headers=headers)
 
 
 @pytest.fixture
@@ -57,6 +60,20 @@ def test_all_priorities_and_what_is_held(redis: RedisServer, settings: Settings,
     assert found["feedmill_queue_limit_messages feedmill"] == settings.queue_limit
     assert (found["feedmill_results_stored_total"], found["feedmill_results_failed_total"]) == (5, 2)
     assert found["feedmill_results_answered_total"] == 0
+
+
+def test_every_known_queue_is_told(redis: RedisServer, settings: Settings, app: Celery) -> None:
+    announce(redis.client, "other", "a model")
+    send(app, queue="other", sent_at=time.time() - 50)
+    redis.client.hset("feedmill:reserved", "tag", "a message that a worker has")
+    found = told(settings)
+    waiting = [found[f"feedmill_queue_messages {name} waiting"] for name in ("feedmill", "other")]
+    assert waiting == [0, 1]
+    assert found["feedmill_queue_limit_messages other"] == settings.queue_limit
+    assert found[f"{QUEUE_OLDEST.name} other"] >= 50
+    assert f"{QUEUE_OLDEST.name} feedmill" not in found
+    assert found["feedmill_queue_messages feedmill held"] == 1
+    assert "feedmill_queue_messages other held" not in found, "of any queue: told once"
 
 
 def test_the_age_is_that_of_the_message_that_was_sent_first(settings: Settings, app: Celery) -> None:
@@ -160,6 +177,19 @@ def test_a_queue_above_its_limit(settings: Settings, app: Celery, waiting: int, 
     assert found == {Part.QUEUE: (well, f"{waiting} messages wait, of at most 3; 0 are held by workers")}
 
 
+@pytest.mark.usefixtures("workers")
+def test_each_queue_has_its_limit(redis: RedisServer, settings: Settings, app: Celery) -> None:
+    announce(redis.client, "other", "a model")
+    send(app, 3)
+    send(app, 2, queue="other")
+    for count, well in ((3, True), (4, False)):
+        send(app, queue="other")
+        assert findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)[Part.QUEUE] == (
+            well,
+            f"{3 + count} messages wait (feedmill: 3, other: {count}), of at most 3 a queue; 0 are held by workers",
+        )
+
+
 def test_the_daemon(settings: Settings) -> None:
     state = State(connect_briefly(settings))
     state.begin({"cooking": 1.0}, [])
@@ -254,6 +284,21 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
         assert words in shown
     workers.clear()
     assert "no worker answers: `feedmill worker` starts one" in screen(Lookout(settings).look(), settings)
+
+
+@pytest.mark.usefixtures("workers")
+def test_several_queues_are_shown_each_with_its_model(redis: RedisServer, settings: Settings, app: Celery) -> None:
+    announce(redis.client, "other", "a model \x1b")
+    send(app, queue="other", sent_at=time.time() - 90)
+    send(app, 2, sent_at=time.time())
+    seen = Lookout(settings).look()
+    assert seen.status.queue.waiting == 3
+    assert seen.status.oldest_seconds
+    assert seen.status.oldest_seconds >= 90
+    assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
+    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+        assert "feedmill: 2 waiting for no model yet\n" in re.sub(" +\n", "\n", shown)
+        assert "other: 1 waiting for a model \\x1b (no worker)" in shown
 
 
 def test_redis_may_go_and_come_while_somebody_watches(

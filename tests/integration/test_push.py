@@ -18,8 +18,8 @@ from producers.push import Pusher, QueueGate
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
 from shared.errors import QueueFull, SettingsError
-from shared.keys import sent_key, tombstone_key
-from shared.messages import ClassifyOptions, Post
+from shared.keys import find, sent_key, tombstone_key
+from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
@@ -76,6 +76,33 @@ def test_another_text_or_other_labels_are_sent(settings: Settings, what: str) ->
     second = pusher(settings, again=what == "again", **({"labels": "a,b"} if what == "labels" else {}))
     second.push([Post(id="1", title="two") if what == "text" else post])
     assert second.sent == 1
+
+
+def test_each_queue_has_its_own_gate_and_its_own_marks(settings: Settings, redis: RedisServer) -> None:
+    other = settings.model_copy(update={"queue": "feedmill-other", "queue_limit": 3})
+    for each, sent in ((settings, 40), (other, 40), (settings, 0), (other, 0)):
+        pushing = pusher(each)
+        pushing.push(make_posts(40))
+        assert pushing.sent == sent
+    assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
+    assert pusher(other).gate.room() == 1
+    assert all(find(str(key)) for key in redis.client.scan_iter()), "shared/keys.py knows them"
+
+
+def test_marks_of_earlier_versions_count_for_the_default_queue(settings: Settings, redis: RedisServer) -> None:
+    (post,) = make_posts(1)
+    redis.client.hset(sent_key(post.id), digest(post.text, ClassifyOptions().model_dump_json()), 1)
+    pushing = pusher(settings)
+    pushing.push([post])
+    assert pushing.skipped == 1
+
+
+@pytest.mark.parametrize(("priority", "name"), [(0, "feedmill"), (4, "feedmill\x06\x163"), (9, "feedmill\x06\x169")])
+def test_a_priority_has_its_list(settings: Settings, redis: RedisServer, priority: int, name: str) -> None:
+    pusher(settings.model_copy(update={"priority": priority})).push(make_posts(1))
+    assert redis.client.llen(name) == 1
+    (message,) = map(json.loads, redis.client.lrange(name, 0, -1))
+    assert message["properties"]["priority"] == priority
 
 
 def test_a_new_score_alone_is_not_sent_again(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from shared.errors import UserError
 from shared.keys import sent_key
 from shared.leases import RESERVE
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from shared.models import announce
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -84,6 +85,8 @@ def fill(kept: Kept) -> None:
         theirs.send_task(CLASSIFY_TASK, kwargs={"posts": both}, queue="feedmill", priority=priority)
         following = theirs.signature(CLASSIFY_TASK, [both], queue="feedmill")
         theirs.send_task(CLASSIFY_TASK, [both[1:]], queue="feedmill", priority=priority, link=following)
+    theirs.send_task(CLASSIFY_TASK, [both], queue="feedmill-other")
+    announce(redis, "feedmill-other", "another model")
     # A worker took some, and holds them.
     arguments: list[Any] = ["worker-0", 4, 10**7, 60, 60, 60, 60]
     redis.register_script(RESERVE)(
@@ -109,11 +112,11 @@ def rewritten(kept: Kept) -> bool:
 def test_nothing_holds_the_words_of_a_purged_post(kept: Kept) -> None:
     fill(kept)
     full = places(kept, WORDS)
-    # Two streams, Celery's result, four lists, what is held; and the append-only file.
-    assert len(full) == len(places(kept, OTHERS)) == 2 + 1 + 4 + 1 + 1
+    # Two streams, Celery's result, four lists, another model's, what is held; and the append-only file.
+    assert len(full) == len(places(kept, OTHERS)) == 2 + 1 + 4 + 1 + 1 + 1
     found = purge(connect(kept.settings), kept.settings, ["gone"])
     assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
-    assert found.messages == 1 + 4 * 3
+    assert found.messages == 1 + 4 * 3 + 1
     assert all(Path(place).is_file() for place in places(kept, WORDS))
     rewrite(connect(kept.settings))
     wait_until(lambda: rewritten(kept), "the append-only file is written anew")

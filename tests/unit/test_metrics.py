@@ -126,7 +126,7 @@ def worker(clock: Clock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - the 
 def loaded(worker: worker_metrics.WorkerMetrics, kind: str = "cpu") -> Pipeline:
     pipeline = Pipeline()
     device = Device(torch.device(kind), torch.float16, "for a test")
-    worker.loaded(pipeline, device, SimpleNamespace(tokens=2048), "nli")  # type: ignore[arg-type]
+    worker.loaded(pipeline, device, SimpleNamespace(tokens=2048), "nli", lambda: 4)  # type: ignore[arg-type]
     return pipeline
 
 
@@ -184,8 +184,9 @@ def test_a_worker_tells_what_it_has_done(worker: worker_metrics.WorkerMetrics, s
     assert found["feedmill_worker_queue_wait_seconds_count{}"] == 3
     assert found['feedmill_results_lag_seconds_bucket{"le": "0.5"}'] == 1
     assert found["feedmill_worker_rows_waiting{}"] == 12
+    assert found['feedmill_worker_messages_held{"queue": "feedmill"}'] == 4
     assert found["process_resident_memory_bytes{}"] > 0
-    info = {"classifier": "nli", "device": "cpu", "dtype": "float16", "node": "one@here"}
+    info = {"classifier": "nli", "device": "cpu", "dtype": "float16", "node": "one@here", "queue": "feedmill"}
     assert found[f"feedmill_worker_info{json.dumps(info | {'model': Settings().model}, sort_keys=True)}"] == 1
     assert not any("device_memory" in name for name in found), "on a CPU the process' memory is what counts"
 

@@ -1,0 +1,100 @@
+"""Which queue is served with which model: workers say it of themselves, and whoever sends chooses by it.
+
+One hash, feedmill:models. It outlives the workers: a model of which none runs just now is known all the same, and what
+waits for it is seen. It knows neither whether a worker runs, nor what one would make of a message.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from shared.broker import queue_depth
+from shared.errors import UserError, printable
+from shared.keys import MODELS
+from shared.settings import DAY, DEFAULT_QUEUE, PREFIX, Settings
+
+#: Seconds between two words of a worker.
+PERIOD = 60.0
+#: Seconds for which a queue is known that nobody serves, and in which nothing waits.
+KEPT = 30 * DAY
+#: Queues that are known, at most: those that were heard of last.
+MOST = 100
+
+
+class Served(NamedTuple):
+    """What serves a queue, or did."""
+
+    model: str
+    #: When a worker said so last, in seconds since 1970.
+    seen: float
+
+
+def announce(redis: Redis, queue: str, model: str) -> str | None:
+    """Say that a worker serves `queue` with `model`; forget queues that are stale.
+
+    Returns the other model that a worker served it with in the last two periods; None where there was none. Raises
+    redis.exceptions.RedisError.
+    """
+    now = time.time()
+    found = known(redis)
+    before = found.pop(queue, None)
+    pipe: Any = redis.pipeline(transaction=False)
+    pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)}))
+    for place, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
+        if place > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
+            pipe.hdel(MODELS, other)
+    pipe.execute()
+    return before.model if before and before.model != model and now - before.seen < 2 * PERIOD else None
+
+
+def known(redis: Redis) -> dict[str, Served]:
+    """Every queue that workers serve, or served, by name. Raises redis.exceptions.RedisError."""
+    found: dict[str, str] = redis.hgetall(MODELS)  # type: ignore[assignment]  # of the asynchronous client too
+    said = ((queue, json.loads(text)) for queue, text in sorted(found.items()))
+    return {queue: Served(each["model"], each["seen"]) for queue, each in said}
+
+
+def queues(redis: Redis, settings: Settings) -> list[str]:
+    """The names of all queues there are: the known ones, and this process's own. Raises as `known` does."""
+    return sorted({settings.queue, *known(redis)})
+
+
+def queue_of(redis: Redis, model: str) -> str:
+    """The queue that is served with this model: its name as results bear it, or the name's last part.
+
+    Raises UserError where there is none, or several, and redis.exceptions.RedisError.
+    """
+    served = known(redis)
+    exact = [queue for queue, each in served.items() if each.model == model]
+    found = exact or [queue for queue, each in served.items() if each.model.rstrip("/").rpartition("/")[2] == model]
+    if not found:
+        raise UserError(f"--model: no worker serves {model!r:.200}. {_those(served)}")
+    if len(found) > 1:
+        raise UserError(
+            f"--model: {model!r:.200} may mean more than one queue; name it by --queue: {_listed(served, found)}."
+        )
+    return found[0]
+
+
+def check_queue(redis: Redis, queue: str) -> None:
+    """Raises UserError for a queue that no worker ever served, but the default one; else as `known` does."""
+    served = known(redis)
+    if queue != DEFAULT_QUEUE and queue not in served:
+        raise UserError(
+            f"--queue: no worker has served {queue!r} yet, so it may be misspelt; {PREFIX}QUEUE names one all the "
+            f"same. {_those(served)}"
+        )
+
+
+def _those(served: dict[str, Served]) -> str:
+    """What is known, for people."""
+    if not served:
+        return "None is known yet: a worker makes itself known once it has loaded its model."
+    return f"There are: {_listed(served, served)}."
+
+
+def _listed(served: dict[str, Served], queues: Iterable[str]) -> str:
+    return ", ".join(f"{printable(served[queue].model)} (queue {printable(queue)})" for queue in queues)
