@@ -28,6 +28,7 @@ from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
+from shared.service import tell
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts, processes_in, wait_until
 from workers.app import make_worker_app
@@ -215,8 +216,6 @@ def test_the_units_command(redis: RedisServer, settings: Settings, environment: 
 
 def test_a_worker_that_is_no_service_and_one_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens, or somebody in Linux's abstract namespace."""
-    from workers.run import _tell_service_manager as tell  # noqa: PLC0415 - torch
-
     tell("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     tell("READY=1")
