@@ -8,6 +8,7 @@ import json
 import os
 import re
 import ssl
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,8 @@ FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
 #: In the data folder; written by `feedmill up`, readable by its owner alone.
 STACK_FILE = "stack.json"
 DAY = 86_400
+#: Several devices: `devices` below.
+DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -124,6 +127,9 @@ class Settings(BaseSettings):
     engine: Literal["torch", "onnx"] = "torch"
     #: auto, cpu, cuda, cuda:N or mps.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
+    #: Devices that `feedmill worker` serves, with a process for each: all, GPUs by their numbers such as 0,2, cpu, or
+    #: cpu:N for N workers that share the CPU's cores. Unset: the one that `device` says.
+    devices: Annotated[str, _form(DEVICES, "all, GPUs' numbers such as 0,2, cpu or cpu:N")] | None = None
     #: auto takes float16 on a GPU, bfloat16 on a CPU that has it in hardware (engine torch), else float32. int8 is
     #: dynamic quantisation, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
@@ -208,6 +214,19 @@ class Settings(BaseSettings):
     @classmethod
     def _from_names(cls, value: object) -> object:
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("devices")
+    @classmethod
+    def _is_one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Each device once, and not said in two ways."""
+        if value is None:
+            return None
+        if info.data.get("device", "auto") != "auto":
+            raise ValueError(f"says which devices to use, and so does {PREFIX}DEVICE, or --device: give one of them")
+        twice = [number for number, times in Counter(value.split(",")).items() if times > 1]
+        if twice:
+            raise ValueError(f"names the GPU {twice[0]} more than once: a device has one worker")
+        return value
 
     @field_validator("flower_password")
     @classmethod
