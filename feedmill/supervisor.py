@@ -181,6 +181,8 @@ class Supervisor:
         #: What workers answered, by node name.
         self._answers: queue.SimpleQueue[dict[str, dict[str, Any]]] = queue.SimpleQueue()
         self._over = threading.Event()
+        #: Asked at the start: one that was closed is none.
+        self._in_terminal = any(os.isatty(file) for file in range(3))
         self._live: Live | None = None
         self._ready = False
         #: Workers that answered when it was last said.
@@ -250,7 +252,7 @@ class Supervisor:
                 self._hear(self._answers.get())
             elif number == signal.SIGQUIT:
                 self._end(signal.SIGQUIT)
-            elif number in ENDING or (number == signal.SIGHUP and sys.stdout.isatty()):  # its terminal was closed
+            elif number in ENDING or (number == signal.SIGHUP and self._in_terminal):  # which was closed
                 self._end(signal.SIGTERM)
             elif number in PASSED_ON:
                 for worker in self._workers:
@@ -320,7 +322,7 @@ class Supervisor:
             text = line.decode(errors="replace")
             worker.last_words.append(text)
             # A mistake is most often every worker's: it is told once, at the end.
-            if not line.startswith(SAID):
+            if line and not line.startswith(SAID):
                 with suppress(OSError):  # nobody reads any more
                     sys.stderr.write(f"{self._marked(worker, text)}\n")
         return bool(data)
@@ -359,14 +361,17 @@ class Supervisor:
             tell("READY=1")
         up = sum(bool(worker.told) for worker in self._workers)
         if self._live:
-            self._live.update(Text(self._said(up), no_wrap=True, overflow="ellipsis"), refresh=True)
+            with suppress(OSError):  # the terminal was closed
+                self._live.update(Text(self._said(up), no_wrap=True, overflow="ellipsis"), refresh=True)
         elif not self._ending and (self._settled() or up != self._up):
             logger.info("%s", self._said(up))
         self._up = up
 
     def _said(self, up: int) -> str:
         """The status line."""
-        parts = [f"{up} of {len(self._workers)} workers up"]
+        rows = sum(worker.told["rows_waiting"] for worker in self._workers if worker.told)
+        restarts = sum(worker.restarts for worker in self._workers)
+        parts = [f"{up} of {len(self._workers)} workers up", f"{rows:,} rows wait", f"{restarts:,} restarts"]
         for worker in self._workers:
             if worker.told:
                 recent = worker.told["recent"]
@@ -374,9 +379,7 @@ class Supervisor:
             else:
                 how = "given up" if worker.is_over else "away"
             parts.append(f"{worker.share.name} {how}")
-        rows = sum(worker.told["rows_waiting"] for worker in self._workers if worker.told)
-        restarts = sum(worker.restarts for worker in self._workers)
-        return " · ".join([*parts, f"{rows:,} rows wait", f"{restarts:,} restarts"])
+        return " · ".join(parts)
 
     @contextmanager
     def _status_line(self) -> Iterator[None]:

@@ -121,10 +121,10 @@ class Consumer(consumer.Consumer):
             super().on_connection_error_after_connected(exc)
 
     def _hellos(self, _: Any) -> dict[str, Any]:
-        """What the other workers answer at the start. One that bears this one's name ends it."""
+        """What other workers answer to each connection. At the first, one that bears this one's name ends this one."""
         asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
         answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
-        if self.hostname in answers:
+        if self.hostname in answers and not self.restart_count:  # type: ignore[attr-defined]  # not in the stub
             logger.critical(
                 "another worker of this Redis is called %s, and remote control and Flower would take the two for one: "
                 "end that one, or give this one another --name",

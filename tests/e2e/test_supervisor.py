@@ -106,7 +106,7 @@ def test_each_has_its_share_and_one_that_is_killed_comes_again(
         assert supervisor.process.wait(60) == 0
     said = supervisor.text()
     assert "ended with status -9; a new one starts in 0.05 s" in said
-    assert "2 of 2 workers up · cpu:0 " in said
+    assert "1 restarts · cpu:0 " in said
     for name in ("cpu:0", "cpu:1"):
         assert f"{name} | worker: Warm shutdown" in said
 
@@ -158,7 +158,7 @@ def test_two_workers_on_the_cpu_in_a_terminal(redis: RedisServer, settings: Sett
     """With the embedded model; what it says is for a person who looks on."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with closing(Terminal("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given)) as command:
-        wait_until(lambda: "2 of 2 workers up · cpu:0 " in command.text(), "both are up")
+        wait_until(lambda: "2 of 2 workers up · 0 rows wait" in command.text(), "both are up")
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 64, "all are classified")
         command.process.send_signal(signal.SIGINT)

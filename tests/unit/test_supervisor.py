@@ -93,7 +93,7 @@ def test_the_status_line() -> None:
     first, second = supervisor._workers
     first.told = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
     second.restarts = 2
-    said = "1 of 2 workers up · cuda:4 1,234 posts/s, busy 0.99 · cuda:7 away · 1,500 rows wait · 2 restarts"
+    said = "1 of 2 workers up · 1,500 rows wait · 2 restarts · cuda:4 1,234 posts/s, busy 0.99 · cuda:7 away"
     assert supervisor._said(1) == said
     second.due = None
     assert "cuda:7 given up" in supervisor._said(1)
