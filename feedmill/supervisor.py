@@ -180,7 +180,8 @@ class Supervisor:
             self._workers.append(Worker(share, share.node(name), command, others | given))
         #: What workers answered, by node name.
         self._answers: queue.SimpleQueue[dict[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._over = threading.Event()
+        #: A worker has ended: whoever waits to ask again asks now.
+        self._changed = threading.Event()
         #: Asked at the start: one that was closed is none.
         self._in_terminal = any(os.isatty(file) for file in range(3))
         self._live: Live | None = None
@@ -202,7 +203,6 @@ class Supervisor:
                 while not all(worker.is_over for worker in self._workers):
                     self._turn()
             finally:
-                self._over.set()
                 for worker in self._workers:
                     if worker.process:
                         worker.process.kill()
@@ -283,6 +283,7 @@ class Supervisor:
             self._files.unregister(worker.output)
         os.close(worker.output)
         worker.process = worker.told = None
+        self._changed.set()
         if self._ending:
             if status not in (0, -signal.SIGTERM):  # of the signal dies who has not begun to take messages
                 self._status = 1
@@ -341,7 +342,10 @@ class Supervisor:
         """On a thread of its own, since it waits for the answers."""
         app = make_app(self._settings)
         nodes = [worker.node for worker in self._workers]
-        while not self._over.wait(REFRESH if self._live or not self._settled() else self._settings.statistics_interval):
+        while not self._ending:
+            # Every worker of this Redis hears the question: where all is well it is rare.
+            self._changed.wait(REFRESH if self._live or not self._settled() else self._settings.statistics_interval)
+            self._changed.clear()
             found: dict[str, dict[str, Any]] = {}
             with suppress(RedisFault, OperationalError):
                 found = worker_statistics(app, nodes)

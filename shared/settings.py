@@ -184,7 +184,7 @@ class Settings(BaseSettings):
     # What is told.
 
     #: Port where a worker, or the Reddit daemon, serves its metrics to Prometheus, and says whether it is well: each
-    #: process needs one of its own. Unset, or 0: none.
+    #: process needs one of its own; of several `devices` the second takes the next one, and so on. Unset, or 0: none.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     #: Address that metrics are served on; whoever reaches it can read them. Unset: this machine alone.
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "an address or a name of this machine")] = (

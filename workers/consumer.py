@@ -124,7 +124,7 @@ class Consumer(consumer.Consumer):
         """What other workers answer to each connection. At the first, one that bears this one's name ends this one."""
         asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
         answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
-        if self.hostname in answers and not self.restart_count:  # type: ignore[attr-defined]  # not in the stub
+        if self.hostname in answers and not self.restart_count:
             logger.critical(
                 "another worker of this Redis is called %s, and remote control and Flower would take the two for one: "
                 "end that one, or give this one another --name",
