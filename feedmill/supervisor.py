@@ -49,7 +49,7 @@ PAUSE = 1.0
 WELL = 60.0
 #: Seconds beyond the setting `drain` after which a worker that was asked to end is killed.
 GRACE = 10.0
-#: Seconds between two questions to the workers, in a terminal, and until each of them answers.
+#: Seconds between two questions to the workers, in a terminal, and while one of them does not answer.
 REFRESH = 2.0
 #: Exit status of a mistake that a person has to mend, and how the line with its sentence begins (feedmill/cli.py).
 MISTAKE, SAID = 2, b"feedmill: "
