@@ -232,11 +232,11 @@ class Supervisor:
     @contextmanager
     def _heard(self) -> Iterator[None]:
         """Signals wake `_turn`. What is ignored stays ignored: under nohup a closed terminal is no reason to end."""
-        wanted = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda *_: None) for number in (*wanted, signal.SIGCHLD)}
         self._awake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        wanted = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda *_: None) for number in (*wanted, signal.SIGCHLD)}
         try:
             with self._awake, self._waker, DefaultSelector() as self._files:
                 self._files.register(self._awake, EVENT_READ, self._woken)
