@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.keys import RESULTS_STREAM
@@ -88,7 +89,7 @@ def test_each_has_its_share_and_one_that_is_killed_comes_again(
         supervised(tmp_path, *STANDIN, **given, NOTIFY_SOCKET=str(tmp_path / "notify")) as supervisor,
     ):
         assert notes.recv(100) == b"READY=1"
-        assert supervisor.text().count(" ready.") == 2, "it tells once all are"
+        assert len(worker_statistics(make_app(settings))) == 2, "it tells once all are"
         before = supervisor.workers()
         first, second = (os.sched_getaffinity(before[name]) for name in ("cpu:0", "cpu:1"))
         assert first | second == os.sched_getaffinity(0)
