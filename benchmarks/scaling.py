@@ -87,7 +87,7 @@ class Pace(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.posts_per_s:,.0f} posts/s; the workers took {self.workers:.2f} cores, {self.worker_us:.1f} µs a post, "
+            f"{self.posts_per_s:,.0f} posts/s; the workers: {self.workers:.2f} cores, {self.worker_us:.1f} µs a post; "
             f"Redis {self.redis:.2f}; {self.cores_busy:.0%} of the machine was busy"
         )
 

@@ -5,6 +5,7 @@ was made that the message explains.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -27,6 +28,7 @@ from feedmill import (
     tuning_commands,
 )
 from feedmill.demo import run as run_demo
+from feedmill.devices import shares
 from feedmill.flags import (
     AsJson,
     DataFolder,
@@ -39,7 +41,8 @@ from feedmill.flags import (
     Revision,
     settings_of,
 )
-from feedmill.stack import Stack, ended_by_signals
+from feedmill.stack import Stack, ended_by_signals, python_command
+from feedmill.supervisor import Supervisor
 from shared.broker import connect, told_plainly
 from shared.errors import SettingsError, UserError, printable
 from shared.purge import Purged
@@ -120,6 +123,10 @@ def worker(
     classifier: Kind = None,
     engine: Engine = None,
     device: Device = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="A worker on each device: all, GPUs such as 0,2, cpu or cpu:N.", show_default=False),
+    ] = None,
     dtype: Dtype = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens of one micro-batch, padding included.")] = None,
     name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
@@ -131,20 +138,29 @@ def worker(
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Run one worker on one device, until SIGTERM. It finishes what it holds before it goes."""
-    settings = settings_of(
-        model=model,
-        queue=queue,
-        revision=revision,
-        classifier=classifier,
-        engine=engine,
-        device=device,
-        dtype=dtype,
-        token_budget=token_budget,
-        metrics_port=metrics_port,
-        include=include,
-        redis_url=redis_url,
-    )
+    """Run one worker on one device, or one on each, until SIGTERM. They finish what they hold before they go."""
+    flags = {
+        "model": model,
+        "queue": queue,
+        "revision": revision,
+        "classifier": classifier,
+        "engine": engine,
+        "device": device,
+        "devices": devices,
+        "dtype": dtype,
+        "token_budget": token_budget,
+        "metrics_port": metrics_port,
+        "include": include,
+        "redis_url": redis_url,
+    }
+    settings = settings_of(**flags)
+    if settings.devices:
+        found = shares(settings.devices)
+        if len(found) > 1:
+            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], flags).run())
+        (share,) = found
+        os.environ.update(share.environment)  # before torch is imported, which looks once
+        settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
     try:
         from workers.run import run_worker  # noqa: PLC0415 - torch, which only workers have
     except ModuleNotFoundError as missing:

@@ -62,12 +62,6 @@ class Child:
         self.name = name
         self.log = folder / f"{name}.log"
         parent = os.getpid()
-
-        def die_with_parent() -> None:
-            LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(1)
-
         with self.log.open("ab") as log:
             #: Bytes in the log that are of earlier runs.
             self._earlier = log.tell()
@@ -81,7 +75,7 @@ class Child:
                 env=environment,
                 # Ctrl-C in a terminal goes to this process alone, which then stops its children in order.
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock: two system calls
+                preexec_fn=lambda: die_with(parent, orphaned),  # noqa: PLW1509 - it takes no lock: two system calls
             )
         if stdin is not None and self.process.stdin is not None:
             self.process.stdin.write(stdin.encode())
@@ -151,6 +145,8 @@ class Stack:
                 f"{PREFIX}REDIS_URL": url,
                 f"{PREFIX}DATA_FOLDER": str(folder),
                 f"{PREFIX}LOG_FORMAT": settings.log_format,
+                # The stack is one worker's; `feedmill worker` alone takes several devices.
+                f"{PREFIX}DEVICES": "",
                 # The children work in the data folder; a path is meant from here.
                 f"{PREFIX}MODEL": str(Path(settings.model).absolute())
                 if Path(settings.model).is_dir()
@@ -329,6 +325,13 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
+    """In a child, between fork and exec: from now on the kernel sends it this signal when its parent dies."""
+    LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def python_command() -> list[str]:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import ssl
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +29,8 @@ STACK_FILE = "stack.json"
 DAY = 86_400
 #: The queue that is there without anybody naming it.
 DEFAULT_QUEUE = "feedmill"
+#: Several devices: `devices` below.
+DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -132,6 +135,9 @@ class Settings(BaseSettings):
     engine: Literal["torch", "onnx"] = "torch"
     #: auto, cpu, cuda, cuda:N or mps.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
+    #: Devices that `feedmill worker` serves, with a process for each: all, GPUs by their numbers such as 0,2, cpu, or
+    #: cpu:N for N workers that share the CPU's cores. Unset: the one that `device` says.
+    devices: Annotated[str, _form(DEVICES, "all, GPUs' numbers such as 0,2, cpu or cpu:N")] | None = None
     #: auto takes float16 on a GPU, bfloat16 on a CPU that has it in hardware (engine torch), else float32. int8 is
     #: dynamic quantisation, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
@@ -189,7 +195,7 @@ class Settings(BaseSettings):
     # What is told.
 
     #: Port where a worker, or the Reddit daemon, serves its metrics to Prometheus, and says whether it is well: each
-    #: process needs one of its own. Unset, or 0: none.
+    #: process needs one of its own; of several `devices` the second takes the next one, and so on. Unset, or 0: none.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     #: Address that metrics are served on; whoever reaches it can read them. Unset: this machine alone.
     metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "an address or a name of this machine")] = (
@@ -219,6 +225,19 @@ class Settings(BaseSettings):
     @classmethod
     def _from_names(cls, value: object) -> object:
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("devices")
+    @classmethod
+    def _is_one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Each device once, and not said in two ways."""
+        if value is None:
+            return None
+        if info.data.get("device", "auto") != "auto":
+            raise ValueError(f"says which devices to use, and so does {PREFIX}DEVICE, or --device: give one of them")
+        twice = [number for number, times in Counter(value.split(",")).items() if times > 1]
+        if twice:
+            raise ValueError(f"names the GPU {twice[0]} more than once: a device has one worker")
+        return value
 
     @field_validator("flower_password")
     @classmethod

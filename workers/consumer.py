@@ -12,6 +12,8 @@ What it leans on in Celery 5.7 and kombu 5.7:
   connection may mend. `create_task_handler` makes what each message is handed to; `on_decode_error`,
   `on_unknown_message`, `on_unknown_task` and `on_invalid_task` are told of one that it throws away, and what they log
   of it begins with UNKNOWN_FORMAT and its like (celery/worker/consumer/consumer.py).
+- `Mingle.send_hello` asks every worker, and leaves out who answers by our own name, which before Control has started is
+  another worker (celery/worker/consumer/mingle.py).
 - What a step's `info` returns goes into `inspect stats`, in place of what an earlier step's did (celery/bootsteps.py).
 - `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
 """
@@ -26,9 +28,10 @@ from typing import Any
 from celery import bootsteps
 from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
 from celery.platforms import EX_FAILURE
-from celery.worker import consumer
+from celery.worker import consumer, state
 from celery.worker.autoscale import Autoscaler
 from celery.worker.consumer import consumer as _celery_consumer
+from celery.worker.consumer.mingle import Mingle
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError as RedisFault
 from redis.exceptions import ResponseError
@@ -80,6 +83,9 @@ class Consumer(consumer.Consumer):
         # Briefly: the event loop waits for it.
         self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
         celery_consumer.logger.addFilter(_tells_not_too_much)
+        for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
+            if isinstance(step, Mingle):
+                step.send_hello = self._hellos  # type: ignore[method-assign, assignment]  # the stub's returns nothing
 
     def ensure_connected(self, conn: Any) -> Any:
         """Wait for Redis, for as long as it takes; each thing that is wrong is said once."""
@@ -113,6 +119,19 @@ class Consumer(consumer.Consumer):
         with warnings.catch_warnings():  # what it advises would cancel what the device is busy with
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
+
+    def _hellos(self, _: Any) -> dict[str, Any]:
+        """What other workers answer to each connection. At the first, one that bears this one's name ends this one."""
+        asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
+        answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
+        if self.hostname in answers and not self.restart_count:
+            logger.critical(
+                "another worker of this Redis is called %s, and remote control and Flower would take the two for one: "
+                "end that one, or give this one another --name",
+                self.hostname,
+            )
+            raise WorkerShutdown(EX_FAILURE)
+        return answers
 
     # What no task takes.
 

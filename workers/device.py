@@ -1,5 +1,6 @@
 """Which device this worker is, in which precision it computes, and why."""
 
+import os
 import platform
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +27,15 @@ class Device(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As results and node names bear it: cpu, cuda:0, mps."""
-        return str(self.torch)
+        """As results bear it: cpu, mps, cuda:2; a GPU as CUDA_VISIBLE_DEVICES names it, where that is set.
+
+        torch counts those that it is shown, and of several workers on one machine each is shown one.
+        """
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = self.torch.index or 0
+        if self.torch.type != "cuda" or not any(shown[index : index + 1]):
+            return str(self.torch)
+        return f"cuda:{shown[index].strip()}"
 
     @property
     def lanes(self) -> int:

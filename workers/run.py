@@ -4,12 +4,11 @@ import logging
 import os
 import socket
 import warnings
-from contextlib import suppress
 
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_ready, worker_shutting_down
 
-from shared import logs
+from shared import logs, service
 from shared.leases import release
 from shared.settings import Settings
 from workers.app import make_worker_app
@@ -23,8 +22,8 @@ def run_worker(settings: Settings, name: str | None) -> int:
     """
     # Celery leaves logging alone where someone has connected to this.
     setup_logging.connect(lambda **_: logs.configure(settings), weak=False)
-    worker_ready.connect(lambda **_: _tell_service_manager("READY=1"), weak=False)
-    worker_shutting_down.connect(lambda **_: _tell_service_manager("STOPPING=1"), weak=False)
+    worker_ready.connect(lambda **_: service.tell("READY=1"), weak=False)
+    worker_shutting_down.connect(lambda **_: service.tell("STOPPING=1"), weak=False)
     # As root in a container is how many people run it; JSON only makes that warning's danger (pickle) moot.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     node = name or f"feedmill-{os.getpid()}"
@@ -43,12 +42,3 @@ def run_worker(settings: Settings, name: str | None) -> int:
         logging.shutdown()
         os._exit(status)
     return status
-
-
-def _tell_service_manager(state: str) -> None:
-    """What systemd waits for where a unit says Type=notify; see sd_notify(3). Nothing where nobody asked."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told, suppress(OSError):
-        told.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)

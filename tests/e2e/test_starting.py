@@ -24,16 +24,19 @@ from celery.bin.base import CLIContext
 from celery.bin.worker import WorkersPool
 from celery.bin.worker import worker as worker_command
 
+from feedmill.supervisor import GRACE
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
+from shared.service import tell
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts, processes_in, wait_until
 from workers.app import make_worker_app
 from workers.pool import DevicePool
 
-UNIT = Path(__file__).parent.parent.parent / "docker" / "systemd" / "feedmill-worker@.service"
+UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
+UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
 BIN = Path(sys.executable).parent
 CELERY = [sys.executable, "-P", "-m", "celery", "--app", "workers.app"]
 POSTS: list[dict[str, Any]] = [
@@ -167,39 +170,41 @@ def test_the_names_of_pools() -> None:
 # systemd.
 
 
-def told_by_the_unit() -> dict[str, list[str]]:
+def told_by(unit: Path) -> dict[str, list[str]]:
     """Each key of the unit with its values."""
     found: dict[str, list[str]] = {}
-    for line in UNIT.read_text().splitlines():
+    for line in unit.read_text().splitlines():
         if "=" in line and not line.startswith("#"):
             name, _, value = line.partition("=")
             found.setdefault(name, []).append(value)
     return found
 
 
-def test_the_unit_as_systemd_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit", "name"), [(UNIT, "feedmill-worker@cpu.service"), (UNIT_OF_ALL, UNIT_OF_ALL.name)])
+def test_the_units_as_systemd_reads_them(tmp_path: Path, unit: Path, name: str) -> None:
     analyze = shutil.which("systemd-analyze")
     if not analyze:
         pytest.skip("needs systemd-analyze: apt install systemd")
-    unit = tmp_path / "feedmill-worker@cpu.service"
-    unit.write_text(UNIT.read_text().replace("/opt/feedmill/bin/feedmill", str(BIN / "feedmill")))
-    verified = subprocess.run([analyze, "--man=no", "verify", unit], capture_output=True, text=True, check=False)
+    installed = tmp_path / name
+    installed.write_text(unit.read_text().replace("/opt/feedmill/bin/feedmill", str(BIN / "feedmill")))
+    verified = subprocess.run([analyze, "--man=no", "verify", installed], capture_output=True, text=True, check=False)
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
 
 
-def test_the_unit_fits_the_worker() -> None:
-    unit = told_by_the_unit()
+@pytest.mark.parametrize(("file", "beyond"), [(UNIT, 5), (UNIT_OF_ALL, GRACE + 5)])
+def test_the_units_fit_the_worker(file: Path, beyond: float) -> None:
+    unit = told_by(file)
     assert unit["Type"] == ["notify"]
-    assert int(unit["TimeoutStopSec"][0]) > Settings().drain + 5
+    assert int(unit["TimeoutStopSec"][0]) > Settings().drain + beyond
     assert unit["RestartPreventExitStatus"] == ["2"]  # of a mistake, as feedmill/cli.py says
-    for variable in re.findall(r"FEEDMILL_[A-Z_]+", UNIT.read_text()):
+    for variable in re.findall(r"FEEDMILL_[A-Z_]+", file.read_text()):
         assert variable.removeprefix("FEEDMILL_").lower() in Settings.model_fields
     # They would hide the GPU, or keep torch from compiling.
     assert not {"PrivateDevices", "ProtectClock", "DevicePolicy", "DeviceAllow", "MemoryDenyWriteExecute"} & set(unit)
 
 
 def test_the_units_command(redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path) -> None:
-    unit = told_by_the_unit()
+    unit = told_by(UNIT)
     (words,) = unit["ExecStart"]
     given = dict(each.replace("%C", str(tmp_path / "cache")).split("=", 1) for each in unit["Environment"])
     command = shlex.split(words.replace("%i", "cpu").replace("/opt/feedmill/bin", str(BIN)))
@@ -213,10 +218,15 @@ def test_the_units_command(redis: RedisServer, settings: Settings, environment: 
             assert notes.recv(100) == b"STOPPING=1"
 
 
+def test_the_command_for_all_devices() -> None:
+    assert told_by(UNIT_OF_ALL)["ExecStart"] == ["/opt/feedmill/bin/feedmill worker --devices all"]
+    one, every = (told_by(file) for file in (UNIT, UNIT_OF_ALL))
+    ours = {"Description", "ExecStart", "EnvironmentFile", "TimeoutStopSec", "RestartSec"}
+    assert {key for key in one.keys() | every.keys() if one.get(key) != every.get(key)} == ours
+
+
 def test_a_worker_that_is_no_service_and_one_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens, or somebody in Linux's abstract namespace."""
-    from workers.run import _tell_service_manager as tell  # noqa: PLC0415 - torch
-
     tell("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     tell("READY=1")

@@ -34,10 +34,21 @@ def test_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert choose() == Device(torch.device("cuda", 0), torch.float16, "GPU number 0; GPUs compute in half precision")
     assert choose("cuda:1").name == "cuda:1"
     with pytest.raises(SettingsError, match="cuda:2 is wanted, but torch sees 2 CUDA devices"):
         choose("cuda:2")
+
+
+def test_a_gpu_is_named_as_the_machine_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Device(torch.device("cuda", index), torch.float16, "") for index in range(2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f2a")
+    assert (first.name, second.name) == ("cuda:4", "cuda:GPU-8f2a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (first.name, second.name) == ("cuda:0", "cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert Device(torch.device("cpu"), torch.float32, "").name == "cpu"
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

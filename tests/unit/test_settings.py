@@ -23,6 +23,12 @@ def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         ("FEEDMILL_DTYPE", "fp8", "FEEDMILL_DTYPE: input should be 'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
         ("FEEDMILL_DEVICE", "gpu", "FEEDMILL_DEVICE: should be auto, cpu, cuda, cuda:N or mps, not 'gpu'."),
         ("FEEDMILL_DEVICE", "cuda:", "FEEDMILL_DEVICE: should be auto, cpu, "),
+        (
+            "FEEDMILL_DEVICES",
+            "0,",
+            "FEEDMILL_DEVICES: should be all, GPUs' numbers such as 0,2, cpu or cpu:N, not '0,'.",
+        ),
+        ("FEEDMILL_DEVICES", "1,1", "FEEDMILL_DEVICES: names the GPU 1 more than once"),
         ("FEEDMILL_QUEUE", "my queue", "FEEDMILL_QUEUE: should be 1 to 64 letters, digits, dots, dashes or "),
         ("FEEDMILL_REVISION", "a b", "FEEDMILL_REVISION: should be a branch, tag or commit, not 'a b'."),
         ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),

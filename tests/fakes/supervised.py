@@ -1,0 +1,26 @@
+"""A supervisor of two workers that are something else, with less patience than it has otherwise.
+
+    python -m tests.fakes.supervised COMMAND...
+
+The command is run for each, with `--name NODE` at its end.
+"""
+
+import sys
+
+from feedmill import supervisor
+from feedmill.devices import shares
+from feedmill.flags import settings_of
+from shared.errors import UserError
+
+
+def main(command: list[str]) -> int:
+    supervisor.PAUSE, supervisor.GRACE = 0.05, 0.1
+    try:
+        return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
+    except UserError as error:  # as feedmill/cli.py tells it
+        sys.stderr.write(f"feedmill: {error}\n")
+        return supervisor.MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
