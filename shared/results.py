@@ -25,28 +25,29 @@ logger = logging.getLogger(__name__)
 #:
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
-#:   KEYS[5+] feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
-#:   after them, feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   KEYS[5+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
 #:   ARGV[3]  length of that of dead letters  ARGV[4]  ttl of counts by label, seconds
-#:   ARGV[5]  labels that are counted in an hour, at most    ARGV[6]  how many results there are
-#:   ARGV[7+] id, fingerprint, label, classification, post of each result
-#:   after them, id and letter of each dead letter
+#:   ARGV[5]  labels that are counted in an hour, at most
+#:   ARGV[6], ARGV[7]  what the names of each result's two keys begin with
+#:   ARGV[8]  id, fingerprint and label of each result, in JSON: redis-py takes longer over many arguments than Redis
+#:   ARGV[9+] classification and post of each result; after them, id and letter of each dead letter
 #:
 #: Returns how many of the results were new, and how many dead letters were trimmed.
 WRITE = """
-local results, new, failed, gone, labels = tonumber(ARGV[6]), 0, 0, 0, {}
+local results, new, failed, gone, labels = cjson.decode(ARGV[8]), 0, 0, 0, {}
 local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
-for i = 1, results do
-  local key, tombstone, at = KEYS[3 + 2 * i], KEYS[4 + 2 * i], 2 + 5 * i
-  if redis.call('EXISTS', tombstone) == 1 then
+for i, result in ipairs(results) do
+  local id, fingerprint, label = unpack(result)
+  local key, classification, post = ARGV[6] .. id, ARGV[7 + 2 * i], ARGV[8 + 2 * i]
+  if redis.call('EXISTS', ARGV[7] .. id) == 1 then
     gone = gone + 1
   else
-    if redis.call('HSETNX', key, ARGV[at + 1], ARGV[at + 3]) == 1 then
-      redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*',
-        'id', ARGV[at], 'classification', ARGV[at + 3], 'post', ARGV[at + 4])
+    if redis.call('HSETNX', key, fingerprint, classification) == 1 then
+      redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', id, 'classification', classification, 'post', post)
       new = new + 1
-      labels[ARGV[at + 2]] = (labels[ARGV[at + 2]] or 0) + 1
+      labels[label] = (labels[label] or 0) + 1
     end
     redis.call('EXPIRE', key, ARGV[1])
   end
@@ -57,9 +58,9 @@ for label, count in pairs(labels) do
   end
 end
 if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
-local counts = {stored = new, repeated = results - new - gone}
-local at = 7 + 5 * results
-for i = 5 + 2 * results, #KEYS, 2 do
+local counts = {stored = new, repeated = #results - new - gone}
+local at = 9 + 2 * #results
+for i = 5, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
@@ -188,11 +189,12 @@ class ResultsStore:
             settings.dead_letters_length,
             settings.label_counts_ttl,
             LABELS_COUNTED,
-            len(results),
+            result_key(""),
+            tombstone_key(""),
+            json.dumps([(post.id, found.fingerprint, found.label) for post, found in results]),
         ]
         for post, found in results:
-            keys += [result_key(post.id), tombstone_key(post.id)]
-            arguments += [post.id, found.fingerprint, found.label, found.model_dump_json(), self._clipped(post)]
+            arguments += [found.model_dump_json(), self._clipped(post)]
         for letter in dead:
             # "" is no post's id: whoever sent a post without one cannot have it purged.
             post_id = (letter.id or "").strip()

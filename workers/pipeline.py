@@ -175,7 +175,7 @@ class Pipeline:
         A device that is slower than others takes less of a short queue, and all are done at about the same time.
         """
         speed = self.statistics.speed.rows_per_second
-        return min(self._window_rows, FIRST_ROWS if speed is None else max(1, int(self._prefetch_seconds * speed)))
+        return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
 
     def rows_per_message(self) -> float:
         """The mean of all that came so far."""

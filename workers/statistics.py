@@ -118,8 +118,7 @@ class Speed:
         fading = math.exp(-seconds / MEMORY)
         self._rows = self._rows * fading + rows
         self._seconds = self._seconds * fading + seconds
-        if self._seconds:
-            self.rows_per_second = self._rows / self._seconds
+        self.rows_per_second = self._rows / self._seconds if self._seconds else math.inf
 
 
 class Statistics:

@@ -64,7 +64,8 @@ class Window(Generic[R]):
     def add(self, row: R, priority: int = 0) -> None:
         """Let a row wait; priority 0 has its turn before 9."""
         self._arrivals += 1
-        waiting = self._waiting.setdefault(priority, _Waiting([], OrderedDict()))
+        if (waiting := self._waiting.get(priority)) is None:
+            waiting = self._waiting[priority] = _Waiting([], OrderedDict())
         insort(waiting.by_length, (row.length, self._arrivals, row))
         waiting.by_age[self._arrivals] = (row.length, self._clock())
 
