@@ -101,7 +101,8 @@ def opened(
         if in_parts or form.name == "parquet" or (out / STATE).is_file():
             if out.exists() and not out.is_dir():
                 raise UserError(f"{out} is a file: {form.name} in parts goes into a folder.")
-            if out.is_dir() and any(out.iterdir()) and not (out / STATE).is_file():
+            # A run that was killed as it began has left no more than a state that never got its name.
+            if out.is_dir() and {*out.iterdir()} - {_beside(out / STATE)} and not (out / STATE).is_file():
                 raise UserError(f"{out} holds other files: give a new folder, or an empty one.")
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_held(out))
@@ -156,9 +157,14 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _replace(path: Path, text: bytes) -> None:
     """Write a small file so that it is whole at any time."""
-    beside = path.with_name(f".{path.name}.tmp")
+    beside = _beside(path)
     beside.write_bytes(text)
     _publish(beside, path)
+
+
+def _beside(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _publish(beside: Path, path: Path) -> None:

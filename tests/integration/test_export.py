@@ -393,6 +393,18 @@ def test_one_at_a_time(tmp_path: Path, reader: RowReader, name: str) -> None:
         run(tmp_path / "out", reader, name)
 
 
+def test_a_run_that_was_killed_as_it_began_is_gone_on_with(
+    tmp_path: Path, server: RedisServer, reader: RowReader
+) -> None:
+    """Its state had not got its name yet."""
+    add(server, NOON, "1")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f".{STATE}.tmp").write_text('{"vers')
+    run(tmp_path / "out", reader, "parquet")
+    assert len(list((tmp_path / "out").rglob("*.parquet"))) == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
     add(server, NOON, "1")
     run(tmp_path / "out", reader, "parquet")
