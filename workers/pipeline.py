@@ -124,8 +124,8 @@ class Pipeline:
         on_recorded: Callable[[Message], None] = lambda _: None,
         on_failure: Callable[[], None],
     ) -> None:
-        #: The model at work, and those that are to replace it, in turn. Replaced as a whole, under `_ready`, and the first
-        #: of them only while no lane has a micro-batch: whoever has one reads it without a lock.
+        #: The model at work, and those that are to replace it, in turn. Replaced as a whole, under `_ready`, and the
+        #: first of them only while no lane has a micro-batch: whoever has one reads it without a lock.
         self._models: tuple[Loaded, ...] = (Loaded(classifier, budget),)
         self._store = store
         self._worker = worker
@@ -223,8 +223,9 @@ class Pipeline:
     def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
         """Compute what is submitted from now on with another model of the same device.
 
-        What came before is finished with the one that it came for. Then, between two micro-batches, the device goes over
-        to the other; and when nothing of the one before is left here, `on_replaced` is called, on the writer thread.
+        What came before is finished with the one that it came for. Then, between two micro-batches, the device goes
+        over to the other; and when nothing of the one before is left here, `on_replaced` is called, on the writer
+        thread.
         """
         self._arrived.put(Loaded(classifier, budget, on_replaced))
 
@@ -371,9 +372,7 @@ class Pipeline:
                 row.owner = work
         return [(work, rows) for work, rows in prepared if rows]
 
-    def _rows(
-        self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier
-    ) -> list[list[Row]]:
+    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
         """Each post's rows; none of one that cannot be prepared, which is settled with the reason."""
         try:
             return classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
@@ -457,9 +456,7 @@ class Pipeline:
         return None
 
     def _is_due(self) -> bool:
-        """Whether a lane may take a micro-batch: suspects, and another model, wait for all lanes, and all lanes for them.
-        Locked.
-        """
+        """Whether a lane may take a micro-batch. Suspects, and another model, wait for all lanes. Locked."""
         at_work = self._models[0]
         if at_work.quarantine or self._is_replaced():
             return not self._busy
