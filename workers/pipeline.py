@@ -317,36 +317,40 @@ class Pipeline:
                     return
 
     def _tokenizer_loop(self) -> None:
-        while (message := self._arrived.get()) is not None and not self._stopping.is_set():
-            if isinstance(message, Loaded):
+        while (arrived := self._arrived.get()) is not None and not self._stopping.is_set():
+            if isinstance(arrived, Message):
+                self._take_in(arrived)
+            else:
                 with self._ready:
-                    self._models += (message,)
+                    self._models += (arrived,)
                     self._ready.notify_all()
-                continue
-            loaded = self._models[-1]
-            prepared: list[tuple[PostAtWork, list[Row]]] = []
-            try:
-                prepared = self._prepare(message, loaded.classifier)
-            except RequestRefused as refused:
-                message.refused = refused
-            except Exception as error:
-                logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
-                message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
-                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
-            rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
-            for at in range(0, len(rows), ROWS_AT_ONCE):
-                with self._ready:
-                    for row in rows[at : at + ROWS_AT_ONCE]:
-                        loaded.window.add(row, message.priority)
-                    self._ready.notify_all()
+
+    def _take_in(self, message: Message) -> None:
+        """Prepare a message for the latest model, and let its rows wait for that one."""
+        loaded = self._models[-1]
+        prepared: list[tuple[PostAtWork, list[Row]]] = []
+        try:
+            prepared = self._prepare(message, loaded.classifier)
+        except RequestRefused as refused:
+            message.refused = refused
+        except Exception as error:
+            logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
+            message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
+        rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
+        for at in range(0, len(rows), ROWS_AT_ONCE):
             with self._ready:
-                for work, each in prepared:
-                    if work.index in message.deaths:
-                        loaded.quarantine.add(each)
+                for row in rows[at : at + ROWS_AT_ONCE]:
+                    loaded.window.add(row, message.priority)
                 self._ready.notify_all()
-            if not prepared:
-                self._hand_to_writer(message)
-            self._posts_prepared += len(message.raw_posts)
+        with self._ready:
+            for work, each in prepared:
+                if work.index in message.deaths:
+                    loaded.quarantine.add(each)
+            self._ready.notify_all()
+        if not prepared:
+            self._hand_to_writer(message)
+        self._posts_prepared += len(message.raw_posts)
 
     def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
         """The posts that are to be computed, with their rows; the others are settled."""
