@@ -5,7 +5,7 @@ What is wanted is noted in Redis; the workers are told to look, and asked again 
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,9 +64,10 @@ def deploy(
         want(redis, name, asked)
         nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
         if wait or not nodes:
-            said, status = _ended(redis, name, asked, before, _told(celery, nodes, asked, as_json))
+            reports = _told(celery, nodes, asked, lambda: wanted(redis, name) == asked, as_json)
+            said, status = _ended(redis, name, asked, before, reports)
         else:
-            list(_answers(celery, nodes, asked))
+            _answers(celery, nodes)
             said, status = f"{len(nodes):,} workers of queue {name} were told: --show tells how it goes.", 0
     typer.echo(json.dumps({"queue": name, **asked._asdict(), "said": said}) if as_json else said)
     raise typer.Exit(status)
@@ -91,19 +92,26 @@ def _asking(folder: Path | None) -> Wanted:
     return Wanted(str(place), locate(str(place), offline=True).sha256, time.time())
 
 
-def _told(celery: Celery, nodes: list[str], asked: Wanted, as_json: bool) -> dict[str, Report | None]:
-    """By worker, the last that it said; shown as it comes. None of one that said nothing of this for too long."""
-    reports: dict[str, Report | None] = {}
+def _told(
+    celery: Celery, nodes: list[str], asked: Wanted, holds: Callable[[], bool], as_json: bool
+) -> dict[str, Report | None]:
+    """By worker, the last that it said, shown as it comes; None where it said nothing of this.
+
+    holds: whether it is still what is wanted.
+    """
+    reports: dict[str, Report | None] = dict.fromkeys(nodes)
     heard = dict.fromkeys(nodes, time.monotonic())
-    while nodes:
-        for node, report in _answers(celery, nodes, asked):
-            heard[node] = time.monotonic()
-            if reports.get(node) != report:
+    while nodes and holds():
+        for node, report in _answers(celery, nodes):
+            ours = report.at == asked.at
+            if ours or not _is_done(report):  # or it is busy with an earlier one
+                heard[node] = time.monotonic()
+            if ours and reports[node] != report:
                 reports[node] = report
                 _show_report(node, report, as_json)
         over = [node for node in nodes if time.monotonic() - heard[node] > SILENT]
         reports |= dict.fromkeys(over)
-        nodes = [node for node in nodes if node not in over and not _is_done(reports.get(node))]
+        nodes = [node for node in nodes if node not in over and not _is_done(reports[node])]
         time.sleep(PAUSE if nodes else 0)
     return reports
 
@@ -112,14 +120,13 @@ def _is_done(report: Report | None) -> bool:
     return report is not None and report.stage in (Stage.DONE, Stage.FAILED)
 
 
-def _answers(celery: Celery, nodes: list[str], asked: Wanted) -> Iterator[tuple[str, Report]]:
-    """What each of the workers says of this asking; each of them looks by that, too."""
+def _answers(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
+    """What each of the workers says of the latest asking that it knows of; each of them looks by that, too."""
     answers: Any = celery.control.broadcast(
         "feedmill_deploy", destination=nodes, reply=True, timeout=PATIENCE, limit=len(nodes)
     )
-    for node, said in (each for answer in answers or () for each in answer.items()):
-        if node in nodes and said.get("at") == asked.at:
-            yield node, Report(said["at"], Stage(said["stage"]), said["said"])
+    said = [each for answer in answers or () for each in answer.items()]
+    return [(node, Report(found["at"], Stage(found["stage"]), found["said"])) for node, found in said if "at" in found]
 
 
 def _show_report(node: str, report: Report, as_json: bool) -> None:
@@ -138,7 +145,7 @@ def _ended(
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
     if wanted(redis, queue) != asked:
-        rest = "another model was deployed meanwhile, and is what is wanted (--show)"
+        rest = "something else was deployed meanwhile, and is what is wanted (--show)"
     elif done == len(reports):
         return f"{done:,} workers of queue {queue} have switched.", 0
     elif silent:

@@ -168,7 +168,7 @@ class Deployer:
             self._tell(asked, Stage.FAILED, f"{before} stays at work: {error}", logging.ERROR)
         except _Ending:
             return
-        except Exception as error:  # whatever a model's files bring about
+        except BaseException as error:  # whatever a model's files bring about; a panic, in Rust, is no Exception
             logger.exception("%s cannot be put to work", name)
             self._tell(
                 asked, Stage.FAILED, f"{before} stays at work: {type(error).__name__}: {printable(str(error)):.300}"
@@ -225,7 +225,7 @@ class Deployer:
         def compute() -> None:
             try:
                 computed.set_result(classifier.finish(rows, classifier.forward(rows)))
-            except Exception as error:  # it is for who waits
+            except BaseException as error:  # it is for who waits
                 computed.set_exception(error)
 
         self._pipeline.run_on_device_thread(compute)

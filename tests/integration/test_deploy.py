@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from feedmill import deploy_command
 from shared.broker import connect
 from shared.errors import DeviceFull, ModelError, SettingsError, UserError
 from shared.keys import WANTED, find
@@ -303,3 +304,63 @@ def test_a_real_model_is_tried_and_scores(redis: RedisServer, settings: Settings
         owner.pipeline.stop()
         deployer.stop()
     assert torch.get_default_dtype() is torch.float32
+
+
+class Workers:
+    """What workers answer, one look after the other; as much of Celery as is asked."""
+
+    def __init__(self, *looks: dict[str, Any]) -> None:
+        self.control, self.looks = self, list(looks)
+
+    def broadcast(self, command: str, destination: list[str], **_: Any) -> list[dict[str, Any]]:
+        assert command == "feedmill_deploy"
+        look = self.looks.pop(0) if self.looks else {}
+        return [{node: look[node]} for node in destination if node in look]
+
+
+ASKED, BEFORE = Wanted("/new", "00", 2.0), Wanted("/before", "11", 1.0)
+
+
+def says(stage: Stage, at: float = ASKED.at) -> dict[str, Any]:
+    return Report(at, stage, "so it goes")._asdict()
+
+
+@pytest.mark.parametrize(
+    ("looks", "words", "status", "left"),
+    [
+        ([{"a": {}, "b": says(Stage.LOADING)}, {"a": says(Stage.DONE), "b": says(Stage.DONE)}], "2 workers", 0, ASKED),
+        ([{"a": says(Stage.DONE), "b": says(Stage.FAILED)}], "1 of 2 workers: two models serve it", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.FAILED)}], "0 of 2 workers: what was wanted before", 1, BEFORE),
+        ([{"a": says(Stage.DONE), "b": says(Stage.DONE, 1.0)}], "1 of 2 workers: b says nothing of it", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.LOADING)}], "0 of 2 workers: b says nothing of it", 1, ASKED),
+    ],
+    ids=["all", "some", "none", "one does not look", "one vanishes"],
+)
+def test_how_it_ended(
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[dict[str, Any]],
+    words: str,
+    status: int,
+    left: Wanted,
+) -> None:
+    monkeypatch.setattr(deploy_command, "SILENT", 0.1)
+    monkeypatch.setattr(deploy_command, "PAUSE", 0.01)
+    want(redis.client, "feedmill", ASKED)
+    reports = deploy_command._told(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
+    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, BEFORE, reports)
+    assert said.replace(" of queue feedmill have switched", "").startswith(words)
+    assert ended == status
+    assert wanted(redis.client, "feedmill") == left
+
+
+def test_one_that_is_overtaken_says_so_at_once(redis: RedisServer) -> None:
+    want(redis.client, "feedmill", BEFORE)
+    reports = deploy_command._told(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
+    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, None, reports)
+    assert (said, ended) == (
+        "0 of 1 workers of queue feedmill have switched: something else was deployed meanwhile, and is what is wanted "
+        "(--show).",
+        1,
+    )
+    assert wanted(redis.client, "feedmill") == BEFORE
