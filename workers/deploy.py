@@ -32,6 +32,7 @@ from workers.calibration import TokenBudget, known_budget
 from workers.classifiers import Classifier, Row, Scores
 from workers.classifiers.choose import load_classifier
 from workers.device import Device
+from workers.message import traced
 from workers.pipeline import Pipeline
 from workers.window import Window
 
@@ -135,6 +136,7 @@ class Deployer:
             if asked and asked not in (self._at_work, self._tried) and not self._ending:
                 self._tried = asked
                 self._put_to_work(asked)
+                settle(self._pipeline.classifier.device)  # nothing above refers any more to what was dropped
 
     def _asked(self) -> Wanted | None:
         """What is wanted now; where that cannot be told, what was before: the next look will tell."""
@@ -169,7 +171,7 @@ class Deployer:
         except _Ending:
             return
         except BaseException as error:  # whatever a model's files bring about; a panic, in Rust, is no Exception
-            logger.exception("%s cannot be put to work", name)
+            logger.error("%s cannot be put to work:\n%s", name, traced(error))
             self._tell(
                 asked, Stage.FAILED, f"{before} stays at work: {type(error).__name__}: {printable(str(error)):.300}"
             )
@@ -177,7 +179,6 @@ class Deployer:
             self._at_work = asked
             self._tell(asked, Stage.DONE, f"{name} is at work, {time.monotonic() - began:.1f} s after it was told")
             self._on_replaced()
-        settle(device)
 
     def _try(self, classifier: Classifier) -> TokenBudget:
         """See that it computes, on the device thread, between the micro-batches of the one at work.

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,15 @@ class House:
         self.replaced = 0
         #: What is loaded, by the name that is wanted.
         self.models: dict[str, Callable[[], Model]] = {}
-        monkeypatch.setattr(deploy, "load_wanted", lambda ask, *_: self.models[ask.model or "own"]())
+        self.loaded: list[weakref.ref[Model]] = []
+        monkeypatch.setattr(deploy, "load_wanted", lambda ask, *_: self._load(ask.model or "own"))
         self.deployer = Deployer(self.owner.pipeline, settings, connect(settings), None, self._on_replaced)
         self.deployer.start()
+
+    def _load(self, name: str) -> Model:
+        made = self.models[name]()
+        self.loaded.append(weakref.ref(made))
+        return made
 
     def _on_replaced(self) -> None:
         self.replaced += 1
@@ -225,6 +232,7 @@ def test_whatever_fails_leaves_the_one_at_work(house: House, load: Callable[[], 
     assert report.said.startswith(f"old stays at work: {words}")
     assert house.at_work() == "old"
     assert house.owner.failures == house.replaced == 0
+    wait_until(lambda: not any(model() for model in house.loaded), "what was tried is let go of")
     assert house.report(house.deploy("/good", lambda: Candidate("good"))).stage is Stage.DONE
 
 
