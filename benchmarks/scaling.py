@@ -8,6 +8,8 @@ none; everything but the model is real. Each run begins with the whole backlog i
     publish   posts/s of two producers on one core, Redis on the others, 64 posts a message, packed; not packed; and of
               one alone, which waits for Redis a third of its time
     worker    posts/s of one worker whose device takes no time, 64 a message; and microseconds of each Redis command
+    stages    what a post costs on its way, by posts a message: CPU time of the producer, of Redis and of a worker whose
+              device takes no time; what the real tokenizer takes; bytes over the network, and in Redis
     memory    bytes that Redis holds for a waiting post over the bytes of its JSON, 64 a message; and by posts a message
     speedup   2, 4 and 8 workers of 1,000 posts/s each over one, 32 a message, and which share of the cores they took
     fairness  two workers, one five times slower: how long the first to finish took over how long the last did
@@ -47,9 +49,11 @@ from shared.keys import COUNTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
 
-PARTS = ("publish", "worker", "memory", "speedup", "fairness", "backlog", "first")
+PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlog", "first")
 #: Posts a message where as much as possible is to pass, and otherwise.
 LARGE, USUAL = 64, 32
+#: Posts a message whose stages are measured, and messages of each.
+SIZES, STAGED = (1, 8, USUAL, LARGE), 8000
 #: Seconds that a row takes the stand-in: 1,000 posts a second, and a fifth of that.
 FAST, SLOW = 0.001, 0.005
 #: Where a backlog waits until the workers are ready.
@@ -90,6 +94,14 @@ class Pace(NamedTuple):
             f"{self.posts_per_s:,.0f} posts/s; the workers: {self.workers:.2f} cores, {self.worker_us:.1f} µs a post; "
             f"Redis {self.redis:.2f}; {self.cores_busy:.0%} of the machine was busy"
         )
+
+
+class Spent(NamedTuple):
+    """What Redis has taken so far: seconds of CPU time, bytes over the network; and bytes of memory now."""
+
+    cpu: float
+    network: int
+    memory: int
 
 
 class House:
@@ -156,6 +168,11 @@ class House:
                 child.process.terminate()
             for child in children:
                 child.stop(60)
+
+    def spent(self) -> Spent:
+        found: Any = self.redis.info()
+        network = found["total_net_input_bytes"] + found["total_net_output_bytes"]
+        return Spent(found["used_cpu_user"] + found["used_cpu_sys"], network, found["used_memory"])
 
     def stored(self) -> int:
         return int(self.redis.hget(COUNTERS, "stored") or 0)
@@ -277,9 +294,54 @@ def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_stages(house: House, given: argparse.Namespace) -> dict[str, Any]:
+    found: dict[int, dict[str, float]] = {}
+    for size in SIZES:
+        house.clear()
+        posts = house.posts(min(given.published, STAGED * size))
+        settings = house.settings.model_copy(update={"posts_per_message": size})
+        pusher = Pusher(make_app(settings), house.redis, settings, ClassifyOptions())
+        start, cpu = house.spent(), time.process_time()
+        pusher.push(posts)
+        cpu, sent = time.process_time() - cpu, house.spent()
+        house.redis.rename(settings.queue, ASIDE)
+        with house.workers([0.0]) as (child,):
+            ready, before = house.spent(), cpu_seconds(child.process.pid)
+            house.begin()
+            house.wait_for(len(posts))
+            worked, stored = cpu_seconds(child.process.pid) - before, house.spent()
+        found[size] = {
+            "producer_us": round(1e6 * cpu / len(posts), 1),
+            "redis_publish_us": round(1e6 * (sent.cpu - start.cpu) / len(posts), 1),
+            "worker_us": round(1e6 * worked / len(posts), 1),
+            "redis_work_us": round(1e6 * (stored.cpu - ready.cpu) / len(posts), 1),
+            "network_bytes": round((sent.network - start.network + stored.network - ready.network) / len(posts)),
+            "waiting_bytes": round((sent.memory - start.memory) / len(posts)),
+            "stored_bytes": round((stored.memory - start.memory) / len(posts)),
+        }
+        console.print(f"stages: {size} a message: {found[size]}")
+    house.clear()
+    return {"stages_by_posts_per_message": found, "tokenize_us": _tokenizing(house)}
+
+
+def _tokenizing(house: House) -> float:
+    """Microseconds of CPU time that the embedded model's tokenizer takes for a post."""
+    from workers.classifiers.choose import load_classifier  # noqa: PLC0415 - torch
+    from workers.device import choose  # noqa: PLC0415
+
+    classifier = load_classifier(house.settings, choose("cpu"))
+    label_set, texts = classifier.label_set(ClassifyOptions()), [post.text for post in house.posts(6400)]
+    began = time.process_time()
+    for start in range(0, len(texts), LARGE):
+        classifier.prepare(texts[start : start + LARGE], label_set)
+    took = round(1e6 * (time.process_time() - began) / len(texts), 1)
+    console.print(f"stages: the tokenizer takes {took} µs a post")
+    return took
+
+
 def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    for size in (1, 8, USUAL, LARGE):
+    for size in SIZES:
         house.clear()
         posts = house.posts(6400)
         plain = sum(len(post.model_dump_json(exclude_defaults=True).encode()) for post in posts) / len(posts)

@@ -6,8 +6,8 @@ import random
 import signal
 import subprocess
 import sys
-from base64 import b64decode
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -18,7 +18,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, as_jsonl, feedmill, make_posts, running, wait_until
+from tests.support import RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
 
 
 def test_version_and_help(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_dump_with_filters(redis: RedisServer, tmp_path: Path) -> None:
 
 
 def sent_ids(redis: RedisServer) -> list[str]:
-    messages = [json.loads(raw) for raw in redis.client.lrange("feedmill", 0, -1)]
-    return sorted(post["id"] for message in messages for post in json.loads(b64decode(message["body"]))[1]["posts"])
+    messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
+    return sorted(post["id"] for message in messages for post in body_of(message)[1]["posts"])
 
 
 def positions(redis: RedisServer) -> list[int]:

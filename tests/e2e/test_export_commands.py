@@ -1,8 +1,6 @@
 """`feedmill export` as a process: whole files whatever ends it, following, and the way back into the queue."""
 
-import json
 import signal
-from base64 import b64decode
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import Feedmill, RedisServer, feedmill, last_json, processes_in, running, wait_until
+from tests.support import Feedmill, RedisServer, body_of, feedmill, last_json, processes_in, running, wait_until
 
 FORMATS = ["parquet", "csv", "jsonl"]
 
@@ -63,8 +61,7 @@ def test_an_export_is_enqueued_again(redis: RedisServer, tmp_path: Path, name: s
     again = feedmill("enqueue", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert again.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n", again.stderr
     (message,) = redis.client.lrange("feedmill", 0, -1)
-    body = json.loads(message)["body"]
-    sent = json.loads(b64decode(body))[1]["posts"]
+    sent = body_of(message)[1]["posts"]
     assert [Post.model_validate(post) for post in sent] == posts
 
 

@@ -1,6 +1,5 @@
 """Other applications: a virtual environment that holds `celery[redis]` and nothing of ours, against a real worker."""
 
-import base64
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from shared.messages import MESSAGE_VERSION, ClassifyOptions
 from shared.results import ResultsStore
 from shared.schema import FOLDER
 from shared.settings import Settings
-from tests.support import RedisServer, make_posts, wait_until
+from tests.support import RedisServer, body_of, make_posts, wait_until
 
 #: The first test's includes an installation.
 pytestmark = pytest.mark.timeout(400)
@@ -321,10 +320,10 @@ def test_what_the_producers_send(settings: Settings) -> None:
     )
     publish(make_app(settings), [make_posts(40), make_posts(1)], options)
     publish(make_app(settings), [make_posts(2)], ClassifyOptions())
-    messages = [json.loads(each) for each in connect(settings).lrange("feedmill", 0, -1)]
+    messages: Any = connect(settings).lrange("feedmill", 0, -1)
     assert len(messages) == 3
     for message in messages:
-        args, kwargs, _ = json.loads(base64.b64decode(message["body"]))
+        args, kwargs, _ = body_of(message)
         assert args == []
         assert kwargs["version"] == MESSAGE_VERSION
         REQUEST.validate(kwargs)

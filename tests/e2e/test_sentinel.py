@@ -1,7 +1,5 @@
 """sentinel://: the master that Sentinels name, and the next one when that is gone, without a new worker."""
 
-import base64
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -24,6 +22,7 @@ from tests.support import (
     PASSWORD,
     RedisServer,
     as_jsonl,
+    body_of,
     feedmill,
     make_posts,
     redis_servers,
@@ -151,7 +150,7 @@ def known_posts(redis: Redis) -> set[str]:
     pipe.lrange("feedmill", 0, -1)
     pipe.hvals(HELD["reserved_key"])
     entries, waiting, held = pipe.execute()
-    bodies = (json.loads(base64.b64decode(json.loads(message)["body"])) for message in waiting + held)
+    bodies = map(body_of, waiting + held)
     return {entry["id"] for _, entry in entries} | {post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]}
 
 
