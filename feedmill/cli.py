@@ -16,6 +16,7 @@ from rich.console import Console
 from feedmill import (
     __version__,
     dead_commands,
+    deploy_command,
     enqueue_commands,
     export_commands,
     flags,
@@ -57,6 +58,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
 app.add_typer(dead_commands.app, name="dead")
+app.add_typer(deploy_command.app)
 app.add_typer(enqueue_commands.app)
 app.add_typer(export_commands.app)
 app.add_typer(flower_command.app)

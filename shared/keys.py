@@ -23,6 +23,8 @@ GROUPS = "feedmill:groups"
 PASSES = "feedmill:passes"
 #: Hash: queue -> the model that workers serve it with, and when one said so last, as JSON.
 MODELS = "feedmill:models"
+#: Hash: queue -> the model that it is to be served with, by `feedmill deploy`, as JSON.
+WANTED = "feedmill:wanted"
 #: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
 CELERY_RESULTS = "celery-task-meta-*"
 
@@ -99,6 +101,7 @@ TABLE: tuple[Key, ...] = (
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
     Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
     Key(MODELS, "hash", "shared/models.py", "a field a queue, MOST at most; dropped after KEPT"),
+    Key(WANTED, "hash", "shared/models.py", "a field a queue, MOST at most"),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),

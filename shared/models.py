@@ -1,19 +1,22 @@
-"""Which queue is served with which model: workers say it of themselves, and whoever sends chooses by it.
+"""Which queue is served with which model, and which one it is to be served with.
 
-One hash, feedmill:models. It outlives the workers: a model of which none runs just now is known all the same, and what
-waits for it is seen. It knows neither whether a worker runs, nor what one would make of a message.
+Two hashes. feedmill:models is what workers say of themselves, and whoever sends chooses by it. It outlives the workers:
+a model of which none runs just now is known all the same, and what waits for it is seen. feedmill:wanted is what
+`feedmill deploy` asks of the workers of a queue. Neither knows whether a worker runs, nor what one would make of a
+message.
 """
 
 import json
 import time
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from redis import Redis
 
 from shared.broker import queue_depth
 from shared.errors import UserError, printable
-from shared.keys import MODELS
+from shared.keys import MODELS, WANTED
 from shared.settings import DAY, DEFAULT_QUEUE, PREFIX, Settings
 
 #: Seconds between two words of a worker.
@@ -30,6 +33,36 @@ class Served(NamedTuple):
     model: str
     #: When a worker said so last, in seconds since 1970.
     seen: float
+
+
+class Wanted(NamedTuple):
+    """What the workers of a queue are asked to serve it with."""
+
+    #: A folder of the workers' machines; None: what each worker's own settings name.
+    model: str | None
+    #: SHA-256 of the weights in it, in hex, as results bear it.
+    weights: str | None
+    #: When it was asked for, in seconds since 1970: tells one asking from another.
+    at: float
+
+
+class Stage(StrEnum):
+    """How far a worker has come with what it was asked for."""
+
+    LOADING = "loads"
+    TRYING = "tries"
+    SWITCHING = "switches"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Report(NamedTuple):
+    """What a worker says of the latest asking."""
+
+    #: Of which: the `at` of Wanted.
+    at: float
+    stage: Stage
+    said: str
 
 
 def announce(redis: Redis, queue: str, model: str) -> str | None:
@@ -60,6 +93,39 @@ def known(redis: Redis) -> dict[str, Served]:
 def queues(redis: Redis, settings: Settings) -> list[str]:
     """The names of all queues there are: the known ones, and this process's own. Raises as `known` does."""
     return sorted({settings.queue, *known(redis)})
+
+
+def wanted(redis: Redis, queue: str) -> Wanted | None:
+    """What a queue is to be served with; None where nobody asked. Raises UserError, redis.exceptions.RedisError."""
+    text: Any = redis.hget(WANTED, queue)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        return Wanted(_text(found["model"]), _text(found["weights"]), float(found["at"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(
+            f"What {WANTED} holds for queue {queue} names no model. Deploy one anew, or `feedmill deploy --own --queue "
+            f"{queue}`."
+        ) from None
+
+
+def _text(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def want(redis: Redis, queue: str, asked: Wanted | None) -> None:
+    """Ask this of the workers of a queue; None: nothing more. Raises UserError, and redis.exceptions.RedisError."""
+    if asked is None:
+        redis.hdel(WANTED, queue)
+        return
+    if not redis.hexists(WANTED, queue) and redis.hlen(WANTED) >= MOST:
+        raise UserError(
+            f"Models were deployed to {MOST} queues already, and no more are kept: `feedmill deploy --show`."
+        )
+    redis.hset(WANTED, queue, json.dumps(asked._asdict()))
 
 
 def queue_of(redis: Redis, model: str) -> str:

@@ -131,6 +131,8 @@ class Settings(BaseSettings):
     trust_remote_code: bool = False
     #: nli, sequence or similarity (docs/models.md); auto reads it off the model's files.
     classifier: Literal["auto", "nli", "sequence", "similarity"] = "auto"
+    #: Folder below which a model must lie that `feedmill deploy` may have this worker load. Unset: any of this machine.
+    models_folder: Path | None = None
     #: torch, or onnx: ONNX Runtime, with its TensorRT, CUDA or CPU provider, whichever is there in that order.
     engine: Literal["torch", "onnx"] = "torch"
     #: auto, cpu, cuda, cuda:N or mps.
@@ -285,7 +287,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be set, to what the Sentinels of {PREFIX}REDIS_URL call the master")
         return value
 
-    @field_validator("data_folder", "cache_folder", "reddit_topics")
+    @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics")
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()

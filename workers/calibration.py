@@ -62,20 +62,32 @@ class TokenBudget:
             _write(self._file, self._key, entry | lowered)
 
 
-def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
-    """The budget that is set, else the remembered one, else the best of a sweep, which takes some seconds."""
+def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:
+    """The budget that is set, else the remembered one."""
     if settings.token_budget:
         return TokenBudget(settings.token_budget)
-    file, key = settings.cache_folder / FILE, digest(*identity(classifier, settings).values())
+    file, key = _place(classifier, settings)
     known = _entry(file, key).get("token_budget")
     if isinstance(known, int) and known > 0:
         logger.info("token budget %d, as measured before (%s)", known, file)
         return TokenBudget(known, file, key)
+    return None
+
+
+def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
+    """The budget that is set, else the remembered one, else the best of a sweep, which takes some seconds."""
+    if known := known_budget(classifier, settings):
+        return known
     logger.info("measuring the token budget, once for this device and model …")
     classifier.device.take_share(classifier.device.lanes)
     rates = sweep(classifier, settings.batch_rows)
     remember(classifier, settings, rates)
-    return TokenBudget(best(rates), file, key)
+    return TokenBudget(best(rates), *_place(classifier, settings))
+
+
+def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
+    """Where the budget of this device, model and settings is remembered: the file, and the key in it."""
+    return settings.cache_folder / FILE, digest(*identity(classifier, settings).values())
 
 
 def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:

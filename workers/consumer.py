@@ -32,6 +32,7 @@ from celery.worker import consumer, state
 from celery.worker.autoscale import Autoscaler
 from celery.worker.consumer import consumer as _celery_consumer
 from celery.worker.consumer.mingle import Mingle
+from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import RedisError as RedisFault
 from redis.exceptions import ResponseError
@@ -272,6 +273,13 @@ class ConsumerFit(bootsteps.StartStopStep):
         """What waits goes to the dispatcher, which hands what it cannot send to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
+
+
+@control_command()
+def feedmill_deploy(state: Any) -> dict[str, Any]:
+    """Look which model is wanted for this worker's queue, and say how the latest asking goes."""
+    pool = state.consumer.pool
+    return pool.deploy() if isinstance(pool, DevicePool) else {}
 
 
 class Scaler(Autoscaler):

@@ -49,6 +49,13 @@ class Device(NamedTuple):
         if self.torch.type == "cpu":
             torch.set_num_threads(max(1, CORES // passes))
 
+    def give_back(self) -> None:
+        """Let others have the memory that no tensor uses any more."""
+        if self.torch.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.torch.type == "mps":
+            torch.mps.empty_cache()
+
     @property
     def hardware(self) -> str:
         """What it is made of: the processor's or the GPU's name, and a CPU's threads."""

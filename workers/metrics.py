@@ -14,7 +14,6 @@ from shared.settings import Settings
 from workers.device import Device
 
 if TYPE_CHECKING:
-    from workers.calibration import TokenBudget
     from workers.pipeline import Pipeline
 
 #: Seconds between two turns of the consumer's loop that are noted.
@@ -108,7 +107,7 @@ class WorkerMetrics:
         self._settings = settings
         self._node = node
         self._redis = RedisFigures(settings)
-        self._loaded: tuple[Pipeline, Device, TokenBudget, str, Callable[[], int]] | None = None
+        self._loaded: tuple[Pipeline, Callable[[], int]] | None = None
         #: When the consumer's loop last turned, or was seen to wait for Redis (monotonic seconds); None before it runs.
         self._turned: float | None = None
 
@@ -116,14 +115,9 @@ class WorkerMetrics:
         """Answer whoever asks, from now on. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
-    def loaded(
-        self, pipeline: "Pipeline", device: Device, budget: "TokenBudget", classifier: str, held: Callable[[], int]
-    ) -> None:
-        """The model is loaded: from now on there is something to tell.
-
-        classifier: its kind. held: how many messages the worker has in hand.
-        """
-        self._loaded = pipeline, device, budget, classifier, held
+    def loaded(self, pipeline: "Pipeline", held: Callable[[], int]) -> None:
+        """The model is loaded: from now on there is something to tell. held: messages that the worker has in hand."""
+        self._loaded = pipeline, held
 
     def turn(self) -> None:
         """The consumer's loop has turned, or can do nothing about it."""
@@ -132,10 +126,11 @@ class WorkerMetrics:
     def samples(self) -> Iterator[Sample]:
         if self._loaded is None:
             return
-        pipeline, device, budget, classifier, held = self._loaded
+        pipeline, held = self._loaded
+        classifier, settings = pipeline.classifier, self._settings
+        device, model = classifier.device, classifier.weights.name
         precision = str(device.dtype).removeprefix("torch.")
-        settings = self._settings
-        yield Sample(INFO, 1.0, (self._node, settings.model, settings.queue, device.name, precision, classifier))
+        yield Sample(INFO, 1.0, (self._node, model, settings.queue, device.name, precision, classifier.kind))
         statistics = pipeline.statistics
         totals = statistics.totals
         for state, count in (("classified", totals.posts), ("answered", totals.answered), ("failed", totals.failed)):
@@ -150,7 +145,7 @@ class WorkerMetrics:
         yield Sample(BUSY, totals.device_seconds)
         for state, size in _memory(device).items():
             yield Sample(MEMORY, size, (state,))
-        yield Sample(BUDGET, budget.tokens)
+        yield Sample(BUDGET, pipeline.budget.tokens)
         yield Sample(HELD, held(), (settings.queue,))
         yield Sample(WAITING, pipeline.waiting())
         yield Sample(OLDEST_ROW, pipeline.oldest_age())

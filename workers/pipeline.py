@@ -6,8 +6,9 @@ The device is what must never wait: tokenization, Redis and Celery happen on oth
 handed the next micro-batch while the last one runs. A CPU has a device thread, a lane, for each of its cores, whose
 forward passes run side by side; a micro-batch that finds the others idle gets all cores. One more thread watches: a
 forward pass that hangs ends the worker, as does any thread that dies. Posts in whose passes workers vanished before
-(workers/suspects.py) are computed apart, while every lane else is idle. The pipeline knows what a message of posts is,
-but nothing of Celery. It asks and tells its owner, on threads of its own: `admits`, whether a message whose turn has
+(workers/suspects.py) are computed apart, while every lane else is idle. A model is replaced while all goes on: each has
+a window of its own, so no row ever meets another one's forward pass. The pipeline knows what a message of posts is, but
+nothing of Celery. It asks and tells its owner, on threads of its own: `admits`, whether a message whose turn has
 come is still wanted, under the pipeline's lock; `on_started`, when its first row enters a forward pass; `on_finished`,
 when its last post has an outcome and every result is stored; `on_recorded`, when its dead letters are stored as well,
 and nothing more is to come.
@@ -56,9 +57,33 @@ LONGEST_PAUSE = 5.0
 LONGEST_REASON = 1000
 
 
+class Loaded:
+    """A model that is loaded: what computes with it, how many tokens its micro-batches hold, and what waits for it."""
+
+    def __init__(
+        self, classifier: Classifier, budget: TokenBudget, on_at_work: Callable[[], None] = lambda: None
+    ) -> None:
+        self.classifier = classifier
+        self.budget = budget
+        #: Called, on the writer thread, when all that came before is stored.
+        self.on_at_work = on_at_work
+        self.window: Window[Row] = Window(time.monotonic)
+        self.quarantine: Quarantine[Row] = Quarantine()
+        label_set = classifier.label_set(ClassifyOptions())
+        #: A row of no message: what the device must be able to compute.
+        self.proof = classifier.prepare(["A first post."], label_set)[0]
+        #: Rows of a post, with the labels that are set.
+        self.rows_each = label_set.rows
+
+    def __len__(self) -> int:
+        """Rows that wait."""
+        return len(self.window) + len(self.quarantine)
+
+
 class Computed(NamedTuple):
     """A micro-batch with its outputs, or with what went wrong; `share` of the device was at it."""
 
+    loaded: Loaded
     rows: Sequence[Row]
     outputs: Outputs | Exception
     share: float
@@ -99,9 +124,10 @@ class Pipeline:
         on_recorded: Callable[[Message], None] = lambda _: None,
         on_failure: Callable[[], None],
     ) -> None:
-        self._classifier = classifier
+        #: The model at work, and those that are to replace it, in turn. Replaced as a whole, under `_ready`, and the
+        #: first of them only while no lane has a micro-batch: whoever has one reads it without a lock.
+        self._models: tuple[Loaded, ...] = (Loaded(classifier, budget),)
         self._store = store
-        self._budget = budget
         self._worker = worker
         self._suspects = suspects
         self._admits = admits
@@ -113,16 +139,13 @@ class Pipeline:
         self._window_rows = settings.window_rows
         self._prefetch_seconds = settings.prefetch_seconds
         self._forward_timeout = settings.forward_timeout
-        #: A row of no message: what the device must be able to compute.
-        self._proof = classifier.prepare(["A first post."], classifier.label_set(ClassifyOptions()))[0]
         self.statistics = Statistics(settings.statistics_interval, time.monotonic())
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
-        self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        #: Guards the window, the jobs, and every message's `started`, `finished` and `dropped`.
+        #: Messages, and between them the models that those behind are for; None ends the tokenizer.
+        self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
+        #: Guards the models and what waits for them, the jobs, and every message's `started`, `finished` and `dropped`.
         self._ready = threading.Condition()
-        self._window: Window[Row] = Window(time.monotonic)
-        self._quarantine: Quarantine[Row] = Quarantine()
         #: Whether suspects are on the device: then nothing else may be.
         self._apart = False
         self._jobs: deque[Callable[[], None]] = deque()
@@ -136,10 +159,9 @@ class Pipeline:
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         #: Room for what the device and the tokenizer hand to the writer.
         self._room = threading.Semaphore(WRITE_AHEAD)
-        #: Rows taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each is
-        #: written by a thread of its own. Both reckon with the labels that are set.
-        self._rows_each = classifier.label_set(ClassifyOptions()).rows
-        self._rows_in = self._rows_prepared = self._messages_in = 0
+        #: Posts taken in by `submit`, and those of them that the tokenizer is done with: two counts, since each is
+        #: written by a thread of its own.
+        self._posts_in = self._posts_prepared = self._messages_in = 0
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
@@ -158,7 +180,7 @@ class Pipeline:
 
     def submit(self, message: Message) -> None:
         """Take a message in. It ends with `on_recorded`, unless it is withdrawn or the pipeline stops."""
-        self._rows_in += len(message.raw_posts) * self._rows_each
+        self._posts_in += len(message.raw_posts)
         self._messages_in += 1
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
@@ -167,7 +189,8 @@ class Pipeline:
 
     def waiting(self) -> int:
         """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
-        return len(self._window) + len(self._quarantine) + self._rows_in - self._rows_prepared
+        models = self._models
+        return sum(map(len, models)) + (self._posts_in - self._posts_prepared) * models[-1].rows_each
 
     def most_waiting(self) -> int:
         """Rows that may wait: no more than the device computes in `prefetch_seconds`, as fast as it was lately.
@@ -178,13 +201,33 @@ class Pipeline:
         return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
 
     def rows_per_message(self) -> float:
-        """The mean of all that came so far."""
-        return max(1.0, self._rows_in / self._messages_in) if self._messages_in else float(self._rows_each)
+        """The mean of all that came so far, with the labels that are set."""
+        each = self._models[-1].rows_each
+        return max(1.0, each * self._posts_in / self._messages_in) if self._messages_in else float(each)
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited for the device."""
         with self._ready:
-            return self._window.oldest_age()
+            return max(loaded.window.oldest_age() for loaded in self._models)
+
+    @property
+    def classifier(self) -> Classifier:
+        """That of the model at work."""
+        return self._models[0].classifier
+
+    @property
+    def budget(self) -> TokenBudget:
+        """That of the model at work."""
+        return self._models[0].budget
+
+    def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
+        """Compute what is submitted from now on with another model of the same device.
+
+        What came before is finished with the one that it came for. Then, between two micro-batches, the device goes
+        over to the other; and when nothing of the one before is left here, `on_replaced` is called, on the writer
+        thread.
+        """
+        self._arrived.put(Loaded(classifier, budget, on_replaced))
 
     def run_on_device_thread(self, job: Callable[[], None]) -> None:
         """Run something that is no micro-batch between two micro-batches: jobs and micro-batches take turns."""
@@ -274,35 +317,45 @@ class Pipeline:
                     return
 
     def _tokenizer_loop(self) -> None:
-        while (message := self._arrived.get()) and not self._stopping.is_set():
-            prepared: list[tuple[PostAtWork, list[Row]]] = []
-            try:
-                prepared = self._prepare(message)
-            except RequestRefused as refused:
-                message.refused = refused
-            except Exception as error:
-                logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
-                message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
-                message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
-            rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
-            for at in range(0, len(rows), ROWS_AT_ONCE):
+        while (arrived := self._arrived.get()) is not None and not self._stopping.is_set():
+            if isinstance(arrived, Message):
+                self._take_in(arrived)
+            else:
                 with self._ready:
-                    for row in rows[at : at + ROWS_AT_ONCE]:
-                        self._window.add(row, message.priority)
+                    self._models += (arrived,)
                     self._ready.notify_all()
-            with self._ready:
-                for work, each in prepared:
-                    if work.index in message.deaths:
-                        self._quarantine.add(each)
-                self._ready.notify_all()
-            if not prepared:
-                self._hand_to_writer(message)
-            self._rows_prepared += len(message.raw_posts) * self._rows_each
 
-    def _prepare(self, message: Message) -> list[tuple[PostAtWork, list[Row]]]:
+    def _take_in(self, message: Message) -> None:
+        """Prepare a message for the latest model, and let its rows wait for that one."""
+        loaded = self._models[-1]
+        prepared: list[tuple[PostAtWork, list[Row]]] = []
+        try:
+            prepared = self._prepare(message, loaded.classifier)
+        except RequestRefused as refused:
+            message.refused = refused
+        except Exception as error:
+            logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
+            message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
+        rows = [row for work, each in prepared if work.index not in message.deaths for row in each]
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            with self._ready:
+                for row in rows[at : at + ROWS_AT_ONCE]:
+                    loaded.window.add(row, message.priority)
+                self._ready.notify_all()
+        with self._ready:
+            for work, each in prepared:
+                if work.index in message.deaths:
+                    loaded.quarantine.add(each)
+            self._ready.notify_all()
+        if not prepared:
+            self._hand_to_writer(message)
+        self._posts_prepared += len(message.raw_posts)
+
+    def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
         """The posts that are to be computed, with their rows; the others are settled."""
         posts = message.read()
-        label_set = self._classifier.label_set(message.options)
+        label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
                 f"posts: {len(posts)} of {label_set.rows} rows each are {rows_in_all:,} rows; at most "
@@ -317,19 +370,19 @@ class Pipeline:
         at_work = self._unanswered(at_work)
         if message.redelivered and self._suspects:
             at_work = self._not_deadly(at_work, message, self._suspects)
-        prepared = list(zip(at_work, self._rows(at_work, label_set), strict=True))
+        prepared = list(zip(at_work, self._rows(at_work, label_set, classifier), strict=True))
         for work, rows in prepared:
             for row in rows:
                 row.owner = work
         return [(work, rows) for work, rows in prepared if rows]
 
-    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet) -> list[list[Row]]:
+    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
         """Each post's rows; none of one that cannot be prepared, which is settled with the reason."""
         try:
-            return self._classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
+            return classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
         except BaseException as error:  # a panic of the tokenizer, in Rust, is no Exception
             if len(at_work) > 1:
-                return [rows for work in at_work for rows in self._rows([work], label_set)]
+                return [rows for work in at_work for rows in self._rows([work], label_set, classifier)]
             logger.error("post %s cannot be prepared:\n%s", at_work[0].post.id, traced(error))
             reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
             at_work[0].message.tracebacks[at_work[0].index] = traced(error)
@@ -366,7 +419,7 @@ class Pipeline:
     def _device_loop(self, lane: int) -> None:
         while batch := self._next_batch(lane):
             rows, passes, apart = batch
-            self._classifier.device.take_share(passes)
+            self.classifier.device.take_share(passes)
             if apart:
                 self._prove_device(lane)
             parts = self._forward(rows, lane)
@@ -376,7 +429,7 @@ class Pipeline:
                         self._wait_for(outputs)
                 self._note((), lane)  # the writer may keep this thread waiting, and what has ended is no suspect
             for part, outputs in parts:
-                self._hand_to_writer(Computed(part, outputs, 1 / passes))
+                self._hand_to_writer(Computed(self._models[0], part, outputs, 1 / passes))
             with self._ready:
                 self._busy -= 1
                 self._apart = False
@@ -397,7 +450,7 @@ class Pipeline:
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if not row.owner.message.dropped]
-                alone = not self._busy and not self._window
+                alone = not self._busy and not self._models[0].window
                 self._apart = apart = self._apart and bool(rows)
                 self._busy += bool(rows)
             for message in starting:
@@ -407,19 +460,35 @@ class Pipeline:
         return None
 
     def _is_due(self) -> bool:
-        """Whether a lane may take a micro-batch: suspects wait for all lanes, and all lanes for them. Locked."""
-        return not self._busy if self._quarantine else bool(self._window) and not self._apart
+        """Whether a lane may take a micro-batch. Suspects, and another model, wait for all lanes. Locked."""
+        at_work = self._models[0]
+        if at_work.quarantine or self._is_replaced():
+            return not self._busy
+        return bool(at_work.window) and not self._apart
+
+    def _is_replaced(self) -> bool:
+        """Whether nothing waits for the model at work any more, nor will. Locked."""
+        return len(self._models) > 1 and not self._models[0]
 
     def _take(self) -> list[Row]:
         """The next micro-batch, of suspects where there are any. Locked."""
-        self._apart = bool(self._quarantine)
-        return (self._quarantine or self._window).take(self._budget.tokens, self._batch_rows)
+        while self._is_replaced():
+            self._models = self._models[1:]
+            self.run_on_writer_thread(partial(self._begin_anew, self._models[0].on_at_work))
+        at_work = self._models[0]
+        self._apart = bool(at_work.quarantine)
+        return (at_work.quarantine or at_work.window).take(at_work.budget.tokens, self._batch_rows)
+
+    def _begin_anew(self, on_at_work: Callable[[], None]) -> None:
+        """The writer has stored what the model before computed, and how fast that was tells nothing any more."""
+        self.statistics.forget_speed()
+        on_at_work()
 
     def _prove_device(self, lane: int) -> None:
         """See that the device computes at all, before its failing counts against suspects."""
         if (computing := self._computing[lane]) and computing[1]:
             self._wait_for(computing[1])
-        self._wait_for(self._compute(self._proof, lane))
+        self._wait_for(self._compute(self._models[0].proof, lane))
 
     def _wait_for(self, outputs: Outputs) -> None:
         while not outputs.ready() and not self._stopping.wait(0.001):
@@ -461,7 +530,7 @@ class Pipeline:
         middle = len(rows) // 2
         halves = self._forward(rows[:middle], lane) + self._forward(rows[middle:], lane)
         if full:  # and the halves were not
-            self._budget.lower(len(rows) * max(row.length for row in rows) // 2)
+            self.budget.lower(len(rows) * max(row.length for row in rows) // 2)
         return halves
 
     def _note(self, rows: Sequence[Row], lane: int) -> None:
@@ -477,7 +546,7 @@ class Pipeline:
         began = time.monotonic()
         self._computing[lane] = began, None
         try:
-            outputs = self._classifier.forward(rows)
+            outputs = self.classifier.forward(rows)
         except BaseException:
             self._computing[lane] = None
             raise
@@ -538,7 +607,7 @@ class Pipeline:
 
     def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:
         """Give each post of a micro-batch its outcome: what is to be stored, and the messages now complete."""
-        rows, outputs, share = computed
+        loaded, rows, outputs, share = computed
         outcomes: list[tuple[PostAtWork, Outcome]]
         if isinstance(outputs, Exception):
             work = rows[0].owner
@@ -546,9 +615,9 @@ class Pipeline:
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
             work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
-            scored = self._classifier.finish(rows, outputs)
+            scored = loaded.classifier.finish(rows, outputs)
             self.statistics.count(rows, outputs.seconds, share)
-            outcomes = [(row.owner, self._outcome(row, scores)) for row, scores in scored]
+            outcomes = [(row.owner, self._outcome(row, scores, loaded.classifier)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:
             if work.message.fault:
@@ -559,11 +628,11 @@ class Pipeline:
                 complete.append(work.message)
         return results, complete
 
-    def _outcome(self, row: Row, scores: Scores) -> Outcome:
+    def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
         work: PostAtWork = row.owner
         if not all(map(math.isfinite, scores.values())):
             return PostError(id=work.post.id, error="its scores are not finite: the precision overflowed")
-        weights = self._classifier.weights
+        weights = classifier.weights
         best_first = dict(sorted(scores.items(), key=lambda item: -item[1]))
         now = time.time()
         return Classification(
@@ -576,7 +645,7 @@ class Pipeline:
             fingerprint=work.fingerprint,
             classified_at=now,
             worker=self._worker,
-            device=self._classifier.device.name,
+            device=classifier.device.name,
             queued_seconds=None if work.message.sent_at is None else max(0.0, now - work.message.sent_at),
         )
 

@@ -48,12 +48,12 @@ from redis.exceptions import RedisError as RedisFault
 from shared.broker import PRIORITY_MARK, SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.metrics import connect_briefly
-from shared.models import PERIOD, announce
+from shared.models import PERIOD, Wanted, announce, wanted
 from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
 from workers.calibration import calibrate
-from workers.classifiers.choose import load_classifier
+from workers.deploy import Deployer, load_wanted, settle
 from workers.message import Message
 from workers.metrics import TURN, WorkerMetrics
 from workers.pipeline import Pipeline
@@ -147,20 +147,20 @@ class DevicePool(BasePool):
             self._device = device.choose(self.settings.device, self.settings.dtype, self.settings.engine)
             logger.info("device %s", self._device)
             began = time.monotonic()
-            classifier = load_classifier(self.settings, self._device)
-            self._budget = calibrate(classifier, self.settings)
+            asked = self._wanted()
+            classifier = load_wanted(asked, self.settings, self._device)
+            budget = calibrate(classifier, self.settings)
         except (UserError, DeviceFull, DeviceLost) as error:
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
-        self._model = classifier.weights.name
         logger.info(
-            "%s classifies by %s, loaded in %.1f s", self.settings.model, classifier.kind, time.monotonic() - began
+            "%s classifies by %s, loaded in %.1f s", classifier.weights.name, classifier.kind, time.monotonic() - began
         )
         self.pipeline = Pipeline(
             classifier,
             ResultsStore(connect(self.settings), self.settings),
             self.settings,
-            self._budget,
+            budget,
             worker,
             suspects=Suspects(connect(self.settings)),
             admits=self._admits,
@@ -170,20 +170,26 @@ class DevicePool(BasePool):
             on_failure=self._on_failure,
         )
         self.pipeline.start()
+        self._deployer = Deployer(
+            self.pipeline, self.settings, self._redis, asked, lambda: self.pipeline.run_on_writer_thread(self._announce)
+        )
+        self._deployer.start()
         for task in self.app.tasks.values():
             if isinstance(task, ClassifyTask) and task.track_started:
                 # It starts long before the tracer runs it: `_on_started` tells.
                 task.track_started = False
                 self._tracked.add(task.name)
         if self._metrics:
-            self._metrics.loaded(
-                self.pipeline, self._device, self._budget, classifier.kind, held=lambda: len(self._held)
-            )
-        # The libraries and the model are here to stay: looking through them for garbage, again and again, took an
-        # eighth of a worker's time.
-        gc.collect()
-        gc.freeze()
+            self._metrics.loaded(self.pipeline, held=lambda: len(self._held))
+        settle(self._device)
         gc.set_threshold(GARBAGE_LOOKS)
+
+    def _wanted(self) -> Wanted | None:
+        """What the queue is to be served with; where Redis does not tell, the first look will. Raises UserError."""
+        try:
+            return wanted(self._redis, self.settings.queue)
+        except RedisFault:
+            return None
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""
@@ -199,20 +205,30 @@ class DevicePool(BasePool):
 
     def _announce(self) -> None:
         """Say which queues are served with which model (shared/models.py); that can wait for Redis, and for rights."""
+        self._deployer.look()
+        model = self.pipeline.classifier.weights.name
         for name in self._queues():
             try:
-                other = announce(self._redis, name, self._model)
+                other = announce(self._redis, name, model)
             except RedisFault as fault:
                 logger.warning("that queue %s is served cannot be noted (%s)", name, fault)
                 return
-            if other:
+            if other and not self._deployer.report:  # whoever deploys knows that one takes over from another
                 logger.warning(
                     "queue %s was served with %s moments ago, and is with %s now: while both serve it, which one a "
                     "post meets is chance. A model has a queue of its own (--queue)",
                     name,
                     other,
-                    self._model,
+                    model,
                 )
+
+    def deploy(self) -> dict[str, Any]:
+        """Look what is wanted, soon, and say how the latest asking goes: what the remote command answers."""
+        self._deployer.look()
+        return self._reported()
+
+    def _reported(self) -> dict[str, Any]:
+        return self._deployer.report._asdict() if self._deployer.report else {}
 
     def _queues(self) -> list[str]:
         """The queues that this worker takes messages from."""
@@ -411,6 +427,7 @@ class DevicePool(BasePool):
         if self._held:
             logger.warning("%d messages go back to the queue unfinished", len(self._held))
         self.pipeline.stop()
+        self._deployer.stop()
 
     # What a device cannot do: the sender of the remote command gets the sentence.
 
@@ -433,13 +450,13 @@ class DevicePool(BasePool):
 
     def _get_info(self) -> dict[str, Any]:
         """What `inspect stats` and `feedmill status` show."""
-        totals = self.pipeline.statistics.totals
+        totals, weights = self.pipeline.statistics.totals, self.pipeline.classifier.weights
         recent = self.pipeline.statistics.recent(time.monotonic())
         info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub
         return (
             info
-            | {"device": str(self._device), "model": self.settings.model, "queues": self._queues()}
-            | {"token_budget": self._budget.tokens}
+            | {"device": str(self._device), "model": weights.name, "weights": weights.sha256, "queues": self._queues()}
+            | {"deploy": self._reported(), "token_budget": self.pipeline.budget.tokens}
             | asdict(totals)
             | {
                 "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,

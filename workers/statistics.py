@@ -158,6 +158,10 @@ class Statistics:
         self.padding.add(1 - tokens / padded if padded else 0.0)
         self.forward_seconds.add(seconds)
 
+    def forget_speed(self) -> None:
+        """The device computes another model from now on."""
+        self.speed = Speed()
+
     def turn(self, now: float) -> Rates | None:
         """Begin a new interval where the last is over; its rates, if anything was classified in it."""
         if now - self._since < self._interval:

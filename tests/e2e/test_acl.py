@@ -92,7 +92,7 @@ def _nothing_but_what_is_tested(guarded: Guarded) -> None:
 
 def test_the_worker_s_user_looks_after_the_whole(guarded: Guarded, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": guarded.as_user("worker")}
-    for command in (["status", "--json"], ["health"], ["purge", "p1"], ["purge", "--lift", "p1"]):
+    for command in (["status", "--json"], ["health"], ["purge", "p1"], ["purge", "--lift", "p1"], ["deploy", "--own"]):
         said = feedmill(*command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
         if command[0] == "status":

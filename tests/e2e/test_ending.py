@@ -21,7 +21,9 @@ POSTS = 320
 
 
 @contextmanager
-def standin(redis: RedisServer, folder: Path, name: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def standin(
+    redis: RedisServer, folder: Path, name: str, row_seconds: float = 0.02, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that holds all messages at once, and takes 20 ms for a post."""
     given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
     log = folder / f"{name}.log"
@@ -31,7 +33,7 @@ def standin(redis: RedisServer, folder: Path, name: str, **environment: str) -> 
             cwd=chaos.ROOT,
             env=os.environ
             | {f"FEEDMILL_{key}": value for key, value in given.items()}
-            | {"STANDIN_ROW_SECONDS": "0.02"},
+            | {"STANDIN_ROW_SECONDS": str(row_seconds)},
             stdout=output,
             stderr=output,
         )

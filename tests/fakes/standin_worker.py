@@ -4,7 +4,8 @@
 
 Everything is the worker's but the classifier: torch and transformers, which take most of a worker's start, are never
 imported. What becomes of a forward pass is said by the titles of its posts, by signals, and by STANDIN_ROW_SECONDS,
-the time that a row takes. Signals other than these do what they do to any worker.
+the time that a row takes; with a model that was deployed it takes none. Signals other than these do what they do to any
+worker.
 """
 
 import os
@@ -12,6 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest.mock import MagicMock
@@ -34,6 +37,8 @@ class Device:
 
     def take_share(self, passes: int) -> None: ...
 
+    def give_back(self) -> None: ...
+
     def __str__(self) -> str:
         return self.name
 
@@ -54,21 +59,16 @@ class StandIn:
     kind = "stand-in"
     packed = False
     device = Device()
+    #: What the process was told, whatever model it has.
+    hangs = full = ahead = False
 
-    def __init__(self, row_seconds: float) -> None:
+    def __init__(self, model: str = "stand-in", sha256: str = "00") -> None:
         from workers.classifiers import LabelSet  # noqa: PLC0415 - when what it imports has its stand-ins
         from workers.weights import Weights  # noqa: PLC0415
 
-        self._row_seconds = row_seconds
-        self._labels = LabelSet(("good", "bad"), False, "stand-in")
-        self.weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
-        self._hangs = self._full = False
-        self._ahead = False
-        clock = time.time
-        signal.signal(HANG, lambda *_: setattr(self, "_hangs", True))
-        signal.signal(FULL, lambda *_: setattr(self, "_full", True))
-        signal.signal(CLOCK, lambda *_: setattr(self, "_ahead", not self._ahead))
-        time.time = lambda: clock() + JUMP * self._ahead
+        self._row_seconds = 0.0 if model != "stand-in" else float(os.environ.get("STANDIN_ROW_SECONDS", "0"))
+        self._labels = LabelSet(("good", "bad"), False, model)
+        self.weights = Weights(model, None, None, sha256)  # type: ignore[arg-type]
 
     def warm_up(self) -> None: ...
 
@@ -85,10 +85,10 @@ class StandIn:
         from shared.errors import DeviceFull  # noqa: PLC0415
 
         titles = [row.owner.post.title for row in rows if row.owner]
-        if self._hangs:
+        if self.hangs:
             Event().wait()
-        if self._full and len(rows) > 1:
-            self._full = False
+        if self.full and len(rows) > 1:
+            StandIn.full = False
             raise DeviceFull("the stand-in was told to be full")
         if any(KILLS in title for title in titles):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -101,17 +101,31 @@ class StandIn:
         return [(row, {"good": 0.75, "bad": 0.25}) for row in rows]
 
 
+def listen() -> None:
+    clock = time.time
+    signal.signal(HANG, lambda *_: setattr(StandIn, "hangs", True))
+    signal.signal(FULL, lambda *_: setattr(StandIn, "full", True))
+    signal.signal(CLOCK, lambda *_: setattr(StandIn, "ahead", not StandIn.ahead))
+    time.time = lambda: clock() + JUMP * StandIn.ahead
+
+
+def load(settings: Any, _: Any) -> StandIn:
+    """What stands in for a folder's model bears its name and hash."""
+    weights = Path(settings.model) / "model.safetensors"
+    return StandIn(settings.model, sha256(weights.read_bytes()).hexdigest()) if weights.is_file() else StandIn()
+
+
 def main(name: str) -> int:
     absent = {name: MagicMock() for name in ("torch", "transformers", "workers.hub", "workers.classifiers.choose")}
     sys.modules |= absent
-    standin = StandIn(float(os.environ.get("STANDIN_ROW_SECONDS", "0")))
-    absent["workers.classifiers.choose"].load_classifier = lambda *_: standin
-    from shared.settings import load  # noqa: PLC0415
+    absent["workers.classifiers.choose"].load_classifier = load
+    listen()
+    from shared import settings  # noqa: PLC0415
     from workers import device  # noqa: PLC0415
     from workers.run import run_worker  # noqa: PLC0415
 
-    device.choose = lambda *_: standin.device  # type: ignore[assignment]
-    return run_worker(load(), name)
+    device.choose = lambda *_: StandIn.device  # type: ignore[assignment]
+    return run_worker(settings.load(), name)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,9 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.statistics = Statistics(60.0, 0.0)
+        weights = SimpleNamespace(name=Settings().model)
+        self.classifier = SimpleNamespace(kind="nli", device=None, weights=weights)
+        self.budget = SimpleNamespace(tokens=2048)
 
     def waiting(self) -> int:
         return 12
@@ -125,8 +128,8 @@ def worker(clock: Clock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - the 
 
 def loaded(worker: worker_metrics.WorkerMetrics, kind: str = "cpu") -> Pipeline:
     pipeline = Pipeline()
-    device = Device(torch.device(kind), torch.float16, "for a test")
-    worker.loaded(pipeline, device, SimpleNamespace(tokens=2048), "nli", lambda: 4)  # type: ignore[arg-type]
+    pipeline.classifier.device = Device(torch.device(kind), torch.float16, "for a test")
+    worker.loaded(pipeline, lambda: 4)  # type: ignore[arg-type]
     return pipeline
 
 

@@ -83,6 +83,13 @@ def test_options_that_it_cannot_serve(tmp_path: Path) -> None:
             classifier.label_set(ClassifyOptions.parse(options))
 
 
+def test_its_own_labels_may_be_named(tmp_path: Path) -> None:
+    """What was sent for a zero-shot model is served by the one that was trained on its results."""
+    own = ["MIXED", "NEGATIVE", "POSITIVE"]
+    classifier = loaded(make_model("bert", tmp_path, LABELS), labels=",".join(own))
+    assert classifier.label_set(ClassifyOptions.parse({"labels": own})) is classifier.label_set(ClassifyOptions())
+
+
 def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="FEEDMILL_LABELS is set, but"):
         loaded(make_model("bert", tmp_path, LABELS), labels="a,b")

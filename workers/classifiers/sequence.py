@@ -23,17 +23,12 @@ from workers.weights import Weights
 class SequenceClassifier:
     """Classifies with a fine-tuned model.
 
-    Raises ModelError when the folder holds none, SettingsError where labels or a template are set.
+    Raises ModelError when the folder holds none, SettingsError where other labels or a template are set.
     """
 
     kind = "sequence"
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
-        if settings.labels or settings.template:
-            name = "FEEDMILL_LABELS" if settings.labels else "FEEDMILL_TEMPLATE"
-            raise SettingsError(
-                f"{name} is set, but {weights.name} has labels of its own and needs no template: unset it."
-            )
         self.weights = weights
         self.device = device
         self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
@@ -42,6 +37,12 @@ class SequenceClassifier:
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         if "" in names or len(set(names)) < len(names):
             raise ModelError(f"The config.json of {weights.name} does not give each of its labels a name of its own.")
+        others = settings.labels and set(settings.labels) != set(names)
+        if others or settings.template:
+            name = "FEEDMILL_LABELS" if others else "FEEDMILL_TEMPLATE"
+            raise SettingsError(
+                f"{name} is set, but {weights.name} has labels of its own and needs no template: unset it."
+            )
         self._meaning = meaning(config.problem_type, len(names))
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
@@ -51,7 +52,8 @@ class SequenceClassifier:
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """The model's own. Raises RequestRefused where others, or another reading of them, are asked for."""
-        for option, given in (("labels", options.labels), ("template", options.template)):
+        others = options.labels and set(options.labels) != set(self._label_set.labels)
+        for option, given in (("labels", others), ("template", options.template)):
             if given:
                 own = ", ".join(self._label_set.labels[:20])
                 raise RequestRefused(f"{option}: the worker's model has labels of its own: {own}")

@@ -1,0 +1,374 @@
+"""workers/deploy.py on a real Redis: what is wanted is loaded, tried and put to work, or said why not."""
+
+import json
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from feedmill import deploy_command
+from shared.broker import connect
+from shared.errors import DeviceFull, ModelError, SettingsError, UserError
+from shared.keys import WANTED, find
+from shared.metrics import connect_briefly
+from shared.models import MOST, Report, Stage, Wanted, want, wanted
+from shared.settings import Settings
+from tests.fakes.models import make_model
+from tests.support import RedisServer, wait_until
+from tests.unit.test_pipeline import Owner
+from tests.unit.test_replacing import Model
+from workers import deploy
+from workers.deploy import Deployer, load_wanted
+from workers.device import choose
+from workers.weights import locate
+
+LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
+CPU = choose("cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fine-tuned model."""
+    return make_model("bert", tmp_path_factory.mktemp("tuned"), LABELS)
+
+
+def asked(folder: Path, **others: Any) -> Wanted:
+    return Wanted(str(folder), locate(str(folder)).sha256, time.time())._replace(**others)
+
+
+def test_what_is_wanted_is_kept_until_it_is_taken_back(redis: RedisServer) -> None:
+    for ask in (Wanted("/srv/models/ours", "00", 1.5), Wanted(None, None, 2.5)):
+        want(redis.client, "feedmill", ask)
+        assert wanted(redis.client, "feedmill") == ask
+    key = find(WANTED)
+    assert key
+    assert key.pattern == WANTED
+    want(redis.client, "feedmill", None)
+    assert wanted(redis.client, "feedmill") is None
+
+
+def test_no_more_queues_are_kept_than_are_known(redis: RedisServer) -> None:
+    for number in range(MOST):
+        want(redis.client, f"q{number}", Wanted("/m", "00", 1.0))
+    with pytest.raises(UserError, match="Models were deployed to 100 queues already"):
+        want(redis.client, "one more", Wanted("/m", "00", 1.0))
+    want(redis.client, "q7", Wanted("/n", "00", 2.0))
+    assert redis.client.hlen(WANTED) == MOST
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"model": 1, "weights": null, "at": 1}', '{"model": "/m"}', "[" * 9999]
+)
+def test_what_names_no_model_is_a_sentence(redis: RedisServer, text: str) -> None:
+    redis.client.hset(WANTED, "feedmill", text)
+    with pytest.raises(UserError, match="What feedmill:wanted holds for queue feedmill names no model. Deploy "):
+        wanted(redis.client, "feedmill")
+
+
+def test_a_folder_is_loaded_whatever_the_settings_say_of_their_own_model(folder: Path) -> None:
+    own = Settings(classifier="similarity", revision="main", trust_remote_code=True, models_folder=folder.parent)
+    loaded = load_wanted(asked(folder), own, CPU)
+    assert (loaded.kind, loaded.weights.name, loaded.weights.revision) == ("sequence", str(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "words"),
+    [
+        ({"model": "/srv/none"}, {}, f"There is no folder /srv/none on {socket.gethostname()}"),
+        ({"model": "someone/model"}, {}, "There is no folder someone/model on"),
+        ({"model": "/" + "x" * 5000}, {}, "There is no folder /xxxx"),
+        ({"model": "/\0\x1b"}, {}, r"There is no folder /\\x00\\x1b on"),
+        ({"weights": "ab" * 32}, {}, r"holds other weights \([0-9a-f]{12}\) than were deployed \(abababababab\)"),
+        ({"weights": None}, {}, r"holds other weights .* than were deployed \(None\)"),
+        ({}, {"models_folder": Path("/srv/models")}, "is not below /srv/models, where FEEDMILL_MODELS_FOLDER of"),
+    ],
+)  # fmt: skip
+def test_what_may_not_be_loaded(folder: Path, changes: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        load_wanted(asked(folder, **changes), Settings(**settings), CPU)
+
+
+def test_a_link_out_of_the_models_folder_is_followed_before_it_is_judged(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ModelError, match="is not below"):
+        load_wanted(asked(tmp_path / "link"), Settings(models_folder=tmp_path), CPU)
+
+
+def test_labels_that_are_set_must_be_the_models_own(folder: Path) -> None:
+    assert load_wanted(asked(folder), Settings(labels="POSITIVE,NEGATIVE"), CPU).kind == "sequence"
+    with pytest.raises(SettingsError, match="FEEDMILL_LABELS is set, but"):
+        load_wanted(asked(folder), Settings(labels="POSITIVE,OTHER"), CPU)
+
+
+class Candidate(Model):
+    """A model that is tried: its rows are nobody's."""
+
+    score = 0.75
+
+    def finish(self, rows: Any, outputs: Any) -> Any:
+        return [(row, dict.fromkeys(self.labels.labels, self.score)) for row, _ in super().finish(rows, outputs)]
+
+
+class House:
+    """A pipeline with a stand-in at work, and what deploys others to it."""
+
+    def __init__(self, redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.redis, self.settings = redis, settings
+        self.owner = Owner(Model("old"))
+        self.replaced = 0
+        #: What is loaded, by the name that is wanted.
+        self.models: dict[str, Callable[[], Model]] = {}
+        self.loaded: list[weakref.ref[Model]] = []
+        monkeypatch.setattr(deploy, "load_wanted", lambda ask, *_: self._load(ask.model or "own"))
+        self.deployer = Deployer(self.owner.pipeline, settings, connect(settings), None, self._on_replaced)
+        self.deployer.start()
+
+    def _load(self, name: str) -> Model:
+        made = self.models[name]()
+        self.loaded.append(weakref.ref(made))
+        return made
+
+    def _on_replaced(self) -> None:
+        self.replaced += 1
+
+    def deploy(self, name: str | None, model: Callable[[], Model]) -> Wanted:
+        ask = Wanted(name, "00", time.time())
+        self.models[name or "own"] = model
+        want(self.redis.client, "feedmill", ask)
+        self.deployer.look()
+        return ask
+
+    def report(self, ask: Wanted) -> Report:
+        """Of this asking, once it has come to an end."""
+
+        def is_over() -> bool:
+            report = self.deployer.report
+            return bool(report and report.at == ask.at and report.stage in (Stage.DONE, Stage.FAILED))
+
+        wait_until(is_over, "it has switched, or said why not", 20)
+        assert self.deployer.report
+        return self.deployer.report
+
+    def at_work(self) -> str:
+        (found,) = self.owner.results("a post")
+        return str(found["model"])
+
+    def close(self) -> None:
+        self.owner.pipeline.stop()
+        self.deployer.stop()
+
+
+@pytest.fixture
+def house(redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    made = House(redis, settings, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_what_is_wanted_is_put_to_work_and_so_is_the_one_before(house: House) -> None:
+    report = house.report(house.deploy("/new", lambda: Candidate("new")))
+    assert report.stage is Stage.DONE
+    assert report.said.startswith("/new is at work, ")
+    assert house.at_work() == "new"
+    assert house.report(house.deploy(None, lambda: Candidate("own"))).stage is Stage.DONE
+    assert house.at_work() == "own"
+    assert house.replaced == 2
+
+
+def test_a_look_at_what_is_known_does_nothing(house: House) -> None:
+    loads: list[int] = []
+
+    def load() -> Model:
+        loads.append(1)
+        return Candidate("new")
+
+    ask = house.deploy("/new", load)
+    house.report(ask)
+    house.deployer.look()
+    house.report(house.deploy("/other", lambda: Candidate("other")))
+    assert len(loads) == 1
+
+
+def fails(error: BaseException) -> Callable[[], Model]:
+    def load() -> Model:
+        raise error
+
+    return load
+
+
+def wrong(**attributes: Any) -> Callable[[], Model]:
+    def load() -> Model:
+        made = Candidate("new")
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    return load
+
+
+def full(_: Any) -> Any:
+    raise DeviceFull("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (fails(ModelError("There is none.")), "There is none."),
+        (fails(RuntimeError("a bug\x1b")), "RuntimeError: a bug\\x1b"),
+        (wrong(score=float("nan")), "new gives scores that are none, of 2 labels: {'new thinks so': nan"),
+        (wrong(forward=fails(ValueError("cannot"))), "TypeError: "),
+        (wrong(forward=full), "meta has no memory for new beside the one at work."),
+    ],
+    ids=["no model", "bug", "not finite", "cannot compute", "no memory"],
+)
+def test_whatever_fails_leaves_the_one_at_work(house: House, load: Callable[[], Model], words: str) -> None:
+    report = house.report(house.deploy("/new", load))
+    assert report.stage is Stage.FAILED
+    assert report.said.startswith(f"old stays at work: {words}")
+    assert house.at_work() == "old"
+    assert house.owner.failures == house.replaced == 0
+    wait_until(lambda: not any(model() for model in house.loaded), "what was tried is let go of")
+    assert house.report(house.deploy("/good", lambda: Candidate("good"))).stage is Stage.DONE
+
+
+def test_micro_batches_are_no_larger_than_both_models_leave_room_for(house: House) -> None:
+    class Large(Candidate):
+        def forward(self, rows: Any) -> Any:
+            if sum(row.length for row in rows) > 12_000:
+                raise DeviceFull("out of memory")
+            return super().forward(rows)
+
+    house.owner.budget.tokens = 40_000
+    assert house.report(house.deploy("/large", lambda: Large("large"))).stage is Stage.DONE
+    assert house.owner.pipeline.budget.tokens == 10_000, "a post is 10,000 tokens here"
+
+
+def test_the_last_one_wins(house: House) -> None:
+    """What is wanted anew while another one loads takes its place before that comes to work."""
+    asks: list[Wanted] = []
+
+    def load() -> Model:
+        asks.append(house.deploy("/last", lambda: Candidate("last")))
+        return Candidate("first")
+
+    first = house.deploy("/first", load)
+    wait_until(lambda: asks, "the first one is being loaded")
+    assert house.report(asks[0]).stage is Stage.DONE
+    assert asks[0] != first
+    assert house.at_work() == "last"
+    assert house.replaced == 1
+
+
+def test_without_redis_it_goes_on_and_looks_again(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "workers.deploy")
+    there, house.deployer._redis = house.deployer._redis, connect_briefly(Settings(redis_url="redis://127.0.0.1:1/0"))
+    ask = house.deploy("/new", lambda: Candidate("new"))
+    wait_until(lambda: "what is wanted cannot be told" in caplog.text, "it has looked")
+    assert house.at_work() == "old"
+    house.deployer._redis = there
+    house.deployer.look()
+    assert house.report(ask).stage is Stage.DONE
+
+
+def test_what_names_no_model_changes_nothing(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.redis.client.hset(WANTED, "feedmill", json.dumps({"model": 7}))
+    house.deployer.look()
+    wait_until(lambda: "names no model" in caplog.text, "it is logged")
+    assert house.at_work() == "old"
+    assert house.deployer.report is None
+
+
+def test_a_worker_that_ends_does_not_wait_for_what_it_loads(house: House) -> None:
+    held = Candidate("held")
+    held.gate.clear()
+    house.deploy("/held", lambda: held)
+    wait_until(lambda: house.deployer.report and house.deployer.report.stage is Stage.TRYING, "it is tried")
+    house.owner.pipeline.stop(seconds=0.1)
+    house.deployer.stop()
+    assert not house.deployer._thread.is_alive()
+    held.gate.set()
+
+
+def test_a_real_model_is_tried_and_scores(redis: RedisServer, settings: Settings, folder: Path) -> None:
+    """With the classifier, the engine and the tokenizer that a worker has."""
+    owner = Owner(Model("old"))
+    owner.pipeline.classifier.device = CPU
+    deployer = Deployer(owner.pipeline, settings, connect(settings), None, lambda: None)
+    deployer.start()
+    try:
+        ask = asked(folder)
+        want(redis.client, "feedmill", ask)
+        deployer.look()
+        wait_until(lambda: owner.pipeline.classifier.weights.name == str(folder), "it is at work", 30)
+        (found,) = owner.results("a post")
+        assert set(found["scores"]) == set(LABELS.values())
+        assert (found["model"], found["revision"], found["weights"]) == (str(folder), None, ask.weights)
+    finally:
+        owner.pipeline.stop()
+        deployer.stop()
+    assert torch.get_default_dtype() is torch.float32
+
+
+class Workers:
+    """What workers answer, one look after the other; as much of Celery as is asked."""
+
+    def __init__(self, *looks: dict[str, Any]) -> None:
+        self.control, self.looks = self, list(looks)
+
+    def broadcast(self, command: str, destination: list[str], **_: Any) -> list[dict[str, Any]]:
+        assert command == "feedmill_deploy"
+        look = self.looks.pop(0) if self.looks else {}
+        return [{node: look[node]} for node in destination if node in look]
+
+
+ASKED, BEFORE = Wanted("/new", "00", 2.0), Wanted("/before", "11", 1.0)
+
+
+def says(stage: Stage, at: float = ASKED.at) -> dict[str, Any]:
+    return Report(at, stage, "so it goes")._asdict()
+
+
+@pytest.mark.parametrize(
+    ("looks", "words", "status", "left"),
+    [
+        ([{"a": {}, "b": says(Stage.LOADING)}, {"a": says(Stage.DONE), "b": says(Stage.DONE)}], "2 workers", 0, ASKED),
+        ([{"a": says(Stage.DONE), "b": says(Stage.FAILED)}], "1 of 2 workers: two models serve it", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.FAILED)}], "0 of 2 workers: what was wanted before", 1, BEFORE),
+        ([{"a": says(Stage.DONE), "b": says(Stage.DONE, 1.0)}], "1 of 2 workers: b says nothing of it", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.LOADING)}], "0 of 2 workers: b says nothing of it", 1, ASKED),
+    ],
+    ids=["all", "some", "none", "one does not look", "one vanishes"],
+)
+def test_how_it_ended(
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[dict[str, Any]],
+    words: str,
+    status: int,
+    left: Wanted,
+) -> None:
+    monkeypatch.setattr(deploy_command, "SILENT", 0.1)
+    monkeypatch.setattr(deploy_command, "PAUSE", 0.01)
+    want(redis.client, "feedmill", ASKED)
+    reports = deploy_command._told(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
+    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, BEFORE, reports)
+    assert said.replace(" of queue feedmill have switched", "").startswith(words)
+    assert ended == status
+    assert wanted(redis.client, "feedmill") == left
+
+
+def test_one_that_is_overtaken_says_so_at_once(redis: RedisServer) -> None:
+    want(redis.client, "feedmill", BEFORE)
+    reports = deploy_command._told(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
+    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, None, reports)
+    assert (said, ended) == (
+        "0 of 1 workers of queue feedmill have switched: something else was deployed meanwhile, and is what is wanted "
+        "(--show).",
+        1,
+    )
+    assert wanted(redis.client, "feedmill") == BEFORE

@@ -1,0 +1,174 @@
+"""workers/pipeline.py while its model is replaced: each row meets the model that it was prepared for, and no other."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from shared.messages import ClassifyOptions, PostError
+from tests.support import wait_until
+from tests.unit.test_pipeline import Done, Owner, StandIn, TwoCores
+from workers.calibration import TokenBudget
+from workers.classifiers import LabelSet, Row, Scores
+from workers.message import Message
+from workers.suspects import Suspects
+from workers.weights import Weights
+
+
+class Model(StandIn):
+    """A stand-in of a name, a recipe and a label set of its own, that knows its own rows from others'."""
+
+    def __init__(self, name: str, rows: int = 1) -> None:
+        super().__init__()
+        self.weights = Weights(name, None, None, name)  # type: ignore[arg-type]
+        self.labels = LabelSet((f"{name} thinks so", "it does not"), False, name, rows)
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:  # noqa: ARG002
+        return self.labels
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        assert label_set is self.labels
+        return super().prepare(texts, label_set)
+
+    def forward(self, rows: Sequence[Row]) -> Any:
+        assert all(row.label_set is self.labels for row in rows)
+        self.gate.wait()
+        self.batches.append(len(rows))
+        return Done([0.75] * len(rows))
+
+    def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
+        assert all(row.label_set is self.labels for row in rows)
+        return [
+            (row, dict.fromkeys(self.labels.labels, output)) for row, output in zip(rows, outputs.values, strict=True)
+        ]
+
+
+class TwoLanes(Model):
+    """The same on two cores."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.device = TwoCores().device
+
+
+@contextmanager
+def owning(model: StandIn, suspects: Suspects | None = None, **settings: Any) -> Iterator[Owner]:
+    owner = Owner(model, suspects, **settings)
+    try:
+        yield owner
+    finally:
+        owner.classifier.gate.set()
+        owner.pipeline.stop()
+
+
+def models_of(message: Message) -> set[str]:
+    return {outcome.model for outcome in message.outcomes if outcome and not isinstance(outcome, PostError)}
+
+
+def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: None) -> threading.Event:
+    """Set once nothing is left of the model before."""
+    replaced = threading.Event()
+
+    def on_replaced() -> None:
+        then()
+        replaced.set()
+
+    owner.pipeline.replace(model, TokenBudget(2048), on_replaced)
+    return replaced
+
+
+@pytest.mark.parametrize("kind", [Model, TwoLanes])
+def test_what_came_before_is_done_by_the_old_one_and_what_comes_after_by_the_new(kind: Callable[[str], Model]) -> None:
+    old, new = kind("old"), kind("new")
+    with owning(old, batch_rows=4) as owner:
+        old.gate.clear()
+        before = [owner.send(*["some words"] * 3) for _ in range(10)]
+        stored_by_then: list[int] = []
+        replaced = replace(owner, new, lambda: stored_by_then.append(len(owner.store.written)))
+        after = [owner.send(*["some words"] * 3) for _ in range(10)]
+        wait_until(lambda: owner.pipeline.waiting() >= 50, "both wait")
+        assert not new.batches
+        assert owner.pipeline.classifier is old
+        old.gate.set()
+        wait_until(lambda: len(owner.finished) == 20, "all are finished", 10)
+        assert [models_of(message) for message in (*before, *after)] == [{"old"}] * 10 + [{"new"}] * 10
+        assert len(owner.store.written) == 60
+        assert sum(old.batches) == sum(new.batches) == 30
+        assert replaced.is_set()
+        assert stored_by_then == [30], "all that the old one computed"
+        assert owner.pipeline.classifier is new
+        assert owner.failures == 0
+
+
+def test_an_idle_pipeline_goes_over_at_once() -> None:
+    with owning(Model("old")) as owner:
+        assert replace(owner, Model("new", rows=3)).wait(10)
+        assert owner.pipeline.classifier.weights.name == "new"
+        assert owner.pipeline.rows_per_message() == 3, "with the labels of the new one"
+        assert owner.results("a post")[0]["label"] == "new thinks so"
+
+
+def test_two_at_once_come_in_turn_and_the_last_one_stays() -> None:
+    old = Model("old")
+    with owning(old) as owner:
+        old.gate.clear()
+        messages = [owner.send("one two")]
+        events = []
+        for name in ("second", "third"):
+            events.append(replace(owner, Model(name)))
+            messages.append(owner.send("one two"))
+        old.gate.set()
+        wait_until(lambda: len(owner.finished) == 3 and all(event.is_set() for event in events), "all is done", 10)
+        assert [models_of(message) for message in messages] == [{"old"}, {"second"}, {"third"}]
+
+
+def test_what_is_replaced_is_let_go_of_though_nothing_more_comes() -> None:
+    """On every lane: memory for two models is not there for long."""
+    owner = Owner(TwoLanes("old"), batch_rows=1)
+    try:
+        owner.results(*["two words"] * 20)
+        gone = weakref.ref(owner.classifier)
+        owner.classifier = TwoLanes("new")
+        assert replace(owner, owner.classifier).wait(10)
+
+        def is_gone() -> bool:
+            gc.collect()
+            return gone() is None
+
+        wait_until(is_gone, "the old one is gone", 10)
+    finally:
+        owner.pipeline.stop()
+
+
+def test_a_suspect_is_computed_apart_by_the_model_that_it_was_prepared_for() -> None:
+    suspects = Mock(spec=Suspects)
+    suspects.deaths.return_value = {0: 1}
+    old, new = Model("old"), Model("new")
+    with owning(old, suspects) as owner:
+        old.gate.clear()
+        owner.send("it keeps the device busy")
+        wait_until(lambda: owner.started, "the device is busy")
+        sent = [Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", redelivered=True)]
+        owner.pipeline.submit(sent[0])
+        replaced = replace(owner, new)
+        sent.append(Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", redelivered=True))
+        owner.pipeline.submit(sent[1])
+        old.gate.set()
+        wait_until(lambda: len(owner.finished) == 3, "all are finished", 10)
+        assert [models_of(message) for message in sent] == [{"old"}, {"new"}]
+        assert replaced.is_set()
+        assert old.batches == [1, 1, 1], "before the suspect it is seen that the device computes"
+        assert new.batches == [1, 1]
+
+
+def test_how_fast_the_old_one_was_is_forgotten() -> None:
+    with owning(Model("old")) as owner:
+        owner.results("two words")
+        assert owner.pipeline.statistics.speed.rows_per_second
+        assert replace(owner, Model("new")).wait(10)
+        assert owner.pipeline.statistics.speed.rows_per_second is None
