@@ -325,7 +325,7 @@ def test_an_address_of_somebody_else() -> None:
 
 def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=r"pip install 'feedmill\[monitor\]'"):
+    with pytest.raises(UserError, match=r"^Metrics need prometheus-client: `pip install 'feedmill\[monitor\]'"):
         serve(Settings(), [], list, list)
 
 
