@@ -1,5 +1,7 @@
 """Mistakes that commands tell before they ask Redis or load a model, as far as no other test makes them."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from shared.messages import PostError
 from shared.settings import Settings
 from workers import tuning
 
+ROOT = Path(__file__).parent.parent.parent
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
 
@@ -32,6 +35,19 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "posts.jsonl").write_text(POST)
     return lambda command: CliRunner().invoke(app, [command, "posts.jsonl"]).exception
+
+
+def test_packages_of_two_installations(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    command = [sys.executable, "-m", "feedmill", "status"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stderr) == (
+        2,
+        f"feedmill: the package 'shared' should come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
+        "Start `feedmill` as installed, or leave the folder that holds the other one.\n",
+    )
 
 
 def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
