@@ -26,7 +26,8 @@ def mixed_up() -> str | None:
 
 def main() -> None:
     if problem := mixed_up():
-        sys.exit(f"feedmill: {problem}")
+        sys.stderr.write(f"feedmill: {problem}\n")
+        sys.exit(2)
     from feedmill.cli import run  # noqa: PLC0415 - imports the packages that were just checked
 
     run()

@@ -360,7 +360,9 @@ def purge(out: Path, reader: RowReader) -> int:
         try:
             form = format_of(str(json.loads(state.read_bytes())["format"]))
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{state} cannot be read.") from None
+            raise UserError(
+                f"{state} should say what was exported, and cannot be read: export to a new folder."
+            ) from None
         with _held(out):
             return _sweep(out, form, reader)
     if not out.is_file():

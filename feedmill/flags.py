@@ -25,8 +25,8 @@ Model = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a model from the hub.", show_default=False)
 ]
-Kind = Annotated[str | None, typer.Option(help="nli, sequence, similarity, or auto.", show_default=False)]
-Engine = Annotated[str | None, typer.Option(help="torch or onnx.", show_default=False)]
+Kind = Annotated[str | None, typer.Option(help="nli, sequence, similarity, auto, or module:Class.", show_default=False)]
+Engine = Annotated[str | None, typer.Option(help="torch, onnx, or module:Class.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.", show_default=False)]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default=False)]
 Labels = Annotated[

@@ -5,9 +5,9 @@ FeedmillError
  │   ├─ SettingsError    a setting has a bad value; names the variable
  │   ├─ InputError       a file cannot be read as posts
  │   ├─ ModelError       the model's files are missing, damaged or of an unknown kind
- │   ├─ PackagesError    packages of two installations are mixed
  │   ├─ StackError       a process of the embedded stack could not be started
  │   ├─ RedisError       Redis does not answer, or refuses
+ │   ├─ CredentialsError Reddit's credentials are missing, or wrong
  │   └─ QueueFull        no more messages may wait; whoever sends wants to be told, not to wait
  ├─ RequestRefused       a message's options are wrong; the message fails with this reason
  ├─ PostRefused          one post is bad; the others of its message go on
@@ -29,35 +29,61 @@ class FeedmillError(Exception):
 
 
 class UserError(FeedmillError):
-    """A mistake that a person can mend. Its text says what happened, what it means and what to do."""
+    """A mistake that a person can mend. Its text says what happened, what it means and what to do.
+
+    A command shows it after `feedmill:` on standard error, and ends with status 2. `feedmill.results()` raises it.
+    """
 
 
 class SettingsError(UserError):
-    """A setting has a value that it cannot have."""
+    """A setting has a value that it cannot have, or one that does not go with another.
+
+    A command ends with status 2 before it does anything; a worker whose device or model does not go with the settings
+    tells so in its log and ends with status 1.
+    """
 
 
 class InputError(UserError):
-    """A file, or standard input, cannot be read as posts."""
+    """A file, or standard input, cannot be read as posts.
+
+    Posts before the place where it broke off are sent. A bad record is no such error: it is named, and others go on.
+    """
 
 
 class ModelError(UserError):
-    """The model cannot be loaded."""
+    """The model cannot be loaded, or does not run on the device.
 
-
-class PackagesError(UserError):
-    """The four packages do not come from one installation."""
+    A worker tells it in its log and ends with status 1, before it takes a message; other commands end with status 2.
+    """
 
 
 class StackError(UserError):
-    """The embedded stack could not start one of its processes."""
+    """The embedded stack could not start one of its processes, or one of them ended.
+
+    `feedmill up` and `feedmill demo` stop what they started, and end with status 2.
+    """
 
 
 class RedisError(UserError):
-    """Redis does not answer, or does not let us in."""
+    """Redis does not answer, or does not let us in, or refuses.
+
+    A command ends with status 2; what was counted as sent is in the queue. Workers and the Reddit daemon wait for Redis
+    instead, and end only where no waiting helps.
+    """
+
+
+class CredentialsError(UserError):
+    """Reddit's credentials are missing, or Reddit refuses them. Says where to get them.
+
+    The daemon ends where they were never right; where they were, it waits until they are again.
+    """
 
 
 class QueueFull(UserError):  # noqa: N818 - named after what happened
-    """No more messages may wait in the queue."""
+    """No more messages may wait in the queue, and whoever sends wants to be told (`when_full`).
+
+    What was sent before is in the queue; a command ends with status 2.
+    """
 
     def __init__(self, limit: int, sent: int) -> None:
         super().__init__(
@@ -67,11 +93,15 @@ class QueueFull(UserError):  # noqa: N818 - named after what happened
 
 
 class RequestRefused(FeedmillError):  # noqa: N818 - named after what happened, like Celery's Retry and Reject
-    """A message's options (labels, template, ...) are wrong."""
+    """A message's options (labels, template, ...) are wrong.
+
+    The message fails with it, and each of its posts is a dead letter with the reason. In a command the same words are
+    those of a UserError.
+    """
 
 
 class PostRefused(FeedmillError):  # noqa: N818
-    """One post is bad.
+    """One post is bad. It alone fails, its outcome and its dead letter have the reason; others of its message go on.
 
     field: the name of the field that is at fault, "" where it is no single one; reason: what is wrong with it.
     """
@@ -84,19 +114,32 @@ class PostRefused(FeedmillError):  # noqa: N818
 
 
 class DeviceFull(FeedmillError):  # noqa: N818 - named after what happened
-    """The device has not enough memory for what it was asked to compute."""
+    """The device has not enough memory for what it was asked to compute.
+
+    Nobody sees it but the log: the batch is halved and tried again, and later ones are smaller.
+    """
 
 
 class DeviceLost(FeedmillError):  # noqa: N818
-    """The device computes nothing more in this process. Its messages go back to the queue."""
+    """The device computes nothing more in this process.
+
+    The worker ends with status 1 without acknowledging: its messages go back to the queue.
+    """
 
 
 class ForwardHangs(FeedmillError):  # noqa: N818 - named after what happened
-    """A forward pass has not ended within the setting `forward_timeout`."""
+    """A forward pass has not ended within the setting `forward_timeout`.
+
+    The worker ends with status 1 without acknowledging: its messages go back to the queue.
+    """
 
 
 class MessageFailed(FeedmillError):  # noqa: N818
-    """A message as a whole failed. Its text names how many posts failed and the first few reasons."""
+    """A message as a whole failed: all of its posts did, or any with `strict`.
+
+    Its text names how many posts failed and the first few reasons. Whoever waits for the Celery result gets it; the
+    posts that were good are stored all the same.
+    """
 
     #: Reasons quoted in the text; a message may hold a thousand bad posts, an error is read by a person.
     QUOTED = 3

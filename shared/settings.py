@@ -32,6 +32,9 @@ DEFAULT_QUEUE = "feedmill"
 #: Several devices: `devices` below.
 DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
+#: What somebody brings of their own, by its place: `classifier` and `engine` below.
+OWN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -129,12 +132,16 @@ class Settings(BaseSettings):
     offline: bool = False
     #: Run Python code that a model brings along. It can do whatever this user can: read it first, and pin `revision`.
     trust_remote_code: bool = False
-    #: nli, sequence or similarity (docs/models.md); auto reads it off the model's files.
-    classifier: Literal["auto", "nli", "sequence", "similarity"] = "auto"
+    #: nli, sequence or similarity (docs/models.md); auto reads it off the model's files. Or module:Class, for
+    #: one of your own (docs/extending.md).
+    classifier: Annotated[
+        str, _form(rf"auto|nli|sequence|similarity|{OWN}", "auto, nli, sequence, similarity or module:Class")
+    ] = "auto"
+    #: torch, or onnx: ONNX Runtime, with its TensorRT, CUDA or CPU provider, whichever is there in that order. Or
+    #: module:Class, for one of your own.
+    engine: Annotated[str, _form(rf"torch|onnx|{OWN}", "torch, onnx or module:Class")] = "torch"
     #: Folder below which a model must lie that `feedmill deploy` may have this worker load. Unset: any of this machine.
     models_folder: Path | None = None
-    #: torch, or onnx: ONNX Runtime, with its TensorRT, CUDA or CPU provider, whichever is there in that order.
-    engine: Literal["torch", "onnx"] = "torch"
     #: auto, cpu, cuda, cuda:N or mps.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
     #: Devices that `feedmill worker` serves, with a process for each: all, GPUs by their numbers such as 0,2, cpu, or
@@ -348,8 +355,6 @@ def load(**flags: Any) -> Settings:
         name, _, place = field.partition(".")
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
         raise SettingsError(f"{shown}: {f'{place}: ' if place else ''}{reason}.") from None
-    except ValueError as error:  # JSON that is none
-        raise SettingsError(f"A {PREFIX} variable cannot be read: {error}") from None
 
 
 def unknown_variables() -> Iterator[str]:

@@ -3,14 +3,13 @@
 `feedmill worker` starts it; `celery -A workers.app worker` does too, since the pool is named in its configuration.
 """
 
-from importlib import import_module
-from traceback import extract_tb
 from typing import Any
 
 from shared.broker import Application, make_app, reserve
 from shared.errors import SettingsError
 from shared.settings import Settings, load
 from workers import task  # noqa: F401 - a shared task: whatever application is made next has it
+from workers.own import imported
 
 
 def make_worker_app(settings: Settings) -> Application:
@@ -30,24 +29,9 @@ def make_worker_app(settings: Settings) -> Application:
     )
     app.steps["consumer"].add("workers.consumer:ConsumerFit")
     for module in settings.include:
-        try:
-            import_module(module)
-        except Exception as error:  # whatever somebody's own module raises
-            raise SettingsError(_not_imported(module, error)) from None
+        imported(module, "include")
     app.finalize()
     return app
-
-
-def _not_imported(module: str, error: Exception) -> str:
-    what = f"The module {module}, which --include or FEEDMILL_INCLUDE names, cannot be imported: "
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        return (
-            f"{what}there is none of this name in PYTHONPATH or among the installed packages. The working directory "
-            "does not count."
-        )
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
-    where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    return f"{what}{type(error).__name__}: {error}{where}."
 
 
 def __getattr__(name: str) -> Any:

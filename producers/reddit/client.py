@@ -44,7 +44,7 @@ from producers.reddit.things import (
     Unreadable,
     Why,
 )
-from shared.errors import UserError
+from shared.errors import CredentialsError, UserError
 from shared.messages import GONE, Post
 from shared.settings import PREFIX, Settings
 
@@ -62,10 +62,6 @@ UNABLE = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
 LATEST = 253_402_300_799.0
 #: Headers that PRAW may see. Reddit's budget is ours to keep to, and what PRAW makes of odd values is an exception.
 KEPT_HEADERS = ("content-type", "location", "www-authenticate")
-
-
-class CredentialsError(UserError):
-    """Credentials are missing, or wrong. Says where to get them."""
 
 
 class Requestor(prawcore.Requestor):

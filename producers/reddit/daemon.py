@@ -21,7 +21,7 @@ from redis.exceptions import RedisError as RedisFault
 from producers.push import FULL_QUEUE_PAUSE, Pusher
 from producers.reddit.backoff import Backoff
 from producers.reddit.budget import Budget
-from producers.reddit.client import CredentialsError, Reddit, refused_credentials
+from producers.reddit.client import Reddit, refused_credentials
 from producers.reddit.clock import Clock
 from producers.reddit.looks import Looks
 from producers.reddit.outbox import Batch, Outbox
@@ -30,6 +30,7 @@ from producers.reddit.subreddits import Roster
 from producers.reddit.things import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
 from producers.reddit.topics import Topics
 from producers.reddit.walk import Track, Walk, walk
+from shared.errors import CredentialsError
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -215,13 +215,16 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000' is no date"),
         (
             ["enqueue", "-", "--since", "2024-02-01", "--until", "2024-01-01"],
-            "--since 2024-02-01 is not before --until",
+            "--since 2024-02-01 is not before --until 2024-01-01: no post is from between them.",
         ),
-        (["enqueue", "-", "--subreddit", "a, b c"], "--subreddit: 'b c' is no subreddit's name; write"),
+        (
+            ["enqueue", "-", "--subreddit", "a, b c"],
+            "--subreddit: 'b c' is no subreddit's name; write python,learnpython.",
+        ),
         (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is no subreddit's name; write"),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
-        (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'"),
+        (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'; it marks where the label goes"),
         (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
         (["--log-format", "xml", "status"], "--log-format: "),
     ],
@@ -247,7 +250,10 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("password", "words"),
-    [(":wrong@", "answers, but refuses the password"), ("", "answers, but wants a password, and none is set")],
+    [
+        (":wrong@", "answers, but refuses the password"),
+        ("", "answers, but wants a password, and none is set. Set FEEDMILL_REDIS_URL with its password"),
+    ],
 )
 def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:
     said = feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url.replace(":test-password@", password))
@@ -365,6 +371,11 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     ("ids", "stdin", "words"),
     [
         (["-"], "\n \n", "feedmill: Standard input names no post: give ids, one a line.\n"),
+        (
+            ["--lift", "--rewrite", "a1"],
+            "",
+            "feedmill: --lift brings nothing back and removes nothing: leave --rewrite out.\n",
+        ),
         (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
         (
             ["-"],

@@ -109,6 +109,12 @@ def test_they_are_sent_again(house: House) -> None:
     assert waiting["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
 
 
+def test_options_that_were_not_kept(house: House) -> None:
+    (name,) = house.keep(letter("good", options=None))
+    complaint = f"feedmill: {name} cannot be sent again: its options were too long to be kept\n"
+    assert house.run("retry", name) == (1, "0 sent again, 1 cannot be and stay\n", complaint)
+
+
 def test_each_goes_back_to_the_queue_that_it_came_out_of(house: House) -> None:
     names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
     assert len(names) == 2, "another model's letter is another letter; the default queue's is not"

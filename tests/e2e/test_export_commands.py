@@ -184,11 +184,14 @@ def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
     [
         (("out",), "Say what to write: --format parquet, csv or jsonl."),
         (("--format", "csv", "--since", "soon", "out"), "--since: 'soon' is no date; write it as 2026-01-31"),
-        (("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"), "is not before"),
+        (
+            ("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"),
+            "2026-01-01: no result is from between them",
+        ),
         (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "leave out --until, or --follow"),
         (("--format", "csv", "--part-rows", "5", "out"), "--part-rows is for exports in parts"),
         (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds goes with --follow"),
-        (("--purge", "--follow", "out"), "give it alone"),
+        (("--purge", "--follow", "out"), "--purge takes posts out of OUT, and exports nothing"),
         (("--purge", "out"), "There is no out."),
         (("--format", "csv", "/proc/out"), "The export cannot be written: "),
     ],

@@ -193,6 +193,15 @@ def test_credentials_of_praw_ini(reddit: Reddit, tmp_path: Path, environment: di
     assert {request.user_agent.split(" PRAW")[0] for request in reddit.ledger.requests} == {"linux:mine:1 (by /u/me)"}
 
 
+def test_a_praw_ini_that_is_damaged(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "praw.ini").write_text("client_id=id\n")
+    said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
+    assert (said.returncode, said.stderr) == (
+        2,
+        "feedmill: praw.ini cannot be read: File contains no section headers.\n",
+    )
+
+
 def test_the_daemon_reads_new_posts_alone(tmp_path: Path, environment: dict[str, str]) -> None:
     said = feedmill("ingest", "reddit", "--listing", "hot", cwd=tmp_path, **environment)
     assert said.returncode == 2

@@ -80,7 +80,10 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
     [
         ({"FEEDMILL_MODEL": "./none"}, "none"),
         ({"FEEDMILL_MODEL": "someone/none", "HF_HUB_OFFLINE": "1", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
-        ({"FEEDMILL_CLASSIFIER": "nli"}, "has no weights for classifier.bias, classifier.weight"),
+        (
+            {"FEEDMILL_CLASSIFIER": "nli"},
+            "has no weights for classifier.bias, classifier.weight: it was not trained for this, to classify",
+        ),
         ({"FEEDMILL_DTYPE": "int8"}, "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
     ],
 )
@@ -115,8 +118,8 @@ def test_classify_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.jsonl",), "There is no file none.jsonl"),
-        ((" ",), "neither title nor body holds any text"),
+        (("none.jsonl",), "There is no file none.jsonl. To classify these words, put them into a sentence."),
+        ((" ",), "The text cannot be classified: neither title nor body holds any text."),
         (("a text", "--labels", "{"), "--labels"),
         (("a text", "--template", "no place"), "--template"),
         (("a text", "--classifier", "odd"), "--classifier"),

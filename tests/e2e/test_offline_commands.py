@@ -89,7 +89,10 @@ def test_evaluate_a_model_with_labels_of_its_own(tmp_path: Path) -> None:
     [
         (["tune", "/no/such/file"], "There is no file /no/such/file."),
         (["tune", "bad.jsonl"], "bad.jsonl holds no post."),
-        (["tune", SAMPLES, "--csv", "no/folder/x.csv"], "no/folder/x.csv cannot be written"),
+        (
+            ["tune", SAMPLES, "--csv", "no/folder/x.csv"],
+            "x.csv cannot be written: name a file in a folder that exists",
+        ),
         (["evaluate", "/no/such/file"], "There is no file /no/such/file."),
         (["evaluate", "untold.jsonl"], "None of the posts has a topic"),
         (

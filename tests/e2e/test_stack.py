@@ -28,7 +28,7 @@ def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"The data folder {tmp_path / 'file'} cannot be made" in said.stderr
+    assert f"The data folder {tmp_path / 'file'} cannot be made: File exists." in said.stderr
 
 
 def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +48,16 @@ def test_last_words_are_of_this_start(tmp_path: Path) -> None:
     child = Child("child", ["sh", "-c", "echo this one"], tmp_path, dict(os.environ))
     child.process.wait()
     assert child.last_words() == "Its log ends:\n  this one"
+
+
+def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_module, "START_LIMIT", 0.0)
+    child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
+    try:
+        with pytest.raises(StackError, match=r"^child did not answer within 0 s\. "):
+            child.wait_until(lambda: False)
+    finally:
+        child.kill()
 
 
 def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import ssl
 
 import pytest
+from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import RedisError as RedisFault
 
 from feedmill.stack import OTHER_REDIS, Stack
-from shared.broker import connect, make_app, reserve
-from shared.errors import SettingsError
+from shared.broker import connect, make_app, reserve, told_plainly
+from shared.errors import RedisError, SettingsError
 from shared.settings import load
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
@@ -19,7 +21,7 @@ SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
         ("amqp://u:s3cret@host//", ".*amqp:// is none of these: .* no other broker can take its place"),
         ("sqs://", ".*sqs:// is none of these"),
         ("s3cret", "must look like redis://"),
-        ("redis://:s3/cret@host", "must look like redis://.*percent-encoded"),
+        ("redis://:s3/cret@host", "must look like redis://.*; with / # . and ; in the password percent-encoded"),
         ("redis://:s3#cret@host", "must look like redis://.*percent-encoded"),
         ("redis://:s3cret@", "must look like redis://"),
         ("redis://host:0", "must look like redis://"),
@@ -48,12 +50,34 @@ def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
         ({"redis_url": "redis://a", "redis_master": "m"}, "--redis-master: is for sentinel:// addresses, but "),
         ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "--redis-sentinel-password: is for sentinel"),
         ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "--redis-ca-file: is for rediss://"),
+        (
+            {"redis_url": "rediss://a", "redis_certificate_file": __file__},
+            "FEEDMILL_REDIS_KEY_FILE: must be set, to the key of FEEDMILL_REDIS_CERTIFICATE_FILE",
+        ),
     ],
 )
 def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words) as told:
         load(**flags)
     assert "s3cret" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            ReadOnlyError("You can't write against a read only replica."),
+            "is a replica, and lets nobody write. Set ",
+        ),
+        (ResponseError("MISCONF Errors writing to the AOF file"), "cannot save its data, and so takes nothing more"),
+    ],
+)
+def test_a_redis_that_takes_nothing_is_told_plainly(fault: RedisFault, words: str) -> None:
+    with (
+        pytest.raises(RedisError, match=f"^Redis at host:6379/0 {words}"),
+        told_plainly(load(redis_url="redis://host")),
+    ):
+        raise fault
 
 
 def test_sentinels_are_told_to_everything_that_connects() -> None:

@@ -79,7 +79,7 @@ def test_a_folder_is_loaded_whatever_the_settings_say_of_their_own_model(folder:
 @pytest.mark.parametrize(
     ("changes", "settings", "words"),
     [
-        ({"model": "/srv/none"}, {}, f"There is no folder /srv/none on {socket.gethostname()}"),
+        ({"model": "/srv/none"}, {}, f"There is no folder /srv/none on {socket.gethostname()}. Copy the model there, under that name, and deploy"),
         ({"model": "someone/model"}, {}, "There is no folder someone/model on"),
         ({"model": "/" + "x" * 5000}, {}, "There is no folder /xxxx"),
         ({"model": "/\0\x1b"}, {}, r"There is no folder /\\x00\\x1b on"),
@@ -248,7 +248,7 @@ def test_micro_batches_are_no_larger_than_both_models_leave_room_for(house: Hous
     assert house.owner.pipeline.budget.tokens == 10_000, "a post is 10,000 tokens here"
 
 
-def test_the_last_one_wins(house: House) -> None:
+def test_the_last_one_wins(house: House, caplog: pytest.LogCaptureFixture) -> None:
     """What is wanted anew while another one loads takes its place before that comes to work."""
     asks: list[Wanted] = []
 
@@ -260,6 +260,7 @@ def test_the_last_one_wins(house: House) -> None:
     wait_until(lambda: asks, "the first one is being loaded")
     assert house.report(asks[0]).stage is Stage.DONE
     assert asks[0] != first
+    assert "old stays at work: something else is wanted by now." in caplog.text
     assert house.at_work() == "last"
     assert house.replaced == 1
 

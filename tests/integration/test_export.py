@@ -375,7 +375,7 @@ def places(tmp_path: Path) -> Path:
         ("file", "parquet", "is a file: parquet in parts goes into a folder"),
         ("folder", "parquet", "holds other files: give a new folder, or an empty one"),
         ("folder", "csv", "is a folder: name a file in it, such as .*results.csv"),
-        ("none/out.csv", "csv", "There is no folder"),
+        ("none/out.csv", "csv", "There is no folder .* to write out.csv into"),
     ],
 )
 def test_where_it_cannot_go(tmp_path: Path, places: Path, reader: RowReader, out: str, name: str, said: str) -> None:
@@ -417,7 +417,11 @@ def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader:
 
 
 def test_what_cannot_be_purged(places: Path, reader: RowReader) -> None:
-    for out, said in (("file", "is no export"), ("folder", "is no folder of"), ("none", "There is no")):
+    for out, said in (
+        ("file", "is no export of results: "),
+        ("folder", "is no folder of `feedmill export`"),
+        ("none", "There is no "),
+    ):
         with pytest.raises(UserError, match=said):
             purge(places / out, reader)
 

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
@@ -370,16 +372,22 @@ def test_a_file_that_comes_damaged(hub: Hub, locate: Locate) -> None:
     assert locate(hub).error is None
 
 
+def refused(status: int) -> HfHubHTTPError:
+    return HfHubHTTPError("no", response=Mock(status_code=status))
+
+
 @pytest.mark.parametrize(
     ("raised", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full: .* set HF_HOME"),
+        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full: .* Make room there, or set HF_HOME"),
         (RuntimeError("xet: No space left on device (os error 28)"), "The disk is full: .* set HF_HOME"),
         (PermissionError(errno.EACCES, "Permission denied"), "cannot be written into the cache .* Set HF_HOME"),
         (OSError(errno.EROFS, "Read-only file system"), "cannot be written into the cache .* Set HF_HOME"),
         (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r"\(Illegal header value b'\*\*\*\)"),
         (ValueError("at https://a.example/x?Signature=secret\nand more"), r"\(at https://a.example/x\*\*\*\)"),
         (ValueError(), r"\(ValueError\)"),
+        (refused(401), r"does not let us read the model .* \(401\). Set HF_TOKEN"),
+        (refused(429), r"takes no more requests from here for now \(429\)"),
     ],
 )
 def test_what_else_goes_wrong(monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str) -> None:

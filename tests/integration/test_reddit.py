@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from producers.push import Pusher
 from producers.reddit import daemon as daemon_module
 from producers.reddit.budget import Budget
-from producers.reddit.client import CredentialsError, Reddit, told_plainly
+from producers.reddit.client import Reddit, told_plainly
 from producers.reddit.daemon import Daemon
 from producers.reddit.once import TRIES, Listing, Once, patiently
 from producers.reddit.state import LOOKS, State
@@ -20,7 +20,7 @@ from producers.reddit.things import Fault, Unreachable
 from producers.reddit.topics import Topics
 from shared import broker
 from shared.broker import connect, make_app, queue_depth
-from shared.errors import UserError
+from shared.errors import CredentialsError, UserError
 from shared.keys import result_key, sent_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, Post, fingerprint
 from shared.purge import purge

@@ -14,6 +14,7 @@ from workers.classifiers import choose
 from workers.classifiers.choose import check_size, kind_of, load_classifier
 from workers.classifiers.nli import Entailment
 from workers.device import Device
+from workers.engines import make
 from workers.weights import EMBEDDED, Weights, locate
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
@@ -34,6 +35,14 @@ def test_each_kind(tmp_path: Path) -> None:
 def test_the_setting_overrides(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
     assert load_classifier(Settings(model=str(folder), classifier="sequence"), FP32).kind == "sequence"
+
+
+def test_rows_that_end_otherwise_than_the_model_expects(tmp_path: Path) -> None:
+    folder = make_model("bart", tmp_path, NLI)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    with pytest.raises(ModelError, match="does not end its rows with the token that its model looks for"):
+        load_classifier(Settings(model=str(folder)), FP32)
 
 
 def test_an_encoder_alone_classifies_nothing(tmp_path: Path) -> None:
@@ -68,7 +77,7 @@ def test_python_code_that_a_model_brings_is_not_run(
     if served:
         assert load_classifier(Settings(model=str(folder)), FP32).kind == "nli"
     else:
-        with pytest.raises(ModelError, match="contains custom code"):
+        with pytest.raises(ModelError, match=r"/config.json is not read by transformers: (?s:.*)contains custom code"):
             load_classifier(Settings(model=str(folder)), FP32)
     assert not made.exists()
     assert "[y/N]" not in capsys.readouterr().out
@@ -81,8 +90,12 @@ def test_what_a_first_forward_pass_brings_to_light_is_a_sentence(
     for fault in (DeviceFull("no memory"), TypeError("an argument\nis missing")):
         with monkeypatch.context() as patch:
             patch.setattr(Entailment, "forward", Mock(side_effect=fault))
-            with pytest.raises(ModelError, match=f"does not run on cpu: {type(fault).__name__}: "):
+            with pytest.raises(ModelError, match=f" does not run on cpu: {type(fault).__name__}: "):
                 load_classifier(Settings(model=str(folder)), FP32)
+    monkeypatch.setattr(make, "TorchEngine", Mock(side_effect=DeviceFull("no memory")))
+    with pytest.raises(ModelError, match=" does not fit cpu: no memory"):
+        load_classifier(Settings(model=str(folder)), FP32)
+    monkeypatch.undo()
     with pytest.raises(SettingsError, match="cannot serve what is set: labels: .* leaves no room for a post"):
         load_classifier(Settings(model=str(folder), max_tokens=8, labels="a label of very many words indeed"), FP32)
 

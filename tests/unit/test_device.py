@@ -54,6 +54,14 @@ def test_a_gpu_is_named_as_the_machine_names_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    for wanted in ("cuda", "mps"):
-        with pytest.raises(SettingsError, match=f"FEEDMILL_DEVICE: {wanted} is wanted"):
-            choose(wanted)
+    with pytest.raises(SettingsError, match="FEEDMILL_DEVICE: cuda is wanted, but torch sees 0 CUDA devices"):
+        choose("cuda")
+    with pytest.raises(SettingsError, match="FEEDMILL_DEVICE: mps is wanted, but torch finds no Apple GPU here"):
+        choose("mps")
+
+
+def test_an_engine_that_does_not_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(SettingsError, match="FEEDMILL_ENGINE: onnx runs on CUDA or on the CPU, not on mps"):
+        choose(engine="onnx")

@@ -4,20 +4,21 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export import format_of
+from feedmill.export import STATE, format_of, purge
 from feedmill.export_parquet import SCHEMA, batch_of
 from feedmill.export_text import COLUMNS, Csv, Jsonl
 from feedmill.rows import Row
 from producers import exported
 from producers.files import read
 from producers.records import BadRecord
-from shared.errors import InputError
+from shared.errors import InputError, UserError
 from shared.messages import Classification, Post
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
@@ -180,3 +181,9 @@ KINDS = {
     "true or false": pa.bool_(),
     "map of text to number": pa.map_(pa.string(), pa.float64()),
 }
+
+
+def test_an_export_whose_state_is_damaged_is_not_purged(tmp_path: Path) -> None:
+    (tmp_path / STATE).write_text("{")
+    with pytest.raises(UserError, match="should say what was exported, and cannot be read: export to a new folder"):
+        purge(tmp_path, Mock())

@@ -291,8 +291,8 @@ def test_numbers_that_are_no_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is empty"),
-        (b"foo,bar\n1,2\n", "Its columns: foo, bar"),
+        (b"", "file is empty."),
+        (b"foo,bar\n1,2\n", "as CSV it has no column for a title or a body. Its columns: foo, bar"),
         (b"foo,b\x1b[31mar\n1,2\n", r"Its columns: foo, b\\x1b\[31mar"),
         (random.Random(1).randbytes(9000), "holds no text in UTF-8"),
         ("id,title\n1,x\n".encode("utf-16"), "holds no text in UTF-8"),

@@ -59,6 +59,18 @@ def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> 
     assert refused.value.reason
 
 
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"note": "n" * 5000}, "extra: 5011 bytes of JSON; at most 4096 are kept"),
+        ({"half": "\ud83d"}, "extra: cannot be written as JSON in UTF-8 and read again"),
+    ],
+)
+def test_what_cannot_be_attached(extra: object, words: str) -> None:
+    with pytest.raises(PostRefused, match=f"^{words}$"):
+        Post.parse({"id": "x", "title": "t", "extra": extra})
+
+
 def test_a_bad_post_does_not_stop_the_others() -> None:
     good, bad, none, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, "two", {"id": "3", "body": "y"}])
     assert isinstance(good, Post)

@@ -328,7 +328,7 @@ def test_an_address_of_somebody_else() -> None:
 
 def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=r"pip install 'feedmill\[monitor\]'"):
+    with pytest.raises(UserError, match=r"^Metrics need prometheus-client: `pip install 'feedmill\[monitor\]'"):
         serve(Settings(), [], list, list)
 
 
@@ -384,8 +384,16 @@ def test_every_alert_is_told_and_tried() -> None:
     assert fired == {rule["alert"] for rule in rules}
     for rule in rules:
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
         assert f"`{rule['alert']}`" in PAGE.read_text()
+
+
+def test_every_alert_has_its_part_in_the_operations_page() -> None:
+    parts = re.findall(r"^### (Feedmill\w+)\n", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    rules = alert_rules()
+    assert parts == [rule["alert"] for rule in rules]
+    for rule in rules:
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
 
 
 def test_no_two_panels_lie_on_each_other() -> None:

@@ -1,6 +1,8 @@
 """workers/engines/onnx_engine.py: the graph gives the scores that torch gives; it is exported once."""
 
+import importlib
 import logging
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,20 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list((tmp_path / "cache" / "onnx").glob("*/")), "nothing half-made is left"
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
+    (tmp_path / "cache").write_text("no folder")
+    with pytest.raises(ModelError, match="^The ONNX graph of .* cannot be kept in .*: .*Not a directory"):
+        exported(weights, torch.float32, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
+
+
+def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.delitem(sys.modules, onnx_engine.__name__)
+    with pytest.raises(SettingsError, match="^FEEDMILL_ENGINE=onnx needs onnxruntime, which `pip install"):
+        importlib.import_module(onnx_engine.__name__)
+
+
 def test_a_graph_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model("bert", tmp_path / "model", NLI)
     broken = tmp_path / "graph" / "model.onnx"
@@ -144,7 +160,7 @@ def test_tensorrt_is_asked_for_by_documented_options(cache: Path) -> None:
     ("dtype", "engine", "words"),
     [
         ("int8", "torch", "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
-        ("bfloat16", "onnx", "ONNX Runtime takes float32 or int8 on cpu, not bfloat16"),
+        ("bfloat16", "onnx", "FEEDMILL_DTYPE: ONNX Runtime takes float32 or int8 on cpu, not bfloat16"),
     ],
 )
 def test_precisions_that_an_engine_does_not_have(dtype: str, engine: str, words: str) -> None:

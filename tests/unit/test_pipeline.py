@@ -21,7 +21,7 @@ from workers.calibration import TokenBudget
 from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.message import Message
-from workers.offline import classify
+from workers.offline import classify, lost
 from workers.pipeline import MAX_ROWS_PER_MESSAGE, Pipeline
 from workers.suspects import Suspects
 from workers.tokenizer import Tokens
@@ -366,6 +366,9 @@ def test_a_device_without_memory_for_a_single_row_ends_the_worker(owner: Owner) 
     assert message not in owner.finished
     assert owner.store.dead == []
     assert owner.budget.tokens == 2048, "what failed tells nothing of what would fit"
+    assert str(lost(owner.pipeline)) == (
+        "The device failed: the device has no memory for a single row. See the log above."
+    )
 
 
 def test_a_forward_pass_that_hangs_is_told() -> None:

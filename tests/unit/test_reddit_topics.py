@@ -29,7 +29,7 @@ def test_names_may_be_written_as_people_write_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[topics", "is not TOML: "),
+        ("[topics", " is not TOML: "),
         ("", "topics: field required"),
         ("[topics]\n", "topics: "),
         ('[topics]\n"a" = []\n', "topics.a: "),
@@ -45,3 +45,10 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, problem: str) -> None:
         topics.read(written(tmp_path, text))
     assert problem in str(refused.value)
     assert "topics.toml" in str(refused.value)
+    if "TOML" not in problem:
+        assert "`feedmill ingest topics` prints a file to start from" in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="^The topics in .*/none cannot be read: No such file or directory"):
+        topics.read(tmp_path / "none")

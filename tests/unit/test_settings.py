@@ -102,5 +102,5 @@ def test_a_running_stack_is_found(tmp_path: Path) -> None:
     (tmp_path / STACK_FILE).write_text(json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"}))
     assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
     (tmp_path / STACK_FILE).write_text("{")
-    with pytest.raises(SettingsError, match=STACK_FILE):
+    with pytest.raises(SettingsError, match=f"{STACK_FILE} should hold the address of the running `feedmill up`"):
         _ = settings.broker_url

@@ -172,13 +172,13 @@ def test_a_label_of_several_descriptions_is_their_mean(classifier: Similarity) -
 BROKEN: list[tuple[dict[str, str], str]] = [
     ({}, "it has no modules.json"),
     ({"modules.json": "{"}, "modules.json cannot be read"),
-    ({"modules.json": "[]"}, "has 0 poolings"),
+    ({"modules.json": "[]"}, "has 0 poolings; one is expected"),
     ({"modules.json": '{"a": 1}'}, "should be a list of modules"),
     ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "has a module LSTM"),
     ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, "p/config.json cannot be read"),
     (
         {"modules.json": '[{"type": "a.Pooling", "path": "p"}]', "p/config.json": '{"pooling_mode": "odd"}'},
-        "pooling by 'odd'",
+        " asks for pooling by 'odd'",
     ),
 ]
 
@@ -199,6 +199,22 @@ def test_a_dense_layer_that_would_be_computed_otherwise(tmp_path: Path) -> None:
         path.write_text(json.dumps({"in_features": 32, "out_features": 32} | option))
         with pytest.raises(ModelError, match="asks for a residual, or for other inputs"):
             Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+    path.write_text(json.dumps({"in_features": 32, "out_features": 32, "activation_function": "torch.nn.Softsign"}))
+    with pytest.raises(ModelError, match="asks for the activation Softsign, which is not supported"):
+        Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+
+
+def test_a_dense_layer_that_is_not_there(tmp_path: Path) -> None:
+    folder = make_sentence_model(tmp_path, dense=32)
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"^The dense layer in .* cannot be read \(model.safetensors is needed\)"):
+        Similarity(Weights("m", folder, None, "00"), FP32, Settings())
+
+
+def test_a_prompt_that_would_be_left_out(tmp_path: Path) -> None:
+    folder = make_sentence_model(tmp_path, pooling={"include_prompt": False}, prompt="topic: ")
+    with pytest.raises(ModelError, match="leaves its prompt out of the pooling, which is not supported"):
+        Similarity(Weights("m", folder, None, "00"), FP32, Settings())
 
 
 def test_results_of_other_layers_are_other_results(tmp_path: Path) -> None:

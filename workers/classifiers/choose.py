@@ -1,4 +1,4 @@
-"""Which classifier a model is for: read off its own files, unless the settings say."""
+"""Which classifier a model is for: read off its own files, unless the settings say, or name one of somebody's own."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from workers.classifiers.nli import Entailment, entailment_of
 from workers.classifiers.sequence import SequenceClassifier
 from workers.classifiers.similarity import Similarity
 from workers.device import Device
+from workers.own import named
 from workers.weights import Weights, locate, parameters
 
 #: What a forward pass needs besides the weights, at least, as a share of them.
@@ -28,7 +29,8 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = kind_of(weights) if settings.classifier == "auto" else settings.classifier
     check_size(weights, device)
-    classifier = CLASSIFIERS[kind](weights, device, settings)
+    make = CLASSIFIERS.get(kind) or named(kind, "classifier")
+    classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()
     except RequestRefused as refused:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from shared.errors import ModelError
@@ -112,7 +113,7 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
         linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
         tensors = load_file(folder / "model.safetensors")
         linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in tensors.items()})
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"The dense layer in {folder} cannot be read (model.safetensors is needed): {error}"
         ) from error

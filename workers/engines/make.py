@@ -8,6 +8,7 @@ from workers.device import Device
 from workers.engines import Engine
 from workers.engines.network import most_tokens, read_config
 from workers.engines.torch_engine import TorchEngine
+from workers.own import named
 from workers.tokenizer import Tokenizer
 from workers.weights import Weights
 
@@ -32,6 +33,8 @@ def make_engine(
             from workers.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
+        elif settings.engine != "torch":
+            engine = named(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
         else:
             engine = TorchEngine(
                 weights,

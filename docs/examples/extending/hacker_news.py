@@ -1,0 +1,40 @@
+"""A source: stories of Hacker News, as its search answers (https://hn.algolia.com/api), as posts in the queue.
+
+curl "https://hn.algolia.com/api/v1/search_by_date?tags=story" | python hacker_news.py
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from producers.push import Pusher
+from shared.broker import connect, make_app, told_plainly
+from shared.errors import PostRefused
+from shared.messages import ClassifyOptions, Post
+from shared.settings import load
+
+
+def posts(answer: dict[str, Any]) -> Iterator[Post]:
+    """Each story that can be classified; of the others it is told what is wrong."""
+    for hit in answer["hits"]:
+        story = {
+            "id": f"hn-{hit['objectID']}",
+            "title": hit["title"],
+            "body": hit.get("story_text") or "",
+            "url": hit.get("url"),
+            "score": hit.get("points"),
+            "created_utc": hit.get("created_at_i"),
+        }
+        try:
+            yield Post.parse({field: value for field, value in story.items() if value is not None})
+        except PostRefused as refused:
+            print(f"{story['id']}: {refused}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    settings = load()
+    with told_plainly(settings):
+        pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
+        pusher.push(posts(json.load(sys.stdin)))
+    print(f"{pusher.sent} sent, {pusher.skipped} skipped as sent before")

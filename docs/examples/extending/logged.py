@@ -1,0 +1,36 @@
+"""An engine: torch's, that logs each forward pass of a CPU that takes long, with what was in it.
+
+PYTHONPATH=docs/examples/extending feedmill worker --engine logged:LoggedEngine
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from shared.settings import Settings
+from workers.device import Device
+from workers.engines.torch_engine import TorchEngine
+from workers.tokenizer import Tokens
+from workers.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+#: Seconds of a forward pass that is worth a line.
+LONG = 1.0
+
+
+class LoggedEngine(TorchEngine):
+    """What every engine is made of: `reads` is what the classifier wants read off the model, see network.py."""
+
+    def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
+        super().__init__(weights, device, reads, pad_id, settings.max_tokens)
+
+    def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        began = time.perf_counter()
+        found = super().forward(rows)
+        if (seconds := time.perf_counter() - began) > LONG:
+            longest = max(len(row.ids) for row in rows)
+            logger.warning("%d rows of up to %d tokens took %.1f s", len(rows), longest, seconds)
+        return found

@@ -1,0 +1,90 @@
+"""docs/examples/extending: a source, a classifier and an engine of somebody's own, as docs/extending.md has them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.broker import queue_depth
+from tests.support import RedisServer, feedmill
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "docs" / "examples" / "extending"
+OURS = {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}"}
+STORIES = {
+    "hits": [
+        {
+            "objectID": "1",
+            "title": "Show HN: A queue",
+            "story_text": "<p>It waits.",
+            "points": 3,
+            "created_at_i": 1700000000,
+        },
+        {"objectID": "2", "title": "A faster sort", "url": "https://example.org/sort", "points": None},
+        {"objectID": "3", "title": ""},
+    ]
+}
+
+
+def test_a_source(redis: RedisServer, tmp_path: Path) -> None:
+    def run() -> tuple[str, str]:
+        said = subprocess.run(
+            [sys.executable, EXAMPLES / "hacker_news.py"],
+            cwd=tmp_path,
+            env=os.environ | {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"},
+            input=json.dumps(STORIES),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return said.stdout, said.stderr
+
+    bad = "hn-3: neither title nor body holds any text\n"
+    assert run() == ("2 sent, 0 skipped as sent before\n", bad)
+    assert queue_depth(redis.client, "feedmill").waiting == 1
+    assert run() == ("0 sent, 2 skipped as sent before\n", bad)
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    (tmp_path / "posts.jsonl").write_text(
+        '{"id": "a", "title": "Soup with beans, and more beans"}\n{"id": "b", "title": "Nothing of it"}\n'
+    )
+    labels = json.dumps({"food": "soup beans bread", "sports": "match goal"})
+    arguments = ("classify", "posts.jsonl", "--classifier", "keywords:Keywords", "--labels", labels, "--json")
+    said = feedmill(*arguments, cwd=tmp_path, FEEDMILL_TOKEN_BUDGET="2048", **OURS)
+    assert said.returncode == 0, said.stderr
+    food, none = (json.loads(line) for line in said.stdout.splitlines())
+    assert (food["label"], food["scores"]) == ("food", pytest.approx({"food": 4 / 5, "sports": 1 / 5}))
+    assert none["scores"] == {"food": 0.5, "sports": 0.5}
+
+
+def test_an_engine(tmp_path: Path) -> None:
+    found = [
+        feedmill("classify", "Soup with beans", "--dtype", "float32", "--json", *engine, cwd=tmp_path, **OURS)
+        for engine in ((), ("--engine", "logged:LoggedEngine"))
+    ]
+    usual, ours = (json.loads(each.stdout) for each in found)
+    assert ours["scores"] == usual["scores"]
+    assert ours["label"] == "food"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "words"),
+    [
+        (
+            "--classifier",
+            "no.such:Thing",
+            "The module no.such, which --classifier or FEEDMILL_CLASSIFIER names, cannot be",
+        ),
+        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: the module logged has no Thing; it is {EXAMPLES}/logged.py."),
+        ("--engine", "tensorflow", "--engine: should be torch, onnx or module:Class, not 'tensorflow'."),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, flag: str, name: str, words: str) -> None:
+    said = feedmill("classify", "a text", flag, name, cwd=tmp_path, **OURS)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert words in said.stderr

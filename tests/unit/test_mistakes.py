@@ -1,0 +1,113 @@
+"""Mistakes that commands tell before they ask Redis or load a model, as far as no other test makes them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from typer.testing import CliRunner
+
+from feedmill import demo, deploy_command, flower_command, offline_commands, tuning_commands
+from feedmill.cli import app
+from feedmill.tuning_report import TuningReport
+from shared import logs
+from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
+from shared.messages import PostError
+from shared.settings import Settings
+from workers import tuning
+
+ROOT = Path(__file__).parent.parent.parent
+POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
+    """What a command raises that reads a file of one post, with a stand-in for the model."""
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(
+        tuning_commands, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"]))
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "posts.jsonl").write_text(POST)
+    return lambda command: CliRunner().invoke(app, [command, "posts.jsonl"]).exception
+
+
+def test_packages_of_two_installations(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    command = [sys.executable, "-m", "feedmill", "status"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stderr) == (
+        2,
+        f"feedmill: the package 'shared' should come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
+        "Start `feedmill` as installed, or leave the folder that holds the other one.\n",
+    )
+
+
+def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower_command, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^Flower is not installed: `pip install 'feedmill\[monitor\]'` brings it\.$"):
+        flower_command.flower()
+
+
+def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "workers.weights", None)
+    with pytest.raises(
+        UserError, match=r"^Reading a model needs workers.weights, which `pip install 'feedmill\[worker\]'"
+    ):
+        deploy_command._asking(tmp_path)
+
+
+def test_a_model_without_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "workers", None)
+    with pytest.raises(UserError, match=r"^This needs workers, which `pip install 'feedmill\[worker\]'` brings\.$"):
+        offline_commands.load_model(Settings())
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (RequestRefused("labels: too many"), "some/model cannot serve this: labels: too many."),
+        (DeviceLost("CUDA error"), "The device failed: CUDA error"),
+    ],
+)
+def test_a_model_that_cannot(fault: FeedmillError, words: str) -> None:
+    with pytest.raises(UserError) as told, offline_commands._refusals_told(Settings(model="some/model")):
+        raise fault
+    assert str(told.value) == words
+
+
+def test_a_device_that_fails_while_it_is_measured(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning.Tuning, "__init__", lambda *_: None)
+    monkeypatch.setattr(tuning.Tuning, "steps", 1)
+    monkeypatch.setattr(tuning.Tuning, "run", Mock(side_effect=DeviceLost("CUDA error")))
+    error = run("tune")
+    assert isinstance(error, ModelError)
+    assert str(error) == "The device failed, so nothing is known of larger batches: CUDA error"
+
+
+def test_a_device_without_memory_for_any_size() -> None:
+    found = Mock(curve=lambda _: SimpleNamespace(points=(), full=1), tokens=9)
+    with pytest.raises(ModelError, match=r" has no memory for .* and a batch of 1 posts\. Take a smaller model"):
+        TuningReport(found, Mock(), 1)
+
+
+def test_posts_of_which_none_can_be_classified(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
+    monkeypatch.setattr(tuning_commands, "classified", lambda *_: iter(outcomes))
+    assert str(run("evaluate")) == "None of 1 posts can be classified; the first: scores that are not finite"
+
+
+def test_a_demo_whose_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("connect", "make_app"):
+        monkeypatch.setattr(demo, name, Mock())
+    monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
+    monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
+    with pytest.raises(StackError, match=r"^the worker does not answer. See /data\.$"):
+        demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), False, False)
