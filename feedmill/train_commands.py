@@ -91,10 +91,31 @@ def train(
     settings = settings_of(device=given.pop("device"), redis_url=given.pop("redis_url"))
     given.pop("as_json")
     options = TrainOptions.parse(given)
+    _check_packages()
+    _train(options, settings, as_json)
+
+
+@app.command()
+def trainer(
+    device: Device = None,
+    name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
+    training_folder: Annotated[
+        Path | None, typer.Option(help="Folder that queued trainings read from and write to.", show_default=False)
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Train what applications ask for by the task `feedmill.train`, one at a time, until SIGTERM."""
+    settings = settings_of(device=device, training_folder=training_folder, redis_url=redis_url)
+    _check_packages()
+    from feedmill.training_job import run_trainer  # noqa: PLC0415 - torch, which only workers have
+
+    raise typer.Exit(run_trainer(settings, name))
+
+
+def _check_packages() -> None:
     for package in PACKAGES:
         if find_spec(package) is None:
             raise UserError(f"Training needs {package}, which `pip install 'feedmill[worker,train]'` brings.")
-    _train(options, settings, as_json)
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:

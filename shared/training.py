@@ -62,7 +62,7 @@ class TrainOptions(BaseModel):
     epochs: Annotated[float, Field(gt=0, le=1000)] = 4.0
     #: Optimization steps, in place of epochs.
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    #: Rows of a forward pass on each device. Halved, and accumulation doubled, where the device has no memory for it.
+    #: Rows of a forward pass on each device. Fewer, and accumulation more, where the device has no memory for them.
     batch_size: Size = 16
     #: Forward passes of each optimization step: effective batch = batch size x accumulation x devices.
     accumulation: Size = 1

@@ -6,7 +6,7 @@ What is added to the Trainer is what it does otherwise, or not at all:
   from the global generator: resumed, accumulated and divided among processes, training then sees the same batches;
 - the loss is summed, and divided by the examples of the whole optimization step, so that accumulating is exact;
 - the classifier on top learns faster than the base;
-- where the device has no memory for a batch, the batch is halved and accumulation doubled.
+- where the device has no memory for a batch, the next smaller one is tried, with more accumulation.
 
 Several GPUs: one process each, started by torchrun. Each process reads the same examples, and the first one writes.
 """
@@ -106,8 +106,8 @@ class Trained(NamedTuple):
 class Training:
     """One training. Raises UserError where it cannot be begun.
 
-    planned: told of the plan before the first step, and again where batches had to be halved; progress: told of each
-    optimization step. Both in the first process alone.
+    planned: told of the plan before the first step, and again where batches had to be made smaller; progress: told of
+    each optimization step. Both in the first process alone.
     """
 
     def __init__(
@@ -377,9 +377,9 @@ def save(trained: Trained, folder: Path) -> None:
 
 
 def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
-    """The next smaller batch, of half the size or less, and the accumulation that keeps their product."""
+    """The next smaller batch, and the accumulation, that have the same product."""
     effective = batch_size * accumulation
-    size = next(size for size in range(batch_size // 2, 0, -1) if effective % size == 0)
+    size = next(size for size in range(batch_size - 1, 0, -1) if effective % size == 0)
     return size, effective // size
 
 
