@@ -45,8 +45,8 @@ def test_train(redis: RedisServer, tmp_path: Path, base: Path) -> None:
     posts = write_posts(tmp_path / "posts.jsonl")
     purge(redis.client, Settings.model_validate({"redis_url": redis.url}), ["p5"])
     said = feedmill(
-        "train", "--from", "posts.jsonl", "--base", str(base), "--out", "out", "--test-share", "0.25", "--device", "cpu",
-        "--batch-size", "8", "--accumulation", "2", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url,
+        "train", "--from", "posts.jsonl", "--base", str(base), "--out", "out", "--test-share", "0.25",
+        "--batch-size", "8", "--accumulation", "2", "--device", "cpu", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     assert "Effective batch 16 = 8 a device × 2 accumulated × 1 devices; cpu in " in said.stdout
@@ -138,7 +138,8 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
     assert (plan["devices"], plan["effective_batch"], plan["steps"]) == (2, 16, 12)
 
 
-def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path, base: Path) -> None:
+@pytest.mark.usefixtures("base")
+def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
     """Asked for by name; what leads out of the folder is refused, and what is no training is a dead letter."""
     write_posts(tmp_path / "posts.jsonl")
     client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
@@ -152,15 +153,16 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path, base: Path) -> 
         capture = receiver.itercapture(wakeup=False)
         next(capture)
         wait_until(lambda: trainer.says(" ready."), "the trainer is ready")
-        (served,) = client.control.inspect(timeout=5).active_queues().values()
+        inspect: Any = client.control.inspect(timeout=5)
+        (served,) = inspect.active_queues().values()
         assert [queue["name"] for queue in served] == ["training"]
-        (registered,) = client.control.inspect(timeout=5).registered().values()
+        (registered,) = inspect.registered().values()
         assert "feedmill.classify" not in registered
 
-        def ask(task: str = "feedmill.train", **given: Any) -> Any:
-            return client.send_task(task, kwargs=given, queue="training")
+        def ask(**given: Any) -> Any:
+            return client.send_task("feedmill.train", kwargs=given, queue="training")
 
-        asked = {"from": "posts.jsonl", "base": "base", "epochs": 1}
+        asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
         found = ask(**asked, out="mine").get(timeout=100)
         with pytest.raises(Exception, match=r"out: '\.\./mine' is not within the folder for trainings"):
             ask(**asked, out="../mine").get(timeout=30)
@@ -168,7 +170,8 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path, base: Path) -> 
             ask(**asked, out="mine").get(timeout=60)
         with pytest.raises(Exception, match="epochs: input should be greater than 0"):
             ask(**asked | {"epochs": -1}, out="other").get(timeout=30)
-        ask("feedmill.classify", posts=[{"id": "a", "title": "Secret words"}])
+        posts = [{"id": "a", "title": "Secret words"}]
+        client.send_task("feedmill.classify", kwargs={"posts": posts}, queue="training")
         wait_until(lambda: redis.client.xlen(DEAD_LETTERS) == 1, "a dead letter")
         assert "Secret words" not in trainer.text()
         assert trainer.end() == 0
