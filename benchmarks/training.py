@@ -3,9 +3,9 @@
     python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
 
 `plain` is float32 in batches of 8, in random order, padded to the longest of each; the others change one thing each,
-and `all` changes every one. Mixed precision is left out where the device has none in hardware. Every variant trains on the
-same posts from the same weights; the first optimization step, which sets up much, is not counted. The rounds alternate;
-medians count. The last line is JSON.
+and `all` changes every one. Mixed precision is left out where the device has none in hardware. Every variant trains on
+the same posts from the same weights; the first optimization step, which sets up much, is not counted. The rounds
+alternate; medians count. The last line is JSON.
 """
 
 import argparse

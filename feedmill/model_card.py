@@ -5,8 +5,9 @@ Neither quotes a post: what was trained on may be purged one day, and these stay
 
 import json
 import platform
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,6 @@ def write(
     trained: Trained,
     tested: Mapping[str, Any] | None,
     zero_shot: Mapping[str, Any] | None,
-    command: Sequence[str],
 ) -> dict[str, Any]:
     """Write both; returns what training.json says. tested, zero_shot: of the model and of its base, on the same posts.
 
@@ -80,7 +80,8 @@ def write(
     plan = trained.plan
     record = {
         "trained_at": time.time(),
-        "command": " ".join(command),
+        # Not as it was typed: there a password may stand, in Redis' address.
+        "command": shlex.join(["feedmill", "train", *options.flags()]),
         "options": options.model_dump(mode="json", by_alias=True),
         "posts": provenance._asdict() | {"left_out": dataset.left_out, "digest": dataset.digest},
         "labels": list(dataset.labels),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ from feedmill.offline_commands import load_model
 from shared.errors import UserError
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from shared.training import TrainOptions
+from shared.training import BEGUN, CHECKPOINTS, RUNS, TrainOptions
 
 if TYPE_CHECKING:
     from workers.training.examples import Dataset
@@ -119,18 +118,18 @@ def _check_packages() -> None:
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
-    # Imported late: torch, which only workers have.
-    from feedmill import model_card, training_report  # noqa: PLC0415
-    from feedmill.training_data import collect  # noqa: PLC0415
-    from workers.training import run  # noqa: PLC0415
-    from workers.training.examples import make_dataset  # noqa: PLC0415
-
     first = os.environ.get("RANK", "0") == "0"  # of several processes, as torchrun numbers them
     notes = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     folder = Path(options.out).expanduser().absolute()
     options = options.model_copy(update={"out": str(folder)})
     if first:
         check_folder(folder, options.resume)
+    # Imported late: torch, which only workers have, and which takes its time.
+    from feedmill import model_card, training_report  # noqa: PLC0415
+    from feedmill.training_data import collect  # noqa: PLC0415
+    from workers.training import run  # noqa: PLC0415
+    from workers.training.examples import make_dataset  # noqa: PLC0415
+
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
     report = training_report.Report(notes, as_json, quiet=not first)
@@ -146,8 +145,7 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
         return
     run.save(trained, folder)
     tested, zero_shot = _tested(folder, options, dataset, settings)
-    command = ["feedmill", *sys.argv[1:]]
-    record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot, command)
+    record = model_card.write(folder, options, dataset, collected.provenance, trained, tested, zero_shot)
     title = f"{folder.name}: {len(dataset.train):,} posts, effective batch {trained.plan.effective_batch}"
     charts.save(folder / "training.png", partial(charts.draw_training, curve=trained.curve, title=title), notes)
     report.finished(Console(highlight=False), record, trained.curve, folder)
@@ -155,8 +153,6 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Raises UserError where a model cannot be written there."""
-    from workers.training.run import CHECKPOINTS, RUNS  # noqa: PLC0415 - torch, which only workers have
-
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder with --out.")
     held = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -174,8 +170,6 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
     """Note of which posts and options the checkpoints will be. Raises UserError where there are some of others."""
-    from workers.training.run import BEGUN, CHECKPOINTS  # noqa: PLC0415 - torch, which only workers have
-
     asked = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
     noted = folder / CHECKPOINTS / BEGUN
     if options.resume:

@@ -52,6 +52,8 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
     """Read the posts that the options name. Raises UserError."""
     source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, notes)
     found = list(islice(source, options.limit))
+    if options.source == RESULTS:
+        notes.print(f"Bodies are their first {settings.stream_body} characters: the stream keeps no more.")
     tested = None
     if options.test is not None:
         tested = [post for post in islice(_of_path(options.test, notes), options.limit) if _post(post).topic]

@@ -25,12 +25,11 @@ from celery.exceptions import Reject
 from celery.signals import worker_shutting_down
 
 from feedmill.stack import die_with, python_command
-from shared.broker import Application, make_app, reserve
+from shared.broker import CLASSIFY_TASK, Application, make_app, reserve
 from shared.errors import UserError, printable
 from shared.settings import PREFIX, Settings
-from shared.training import RESULTS, TRAIN_QUEUE, TRAIN_TASK, TrainOptions
+from shared.training import CHECKPOINTS, RESULTS, TRAIN_QUEUE, TRAIN_TASK, TrainOptions
 from workers.run import run
-from workers.training.run import CHECKPOINTS
 from workers.weights import EMBEDDED
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,9 @@ def make_trainer_app(settings: Settings) -> Application:
     def train(self: "Task[Any, Any]", /, **given: Any) -> dict[str, Any]:
         return trainings.run(self, given)
 
+    app.finalize()
+    # A shared task, which every application has: sent here it is a dead letter.
+    app.tasks.unregister(CLASSIFY_TASK)
     return app
 
 
@@ -86,7 +88,7 @@ class Trainings:
         environment = {f"{PREFIX}REDIS_URL": settings.broker_url, f"{PREFIX}DEVICE": settings.device}
         parent = os.getpid()
         with subprocess.Popen(
-            [*python_command(), "train", *flags_of(options), "--json"],
+            [*python_command(), "train", *options.flags(), "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -166,15 +168,3 @@ def _going_on(options: TrainOptions) -> TrainOptions:
         shutil.rmtree(begun)
         return options.model_copy(update={"resume": False})
     return options.model_copy(update={"resume": True})
-
-
-def flags_of(options: TrainOptions) -> list[str]:
-    """The command's flags that ask for the same."""
-    flags: list[str] = []
-    for name, value in options.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags.append(f"--{flag}={value}")
-    return flags

@@ -14,6 +14,9 @@ TRAIN_TASK = "feedmill.train"
 TRAIN_QUEUE = "training"
 #: In place of a file: the stream of results in Redis.
 RESULTS = "results"
+#: In the output folder: what it takes to go on, gone when the training is complete; in there, of which posts and
+#: options it is; and TensorBoard's logs.
+CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, strip_whitespace=True)]
 Size = Annotated[int, Field(ge=1, le=65_536)]
@@ -123,3 +126,14 @@ class TrainOptions(BaseModel):
         except ValidationError as error:
             option, reason = first_problem(error)
             raise UserError(f"{option}: {reason}.") from None
+
+    def flags(self) -> list[str]:
+        """The flags of `feedmill train` that ask for the same; defaults are left out."""
+        flags: list[str] = []
+        for name, value in self.model_dump(mode="json", by_alias=True, exclude_defaults=True).items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags.append(f"--{flag}={value}")
+        return flags

@@ -117,7 +117,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
     asked = ["train", "--from", "posts.jsonl", "--base", str(base), "--split", "none", "--device", "cpu"]
     asked += ["--learning-rate", "0.001", "--epochs", "2"]
     assert feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path).returncode == 0
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "feedmill"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "feedmill"]
     said = subprocess.run(
         [sys.executable, *launcher, *asked, "--out", "two", "--batch-size", "8"],
         cwd=tmp_path,
@@ -166,7 +166,7 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
         found = ask(**asked, out="mine").get(timeout=100)
         with pytest.raises(Exception, match=r"out: '\.\./mine' is not within the folder for trainings"):
             ask(**asked, out="../mine").get(timeout=30)
-        with pytest.raises(Exception, match="mine holds other files"):
+        with pytest.raises(Exception, match="mine holds other files: give a new folder, or an empty one."):
             ask(**asked, out="mine").get(timeout=60)
         with pytest.raises(Exception, match="epochs: input should be greater than 0"):
             ask(**asked | {"epochs": -1}, out="other").get(timeout=30)
@@ -174,7 +174,11 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
         client.send_task("feedmill.classify", kwargs={"posts": posts}, queue="training")
         wait_until(lambda: redis.client.xlen(DEAD_LETTERS) == 1, "a dead letter")
         assert "Secret words" not in trainer.text()
+        long = ask(**asked | {"epochs": 1000}, out="long")
+        wait_until(lambda: long.state == "PROGRESS", "a long training has begun")
         assert trainer.end() == 0
+        assert redis.client.llen("training") == 1  # the next trainer goes on with it
+        assert (tmp_path / "long" / "checkpoints").is_dir()
         while not any(event["type"] == "task-progress" for event in events):
             next(capture)
     assert found["folder"] == str(tmp_path / "mine")

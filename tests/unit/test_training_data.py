@@ -116,6 +116,14 @@ def test_bad_options_are_named(given: dict[str, Any], words: str) -> None:
         TrainOptions.parse({"from": "x", "out": "y"} | given)
 
 
+def test_flags_ask_for_the_same() -> None:
+    options = options_of(out="a b", test="t.jsonl", compare=False, resume=True, epochs=2.5)
+    assert options.flags() == [
+        "--from=x", "--out=a b", "--min-posts=1", "--test=t.jsonl", "--split=none", "--no-compare", "--epochs=2.5",
+        "--resume",
+    ]  # fmt: skip
+
+
 # Reading.
 
 

@@ -11,6 +11,7 @@ What is added to the Trainer is what it does otherwise, or not at all:
 Several GPUs: one process each, started by torchrun. Each process reads the same examples, and the first one writes.
 """
 
+import gc
 import logging
 import math
 import os
@@ -18,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 
 from shared.errors import DeviceFull, DeviceLost, ModelError, UserError
 from shared.settings import Settings
-from shared.training import TrainOptions
+from shared.training import CHECKPOINTS, RUNS, TrainOptions
 from workers import device
 from workers.classifiers.choose import check_size
 from workers.engines.outputs import device_errors
@@ -38,16 +39,14 @@ from workers.weights import locate
 
 logger = logging.getLogger(__name__)
 
-#: In the output folder: what it takes to go on; gone when the training is complete.
-CHECKPOINTS = "checkpoints"
-#: In there: of which posts and options they are.
-BEGUN = "begun.json"
-#: In the output folder: TensorBoard's logs.
-RUNS = "runs"
 #: Checkpoints that are kept: the last one may be the one that a crash came into.
 KEPT = 2
+#: Rows of a forward pass for the head. Not the batch size: however that is divided, the head is to be the same.
+HEAD_ROWS = 16
 #: Points of the loss curve, about.
 POINTS = 60
+
+Row = TypeVar("Row")
 
 
 class Plan(NamedTuple):
@@ -137,7 +136,11 @@ class Training:
         while True:
             try:
                 with device_errors():
-                    return self._train(train, validation, batch_size, accumulation)
+                    trained = self._train(train, validation, batch_size, accumulation)
+                if torch.distributed.is_initialized():
+                    gc.collect()  # the wrapped model waits for ever where the group is gone before it
+                    torch.distributed.destroy_process_group()
+                return trained
             except DeviceFull as full:
                 if batch_size == 1:
                     raise ModelError(
@@ -232,8 +235,6 @@ class Training:
         transformers.set_seed(options.seed)  # what came before may have drawn from it, and need not have
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         seconds = time.monotonic() - began
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
         done = trainer.state.global_step - (0 if last is None else int(last.name.rpartition("-")[2]))
         return Trained(
             trainer.accelerator.unwrap_model(trainer.model),
@@ -334,8 +335,7 @@ class Training:
 
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
         by_length = sorted(train, key=lambda row: len(row["input_ids"]))
-        size = 2 * self._options.batch_size  # nothing is kept for a backward pass
-        batches = [self._collate([dict(row) for row in by_length[at : at + size]]) for at in range(0, len(train), size)]
+        batches = [self._collate([dict(row) for row in some]) for some in _cut(by_length, HEAD_ROWS)]
         fit_head(model, batches, self._loss)
 
     def _estimate(
@@ -383,8 +383,8 @@ def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
     return size, effective // size
 
 
-def _cut(order: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [order[at : at + size] for at in range(0, len(order), size)]
+def _cut(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def _curve(history: Sequence[dict[str, Any]]) -> list[Point]:
