@@ -88,7 +88,7 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
         return
     seen: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().float()))
+    hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     model.eval()
     try:
         for batch in batches:
@@ -96,7 +96,8 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
             model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
     finally:
         hook.remove()
-    features, wanted = torch.cat(seen), torch.cat(labels)
+    # In float64 it converges to one result, however sums were rounded; there is little to compute.
+    features, wanted = torch.cat(seen).cpu().double(), torch.cat(labels).cpu()
     if features.shape[:-1] != wanted.shape[:1]:
         return
     # Of unit variance, so that RIDGE means the same for every base.
@@ -112,9 +113,11 @@ def _fit(
     features: torch.Tensor, wanted: torch.Tensor, labels: int, loss_of: Callable[[Any, Any], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multinomial logistic regression: (weight [labels, dimensions], bias [labels])."""
-    weight = torch.zeros(labels, features.shape[1], device=features.device, requires_grad=True)
-    bias = torch.zeros(labels, device=features.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight, bias], max_iter=ROUNDS, line_search_fn="strong_wolfe")
+    weight = torch.zeros(labels, features.shape[1], dtype=features.dtype, requires_grad=True)
+    bias = torch.zeros(labels, dtype=features.dtype, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias], max_iter=ROUNDS, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

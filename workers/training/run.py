@@ -15,6 +15,7 @@ import gc
 import logging
 import math
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Sequence, Sized
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 KEPT = 2
 #: Rows of a forward pass for the head. Not the batch size: however that is divided, the head is to be the same.
 HEAD_ROWS = 16
+#: Examples that the head is fitted to, at most: they tell enough of a few thousand weights.
+HEAD_EXAMPLES = 20_000
 #: Points of the loss curve, about.
 POINTS = 60
 
@@ -186,7 +189,7 @@ class Training:
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights = None if self._class_weights is None else self._class_weights.to(logits.device)
-        return loss_of_rows(logits.float(), labels, weights)
+        return loss_of_rows(logits, labels, None if weights is None else weights.to(logits.dtype))
 
     def _train(
         self, train: list[dict[str, Any]], validation: list[dict[str, Any]], batch_size: int, accumulation: int
@@ -326,7 +329,7 @@ class Training:
 
     def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         """Of a forward pass' rows, as their share in the mean over all rows of the optimization step."""
-        losses = self._loss(outputs["logits"], labels)
+        losses = self._loss(outputs["logits"].float(), labels)
         if num_items_in_batch is None:
             return losses.mean()
         # The Trainer counts numbers, of which a distribution over labels has several a row.
@@ -334,8 +337,9 @@ class Training:
         return losses.sum() / rows
 
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
-        by_length = sorted(train, key=lambda row: len(row["input_ids"]))
-        batches = [self._collate([dict(row) for row in some]) for some in _cut(by_length, HEAD_ROWS)]
+        some = random.Random(self._options.seed).sample(train, min(len(train), HEAD_EXAMPLES))
+        by_length = sorted(some, key=lambda row: len(row["input_ids"]))
+        batches = [self._collate([dict(row) for row in rows]) for rows in _cut(by_length, HEAD_ROWS)]
         fit_head(model, batches, self._loss)
 
     def _estimate(
