@@ -145,6 +145,11 @@ class Training:
                     torch.distributed.destroy_process_group()
                 return trained
             except DeviceFull as full:
+                if "WORLD_SIZE" in os.environ:  # the other processes wait for this one, with batches as they are
+                    raise ModelError(
+                        f"{self._device.name} has no memory for {batch_size} rows. Where several processes train, none "
+                        "chooses for all: give a smaller --batch-size, and more --accumulation."
+                    ) from full
                 if batch_size == 1:
                     raise ModelError(
                         f"{self._device.name} has no memory to train {self._weights.name}, one post at a time. "
@@ -181,11 +186,9 @@ class Training:
 
     def _weigh(self) -> torch.Tensor:
         """Of each label, so that all weigh the same together, and an example 1 on average."""
-        counts = self._dataset.counts
-        rarest = max(1, len([label for label in counts.values() if label]))
-        return torch.tensor(
-            [len(self._dataset.train) / (rarest * count) if count else 0.0 for count in counts.values()]
-        )
+        counts = self._dataset.counts.values()
+        share = len(self._dataset.train) / sum(count > 0 for count in counts)
+        return torch.tensor([share / count if count else 0.0 for count in counts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weights = None if self._class_weights is None else self._class_weights.to(logits.device)
