@@ -94,8 +94,9 @@ def main() -> None:
         chosen = device.choose(settings.device, "float32")
         precision, why = device.for_training(chosen)
         console.print(f"{describe(chosen)}; mixed precision: {why}")
-        ceilings = [matrix_ceiling(chosen), matrix_ceiling(chosen._replace(dtype=precision))]
-        console.print(f"matrix product: {ceilings[0]:.0f} GFLOP/s in float32, {ceilings[1]:.0f} in {precision}")
+        for dtype in dict.fromkeys((torch.float32, precision)):
+            ceiling = matrix_ceiling(chosen._replace(dtype=dtype))
+            console.print(f"matrix product in {str(dtype).removeprefix('torch.')}: {ceiling:.0f} GFLOP/s")
         variants = dict(VARIANTS)
         if precision is torch.float32:
             del variants["mixed precision"]
