@@ -8,6 +8,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from feedmill.evaluation import Evaluation
+    from workers.training.run import Point
     from workers.tuning import Curve
 
 #: What is looked for, and what only goes with it.
@@ -59,6 +60,25 @@ def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) 
             textcoords="offset points", ha="center", color=MAIN, fontsize=8,
         )  # fmt: skip
         axes.spines["top"].set_visible(False)
+
+
+def draw_training(figure: Any, curve: Sequence["Point"], title: str) -> None:
+    """Loss and learning rate over optimization steps; of the examples that were held back, dots."""
+    figure.set_size_inches(9, 3.4)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
+    losses, rates = figure.subplots(1, 2)
+    for axes, name in ((losses, "loss"), (rates, "rate")):
+        points = [(point.step, value) for point in curve if (value := getattr(point, name)) is not None]
+        axes.plot(*zip(*points, strict=True), color=MAIN, label="training")
+        axes.set_xlabel("optimization step")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    held_back = [(point.step, point.validation_loss) for point in curve if point.validation_loss is not None]
+    if held_back:
+        losses.plot(*zip(*held_back, strict=True), color="#777777", marker="o", linestyle="", label="held back")
+        losses.legend(frameon=False)
+    losses.set_ylabel("loss")
+    rates.set_ylabel("learning rate")
 
 
 def draw_confusion(figure: Any, found: "Evaluation", title: str) -> None:

@@ -26,6 +26,7 @@ from feedmill import (
     report_commands,
     results_commands,
     status_commands,
+    train_commands,
     tuning_commands,
 )
 from feedmill.demo import run as run_demo
@@ -66,6 +67,7 @@ app.add_typer(ingest_commands.app, name="ingest")
 app.add_typer(offline_commands.app)
 app.add_typer(report_commands.app)
 app.add_typer(status_commands.app)
+app.add_typer(train_commands.app)
 app.add_typer(tuning_commands.app)
 
 

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+#: Bins of a calibration.
+BINS = 10
+
 Counts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -68,6 +71,34 @@ class Evaluation:
             "labels": {label: figures._asdict() for label, figures in self.by_label().items()},
             "confusion": self.confusion.tolist(),
         }
+
+
+class Bin(NamedTuple):
+    """Posts whose best score lies between two tenths: how sure the model was on average, and how often it was right."""
+
+    least: float
+    posts: int
+    confidence: float
+    accuracy: float
+
+
+def bins_of(scored: Iterable[tuple[float, bool]]) -> list[Bin]:
+    """Of each post's best score, and whether its label is the true one; tenths that no post is in are left out."""
+    found: dict[int, list[tuple[float, bool]]] = {}
+    for score, right in scored:
+        found.setdefault(min(max(int(score * BINS), 0), BINS - 1), []).append((score, right))
+    return [
+        Bin(tenth / BINS, len(some), *(float(np.mean(column)) for column in zip(*some, strict=True)))
+        for tenth, some in sorted(found.items())
+    ]
+
+
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """Expected calibration error: how far confidence and accuracy of a post's bin are apart, on average over posts.
+
+    Guo et al., "On Calibration of Modern Neural Networks", 2017.
+    """
+    return sum(each.posts * abs(each.confidence - each.accuracy) for each in bins) / sum(each.posts for each in bins)
 
 
 def truth_of(topic: str | None, labels: Sequence[str]) -> str | None:

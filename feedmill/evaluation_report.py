@@ -1,7 +1,7 @@
 """An evaluation, as a person reads it: two tables and a sentence; and each post's prediction as CSV."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feedmill.comparison import Measured
 from feedmill.evaluation import Evaluation
 from shared.errors import printable
 from shared.messages import Classification
@@ -27,6 +28,27 @@ def show(console: Console, found: Evaluation) -> None:
     else:
         typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table; --png draws it.")
     typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, of {found.posts:,} posts.")
+
+
+def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
+    """Print the models, the most accurate first."""
+    table = Table("model", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("accuracy", "macro-F1", "calibration error", "posts/s"):
+        table.add_column(name, justify="right")
+    for each in sorted(models, key=lambda each: each.evaluation.accuracy, reverse=True):
+        found = each.evaluation
+        figures = (f"{found.accuracy:.3f}", f"{found.macro_f1:.3f}", f"{each.calibration_error:.3f}")
+        table.add_row(escape(printable(each.model)), *figures, f"{each.posts_per_s:,.1f}")
+    console.print(table)
+
+
+def show_sureness(found: Measured) -> None:
+    """How sure the model is, and how often it is right then; and how fast it was."""
+    sure = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
+    typer.echo(
+        f"Its best scores are {sure:.3f} on average, and calibrated to {found.calibration_error:.3f} (0: of the posts "
+        f"with a score of 0.8, 80% are right). {found.posts_per_s:,.1f} posts/s."
+    )
 
 
 def _figures(found: Evaluation) -> Table:

@@ -87,12 +87,13 @@ def classified(
     from workers import offline  # noqa: PLC0415
     from workers.calibration import calibrate  # noqa: PLC0415
 
-    with _refusals_told(settings):
+    with refusals_told(settings):
         yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
 
 
 @contextmanager
-def _refusals_told(settings: Settings) -> Iterator[None]:
+def refusals_told(settings: Settings) -> Iterator[None]:
+    """Turns what a model refuses, and a device that fails, into a UserError."""
     try:
         yield
     except RequestRefused as refused:

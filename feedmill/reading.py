@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 
+from producers.exported import Labelled
 from producers.files import Source
-from producers.records import EVERYTHING, BadRecord, Filters, LeftOut
+from producers.records import EVERYTHING, BadRecord, Filters, Item, LeftOut
 from shared.errors import InputError
 from shared.messages import Post
 
@@ -36,14 +37,18 @@ class Reading:
 
     def posts(self) -> Iterator[Post]:
         """The good ones."""
-        return (post for post in self._each() if post)
+        return (post for post in self._each(self.source.items()) if isinstance(post, Post))
+
+    def labelled(self) -> Iterator[Post | Labelled]:
+        """The good ones; of an export with what a model said of them."""
+        return (found for found in self._each(self.source.labelled()) if found)
 
     def trips(self, posts: int) -> Iterator[list[Post]]:
         """The good ones, so many at a time, or fewer. Each time `records` says how far that is."""
         trip: list[Post] = []
         begun = self.records
-        for post in self._each():
-            if post:
+        for post in self._each(self.source.items()):
+            if isinstance(post, Post):
                 trip.append(post)
             if len(trip) == posts or self.records - begun == TRIP_RECORDS:
                 yield trip
@@ -62,10 +67,10 @@ class Reading:
         """Whether there is anything to say of it beyond its error."""
         return bool(self.records) or self._broken is None
 
-    def _each(self) -> Iterator[Post | None]:
-        """Each record's post, or None."""
+    def _each(self, items: Iterator[Item | Labelled]) -> Iterator[Post | Labelled | None]:
+        """What each record gives, or None."""
         try:
-            for item in self.source.items():
+            for item in items:
                 if isinstance(item, BadRecord):
                     self._tell(item)
                     if not item.skipped:  # its post comes next
@@ -73,7 +78,7 @@ class Reading:
                 self.records += 1
                 self.left_out += item is LeftOut.BY_FILTERS
                 self.removed += item is LeftOut.REMOVED
-                yield item if isinstance(item, Post) else None
+                yield item if isinstance(item, Post | Labelled) else None
             self.complete = True
         except InputError as error:
             self._broken = error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,10 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feedmill import charts
 from feedmill.flags import Device, Dtype, Engine, Kind, Labels, Model, Template, settings_of
-from feedmill.offline_commands import classified, load_model
+from feedmill.offline_commands import load_model
 from feedmill.reading import Reading
 from shared.errors import DeviceLost, InputError, ModelError, UserError, printable
-from shared.messages import Classification, ClassifyOptions, Post, PostError
+from shared.messages import ClassifyOptions, Post
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from feedmill.comparison import Measured
+    from workers.classifiers import Classifier
 
 app = typer.Typer()
 
@@ -92,7 +97,10 @@ def evaluate(
     file: File,
     labels: Labels = None,
     template: Template = None,
-    model: Model = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="As elsewhere; given again: models to be compared.", show_default=False),
+    ] = None,
     classifier: Kind = None,
     engine: Engine = None,
     device: Device = None,
@@ -104,51 +112,87 @@ def evaluate(
     ] = None,
     as_json: LastLine = False,
 ) -> None:
-    """Compare a model's labels with the true ones, which the posts carry as their topic."""
-    settings = settings_of(
-        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
-    )
+    """Compare a model's labels, or those of several, with the true ones, which the posts carry as their topic."""
+    flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
+    each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]
+    if len(each) > 1 and (png or csv_file):
+        raise UserError("--png and --csv are of one model: name one --model, or leave them out.")
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = Reading(file, notes)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("None of the posts has a topic: add the true labels as the field `topic`.")
+    if len(each) > 1:
+        compared = _compare(posts, each, console, notes)
+        if as_json:
+            typer.echo(json.dumps(compared, ensure_ascii=False))
+        _end(reading)
+    (settings,) = each
     loaded = load_model(settings)
     # Imported late: numpy, which comes with torch.
     from feedmill import evaluation_report  # noqa: PLC0415
-    from feedmill.evaluation import Evaluation, truth_of  # noqa: PLC0415
 
-    options = ClassifyOptions()
-    names = loaded.label_set(options).labels
-    known = [(post, truth) for post in posts if (truth := truth_of(post.topic, names)) is not None]
-    if not known:
-        raise InputError(_no_truth(posts, names))
-    outcomes = classified((post for post, _ in known), settings, options, loaded)
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
-        found = [outcome for _, outcome in progress.track(outcomes, total=len(known))]
-    predictions = [
-        (truth, outcome)
-        for outcome, (_, truth) in zip(found, known, strict=True)
-        if isinstance(outcome, Classification)
-    ]
-    failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
-    if not predictions:
-        raise UserError(f"None of {len(known):,} posts can be classified; the first: {failures[0]}")
-    evaluation = Evaluation.of(names, ((truth, outcome.label) for truth, outcome in predictions))
+    known = _known(posts, [loaded.label_set(ClassifyOptions()).labels])
+    found = _measured(known, loaded, settings, notes)
+    evaluation = found.evaluation
     evaluation_report.show(console, evaluation)
+    evaluation_report.show_sureness(found)
     if len(known) < len(posts):
         typer.echo(f"Left out: {len(posts) - len(known):,} posts whose topic is missing, or none of the labels.")
-    if failures:
-        typer.echo(f"Left out: {len(failures):,} posts that cannot be classified; the first: {failures[0]}")
+    if found.failures:
+        typer.echo(f"Left out: {len(found.failures):,} posts that cannot be classified; the first: {found.failures[0]}")
     if csv_file:
-        evaluation_report.write_csv(csv_file, predictions)
+        evaluation_report.write_csv(csv_file, found.predictions)
     if png:
         title = f"{loaded.weights.name}: accuracy {evaluation.accuracy:.3f}, {evaluation.posts:,} posts"
         charts.save(png, partial(charts.draw_confusion, found=evaluation, title=title), notes)
     if as_json:
-        typer.echo(json.dumps(evaluation.summary(len(posts) - len(predictions)), ensure_ascii=False))
-    _end(reading, bool(failures))
+        typer.echo(json.dumps(found.summary(len(posts) - len(known)), ensure_ascii=False))
+    _end(reading, bool(found.failures))
+
+
+def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
+    """Several models, on the posts whose truth all of them have as a label; as JSON."""
+    # Imported late: torch, which only workers have.
+    from feedmill.comparison import of_one_kind  # noqa: PLC0415
+    from feedmill.evaluation_report import show_side_by_side  # noqa: PLC0415
+
+    each = [of_one_kind(settings) for settings in each]
+    loaded = [load_model(settings) for settings in each]
+    known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
+    found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
+    show_side_by_side(console, found)
+    left_out = len(posts) - len(known)
+    typer.echo(
+        f"{len(known):,} posts" + (f"; left out: {left_out:,} whose topic is not a label of all" * bool(left_out))
+    )
+    return {"posts": len(known), "models": {one.model: one.summary(left_out) for one in found}}
+
+
+def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
+    """Posts with their truth as a label of all of these sets. Raises InputError where no post has one."""
+    from feedmill.evaluation import truth_of  # noqa: PLC0415 - numpy, which comes with torch
+
+    known = [
+        (post, truth)
+        for post in posts
+        if (truth := truth_of(post.topic, label_sets[0])) is not None and all(truth in labels for labels in label_sets)
+    ]
+    if not known:
+        raise InputError(
+            _no_truth(posts, [label for label in label_sets[0] if all(label in one for one in label_sets)])
+        )
+    return known
+
+
+def _measured(
+    known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
+) -> "Measured":
+    from feedmill.comparison import measure  # noqa: PLC0415 - torch, which only workers have
+
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
+        return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
 
 
 def _consoles() -> tuple[Console, Console]:

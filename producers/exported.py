@@ -7,7 +7,7 @@ said, and no topic; `permalink` is no `URL`. Knows nothing of files, and nothing
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -40,6 +40,15 @@ FORMULA = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
 SUSPICIOUS = frozenset("'=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
+class Labelled(NamedTuple):
+    """A post and what a model said of it."""
+
+    post: Post
+    label: str
+    scores: dict[str, float]
+    model: str
+
+
 def escaped(text: str) -> str:
     """A cell that no spreadsheet takes for a formula: with an apostrophe before it, where it would."""
     return f"'{text}" if text[:1] in SUSPICIOUS and FORMULA.match(text) else text
@@ -69,3 +78,23 @@ def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
         yield Post.parse(fields)
     except PostRefused as refused:
         yield BadRecord(where, printable(str(refused)))
+
+
+def labelled_of(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRecord]:
+    """The post of a row with its label, or what is wrong with it. Its keys are in lower case."""
+    for found in post_of(record, where):
+        if isinstance(found, BadRecord):
+            yield found
+            continue
+        scores = record["scores"]
+        with suppress(ValueError):
+            scores = dict(from_json(scores) if isinstance(scores, str) else scores)
+        label = record["label"]
+        if (
+            isinstance(scores, dict)
+            and label in scores
+            and all(isinstance(score, float | int) for score in scores.values())
+        ):
+            yield Labelled(found, label, scores, str(record.get("model")))
+        else:
+            yield BadRecord(where, "scores: expected an object with the score of each label")

@@ -11,12 +11,12 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic_core import from_json
 
@@ -35,6 +35,8 @@ UNKNOWN = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 
 #: A record as it was read, or why it could not be, or that it need not be.
 Record = dict[str, Any] | str | LeftOut
+#: What a row of an export gives.
+Found = TypeVar("Found")
 #: A record's line, and in an array which element it is.
 Place = int | str
 
@@ -64,6 +66,13 @@ class Source:
 
         Raises InputError when the file as a whole cannot be read; UserError where a package is missing for it.
         """
+        return self._items(exported.post_of)
+
+    def labelled(self) -> Iterator[Item | exported.Labelled]:
+        """The same; of an export the posts with their labels. Raises as `items` does."""
+        return self._items(exported.labelled_of)
+
+    def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == EVERYTHING
         try:
             with ExitStack() as opened:
@@ -79,8 +88,11 @@ class Source:
                         elif is_removed(fields):
                             yield LeftOut.REMOVED
                         else:
-                            read_post = exported.post_of if exported.is_exported(fields) else post_of
-                            yield from read_post(fields, f"{self._name}:{place}")
+                            place_of_it = f"{self._name}:{place}"
+                            if exported.is_exported(fields):
+                                yield from read_export(fields, place_of_it)
+                            else:
+                                yield from post_of(fields, place_of_it)
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}.") from None
         except (OSError, EOFError, zlib.error) as error:

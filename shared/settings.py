@@ -186,6 +186,12 @@ class Settings(BaseSettings):
     #: Seconds after which a message held by a vanished worker is delivered again. A living one renews its claim.
     visibility_timeout: Annotated[int, Field(ge=3)] = 6
 
+    # What trainers do.
+
+    #: Folder of queued trainings: models are written there, and files that are trained on are read there. Whoever may
+    #: publish can ask for a training, and reaches no file elsewhere.
+    training_folder: Path = Path("~/.local/share/feedmill/training")
+
     # What stays in Redis.
 
     #: Seconds a result lives.
@@ -294,7 +300,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be set, to what the Sentinels of {PREFIX}REDIS_URL call the master")
         return value
 
-    @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics")
+    @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics", "training_folder")
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()

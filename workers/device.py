@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.errors import SettingsError
+from shared.errors import SettingsError, UserError
 
 #: Cores that torch computes with, unless OMP_NUM_THREADS says otherwise.
 CORES = torch.get_num_threads()
@@ -84,6 +84,25 @@ def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> 
     else:
         precision, why_dtype = DTYPES[dtype], "precision as set"
     return Device(found, precision, f"{why_device}; {why_dtype}")
+
+
+def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str]:
+    """(precision of the forward and backward passes, why); weights and their changes are float32 in any case.
+
+    Half precision without bfloat16 takes loss scaling, which float16 needs. Raises UserError where the device does not
+    train in what is wanted.
+    """
+    if wanted == "float16" and device.torch.type != "cuda":
+        raise UserError(f"--precision: float16 trains on a GPU alone, with loss scaling; {device.name} takes bfloat16.")
+    if wanted != "auto":
+        return DTYPES[wanted], "precision as set"
+    if device.torch.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "this GPU has bfloat16 in hardware"
+        return torch.float16, "this GPU has no bfloat16; the loss is scaled"
+    if device.torch.type == "cpu":
+        return _half_precision(device.torch)
+    return torch.float32, "mixed precision was not tried on Apple GPUs"
 
 
 def _device(wanted: str) -> tuple[torch.device, str]:

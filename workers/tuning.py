@@ -159,7 +159,7 @@ class Tuning:
     def _measure(self, size: Size) -> tuple[float, float | None]:
         # Prepared anew: a post's rows are good for one pass, since they keep what comes of it.
         batches = self._cut(self._prepared(), size)
-        peak = _Peak(self._classifier.device.torch, self._settings.engine)
+        peak = Peak(self._classifier.device.torch, self._settings.engine)
         began = time.perf_counter()
         for batch in batches:
             self._classifier.finish(batch, self._classifier.forward(batch))
@@ -192,7 +192,7 @@ def _by_length(by_post: Sequence[Sequence[Row]]) -> list[Row]:
     return sorted(chain.from_iterable(by_post), key=lambda row: row.length)
 
 
-class _Peak:
+class Peak:
     """The most memory in use since this was made: on a GPU what torch allocated, on Linux all of this process."""
 
     def __init__(self, device: torch.device, engine: str) -> None:

@@ -40,7 +40,15 @@ REFUSED_CREDENTIALS = "producers/reddit/client.py:refused_credentials"
 #: are another error's, a library's or a device's.
 ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("feedmill/supervisor.py", "self._mistake"): (),
-    ("feedmill/tuning_commands.py", "_no_truth(posts, names)"): ("feedmill/tuning_commands.py:_no_truth",),
+    ("feedmill/training_data.py", "_nothing(len(kept), options)"): ("feedmill/training_data.py:_nothing",),
+    (
+        "feedmill/training_job.py",
+        """said if process.returncode == 2 else f"The training failed, see the trainer's log: {said}\"""",
+    ): (),
+    (
+        "feedmill/tuning_commands.py",
+        "_no_truth(posts, [label for label in label_sets[0] if all((label in one for one in label_sets))])",
+    ): ("feedmill/tuning_commands.py:_no_truth",),
     ("producers/push.py", "self._settings.queue_limit, self.sent"): ("shared/errors.py:QueueFull",),
     ("producers/reddit/client.py", "missing_credentials(found[1] if found else 'client_id')"): (
         "producers/reddit/client.py:missing_credentials",

@@ -12,13 +12,15 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from feedmill import demo, deploy_command, flower_command, offline_commands, tuning_commands
+from feedmill import demo, deploy_command, flower_command, offline_commands, train_commands, tuning_commands
 from feedmill.cli import app
+from feedmill.training_job import within
 from feedmill.tuning_report import TuningReport
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
 from shared.messages import PostError
 from shared.settings import Settings
+from shared.training import TrainOptions
 from workers import tuning
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,6 +66,31 @@ def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path
         deploy_command._asking(tmp_path)
 
 
+def test_a_training_without_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_commands, "find_spec", lambda _: None)
+    with pytest.raises(
+        UserError, match=r"^Training needs \w+, which `pip install 'feedmill\[worker,train\]'` brings\.$"
+    ):
+        train_commands._check_packages()
+
+
+def test_a_training_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(UserError, match=r"out is a file: name a folder with --out\.$"):
+        train_commands.check_folder(tmp_path / "out", resume=False)
+
+
+def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
+    options = TrainOptions.parse({"from": "posts.jsonl", "out": "out", "base": "../base"})
+    with pytest.raises(UserError, match=r"base: '\.\./base' leads out of the folder for trainings\."):
+        within(options, Settings(training_folder=tmp_path))
+
+
+def test_several_models_and_one_chart() -> None:
+    said = CliRunner().invoke(app, ["evaluate", "x", "--model", "a", "--model", "b", "--png", "x.png"]).exception
+    assert str(said) == "--png and --csv are of one model: name one --model, or leave them out."
+
+
 def test_a_model_without_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "workers", None)
     with pytest.raises(UserError, match=r"^This needs workers, which `pip install 'feedmill\[worker\]'` brings\.$"):
@@ -78,7 +105,7 @@ def test_a_model_without_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_model_that_cannot(fault: FeedmillError, words: str) -> None:
-    with pytest.raises(UserError) as told, offline_commands._refusals_told(Settings(model="some/model")):
+    with pytest.raises(UserError) as told, offline_commands.refusals_told(Settings(model="some/model")):
         raise fault
     assert str(told.value) == words
 
@@ -100,7 +127,8 @@ def test_a_device_without_memory_for_any_size() -> None:
 
 def test_posts_of_which_none_can_be_classified(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
-    monkeypatch.setattr(tuning_commands, "classified", lambda *_: iter(outcomes))
+    monkeypatch.setattr("workers.offline.classify", lambda *_: iter(outcomes))
+    monkeypatch.setattr("workers.calibration.calibrate", lambda *_: None)
     assert str(run("evaluate")) == "None of 1 posts can be classified; the first: scores that are not finite"
 
 

@@ -1,0 +1,136 @@
+"""What each optimisation of training is worth: samples/s and peak memory, side by side on the same posts.
+
+    python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
+
+`plain` is float32 in batches of 8, in random order, padded to the longest of each; the others change one thing each,
+and `all` changes every one. Mixed precision is left out where the device has none in hardware. Every variant trains on
+the same posts from the same weights; the first optimization step, which sets up much, is not counted. The rounds
+alternate; medians count. The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.hardware import describe, matrix_ceiling
+from benchmarks.report import draw
+from benchmarks.throughput import read_posts
+from shared.errors import UserError
+from shared.settings import Settings, load
+from shared.training import TrainOptions
+from workers import device
+from workers.training.examples import Dataset, Example
+from workers.training.run import Progress, Training
+
+#: What all have in common.
+PLAIN = {"batch_size": 8, "precision": "float32", "length_grouping": False, "fused_optimizer": False}
+#: What each variant changes.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation 4": {"accumulation": 4},
+    "mixed precision": {"precision": "auto"},
+    "length grouping": {"length_grouping": True},
+    "fused optimizer": {"fused_optimizer": True},
+    "all": {"accumulation": 4, "precision": "auto", "length_grouping": True, "fused_optimizer": True},
+}
+#: Labels that posts without a topic are given in turn: what is learnt costs the same.
+LABELS = tuple(f"label {number}" for number in range(16))
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+class Measured(NamedTuple):
+    """One variant in one round. peak_mb: in 10^6 bytes, None where it cannot be told."""
+
+    samples_per_s: float
+    peak_mb: float | None
+
+
+def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Measured:
+    """Train for one epoch."""
+    ends: list[float] = []
+
+    def note(_: Progress) -> None:
+        ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainOptions.parse(
+            {"from": "posts", "out": folder, "base": settings.model, "epochs": 1, "fit_head": False}
+            | {"checkpoint_steps": 65_536}
+            | PLAIN
+            | changes
+        )
+        found = Training(dataset, options, settings, progress=note).run()
+    samples = (len(ends) - 1) * found.plan.effective_batch
+    return Measured(samples / (ends[-1] - ends[0]), found.peak_mb)
+
+
+def examples(path: str | None, count: int) -> Dataset:
+    posts = read_posts(path, count)
+    found = [Example(post, LABELS[number % len(LABELS)]) for number, post in enumerate(posts)]
+    return Dataset(LABELS, found, [], [], {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--samples", type=int, default=256, help="posts of an epoch; a multiple of 32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--png", type=Path, help="draw the rates")
+    arguments = parser.parse_args()
+    if arguments.samples % 32 or arguments.samples < 64:
+        parser.error("--samples should be 64 or more, and a multiple of 32, for batches that are full")
+    try:
+        settings = load()
+        chosen = device.choose(settings.device, "float32")
+        precision, why = device.for_training(chosen)
+        console.print(f"{describe(chosen)}; mixed precision: {why}")
+        for dtype in dict.fromkeys((torch.float32, precision)):
+            ceiling = matrix_ceiling(chosen._replace(dtype=dtype))
+            console.print(f"matrix product in {str(dtype).removeprefix('torch.')}: {ceiling:.0f} GFLOP/s")
+        variants = dict(VARIANTS)
+        if precision is torch.float32:
+            del variants["mixed precision"]
+            console.print("Left out: mixed precision, which this device has none of; `all` is in float32 as well.")
+        dataset = examples(arguments.posts, arguments.samples)
+        found: dict[str, list[Measured]] = {name: [] for name in variants}
+        for number in range(arguments.rounds):
+            for name in list(variants) if number % 2 == 0 else reversed(variants):
+                found[name].append(measure(dataset, settings, variants[name]))
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
+    rates = {name: [each.samples_per_s for each in measured] for name, measured in found.items()}
+    peaks = {name: min((each.peak_mb or 0.0 for each in measured), default=0.0) for name, measured in found.items()}
+    plain = median(rates["plain"])
+    table = Table("variant", title=f"medians of {arguments.rounds} rounds", title_justify="left")
+    for column in ("samples/s", "times plain", "peak MB"):
+        table.add_column(column, justify="right")
+    for name, values in rates.items():
+        table.add_row(name, f"{median(values):.1f}", f"{median(values) / plain:.2f}", f"{peaks[name]:,.0f}")
+    console.print(table)
+    if arguments.png:
+        draw(arguments.png, rates, f"Training {settings.model}, {arguments.samples} posts an epoch")
+    print(
+        json.dumps(
+            {
+                "samples": arguments.samples,
+                "precision": str(precision).removeprefix("torch."),
+                "samples_per_s": {name: round(median(values), 2) for name, values in rates.items()},
+                "times_plain": {name: round(median(values) / plain, 3) for name, values in rates.items()},
+                "peak_mb": {name: round(peak) for name, peak in peaks.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`feedmill train` as a person runs it, in two processes, and as a job that another application asks for."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from celery import Celery
+from celery.events import EventReceiver
+from safetensors.torch import load_file
+
+from shared.keys import DEAD_LETTERS
+from shared.purge import purge
+from shared.settings import Settings
+from tests.fakes.models import make_model
+from tests.support import RedisServer, feedmill, last_json, running, wait_until
+from workers.pool import DevicePool
+
+WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
+
+
+def write_posts(path: Path, count: int = 96) -> Path:
+    source = random.Random(7)
+    posts = []
+    for number in range(count):
+        topic = list(WORDS)[number % 3]
+        text = " ".join(source.choices(WORDS[topic].split(), k=source.randrange(3, 12)))
+        posts.append({"id": f"p{number}", "title": f"{text} {number}", "topic": topic})
+    path.write_text("".join(json.dumps(post) + "\n" for post in posts))
+    return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_model("bert", tmp_path / "base", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def test_train(redis: RedisServer, tmp_path: Path, base: Path) -> None:
+    """From a file to a folder that is served; a purged post is not learnt."""
+    posts = write_posts(tmp_path / "posts.jsonl")
+    purge(redis.client, Settings.model_validate({"redis_url": redis.url}), ["p5"])
+    said = feedmill(
+        "train", "--from", "posts.jsonl", "--base", str(base), "--out", "out", "--test-share", "0.25",
+        "--batch-size", "8", "--accumulation", "2", "--device", "cpu", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "Effective batch 16 = 8 a device × 2 accumulated × 1 devices; cpu in " in said.stdout
+    assert "optimization steps, 4 epochs, about " in said.stdout
+    assert "loss " in said.stdout
+    out = tmp_path / "out"
+    record = json.loads((out / "training.json").read_text())
+    assert record["posts"]["purged"] == 1
+    assert record["train"] + record["test"] == 95
+    assert record["metrics"]["posts"] == record["test"]
+    assert record["metrics"]["accuracy"] > 0.8
+    assert record["zero_shot"] is None  # a bare encoder says nothing by itself
+    card = (out / "README.md").read_text()
+    assert f"| this model | {record['metrics']['accuracy']:.3f} |" in card
+    assert "1 were purged" in card
+    texts = [json.loads(line)["title"] for line in posts.read_text().splitlines()]
+    assert not any(text in card + (out / "training.json").read_text() for text in texts)
+    assert {path.name for path in out.iterdir()} == {
+        "README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json",
+        "training.png",
+    }  # fmt: skip
+    tried = feedmill("classify", "bread soup oven", "--model", "out", cwd=tmp_path)
+    assert tried.stdout.split()[2] == "food", tried.stderr
+
+    compared = feedmill(
+        "evaluate", "posts.jsonl", "--model", "out", "--model", "sentence-transformers/all-MiniLM-L6-v2",
+        "--labels", "food,sports,travel", "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert compared.returncode == 0, compared.stderr
+    found = last_json(compared.stdout)
+    assert found["posts"] == 96
+    assert list(found["models"]) == ["out", "sentence-transformers/all-MiniLM-L6-v2"]
+    for figures in found["models"].values():
+        assert figures["posts_per_s"] > 0
+        assert 0 <= figures["calibration_error"] <= 1
+        assert sum(each["posts"] for each in figures["calibration"]) == 96
+    assert "calibration error" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--from", "/no/such", "--out", "new"], "There is no file /no/such."),
+        (["--from", "posts.jsonl", "--out", "full"], "full holds other files: give a new folder, or an empty one."),
+        (["--from", "posts.jsonl", "--out", "begun"], "--resume goes on with it, or delete it."),
+        (
+            ["--from", "posts.jsonl", "--out", "begun", "--resume"],
+            "was begun with other posts: give the same ones, or delete",
+        ),
+        (["--from", "posts.jsonl", "--out", "new", "--resume"], "holds no training to go on with"),
+        (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
+        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "files of posts have none"),
+        (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16 trains on a GPU alone"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, flags: list[str], words: str) -> None:
+    write_posts(tmp_path / "posts.jsonl")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    said = feedmill("train", *flags, cwd=tmp_path, FEEDMILL_OFFLINE="true", FEEDMILL_DEVICE="cpu")
+    assert said.returncode == 2, said.stdout
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+    assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
+    """By torchrun and gloo, at the same effective batch; only the first one tells, and writes."""
+    write_posts(tmp_path / "posts.jsonl")
+    asked = ["train", "--from", "posts.jsonl", "--base", str(base), "--split", "none", "--device", "cpu"]
+    asked += ["--learning-rate", "0.001", "--epochs", "2"]
+    assert feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path).returncode == 0
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "feedmill"]
+    said = subprocess.run(
+        [sys.executable, *launcher, *asked, "--out", "two", "--batch-size", "8"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("Effective batch 16 = 8 a device × 1 accumulated × 2 devices") == 1
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        if not name.endswith("key.bias"):  # changes nothing in a softmax: what rounding leaves moves it
+            assert torch.allclose(two[name], value, atol=5e-5, rtol=0), name
+    plan = json.loads((tmp_path / "two" / "training.json").read_text())["plan"]
+    assert (plan["devices"], plan["effective_batch"], plan["steps"]) == (2, 16, 12)
+
+
+@pytest.mark.usefixtures("base")
+def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
+    """Asked for by name; what leads out of the folder is refused, and what is no training is a dead letter."""
+    write_posts(tmp_path / "posts.jsonl")
+    client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    events: list[dict[str, Any]] = []
+    settings = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TRAINING_FOLDER": str(tmp_path), "FEEDMILL_DEVICE": "cpu"}
+    with (
+        running("trainer", "--name", "trainer", cwd=tmp_path, **settings) as trainer,
+        client.connection() as connection,
+    ):
+        receiver = EventReceiver(connection, handlers={"*": events.append}, app=client)
+        capture = receiver.itercapture(wakeup=False)
+        next(capture)
+        wait_until(lambda: trainer.says(" ready."), "the trainer is ready")
+        inspect: Any = client.control.inspect(timeout=5)
+        (served,) = inspect.active_queues().values()
+        assert [queue["name"] for queue in served] == ["training"]
+        (registered,) = inspect.registered().values()
+        assert "feedmill.classify" not in registered
+
+        def ask(**given: Any) -> Any:
+            return client.send_task("feedmill.train", kwargs=given, queue="training")
+
+        asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
+        found = ask(**asked, out="mine").get(timeout=100)
+        with pytest.raises(Exception, match=r"out: '\.\./mine' is not within the folder for trainings"):
+            ask(**asked, out="../mine").get(timeout=30)
+        with pytest.raises(Exception, match="mine holds other files: give a new folder, or an empty one."):
+            ask(**asked, out="mine").get(timeout=60)
+        with pytest.raises(Exception, match="epochs: input should be greater than 0"):
+            ask(**asked | {"epochs": -1}, out="other").get(timeout=30)
+        posts = [{"id": "a", "title": "Secret words"}]
+        client.send_task("feedmill.classify", kwargs={"posts": posts}, queue="training")
+        wait_until(lambda: redis.client.xlen(DEAD_LETTERS) == 1, "a dead letter")
+        assert "Secret words" not in trainer.text()
+        long = ask(**asked | {"epochs": 1000}, out="long")
+        wait_until(lambda: long.state == "PROGRESS", "a long training has begun")
+        assert trainer.end() == 0
+        assert redis.client.llen("training") == 1  # the next trainer goes on with it
+        assert (tmp_path / "long" / "checkpoints").is_dir()
+        while not any(event["type"] == "task-progress" for event in events):
+            next(capture)
+    assert found["folder"] == str(tmp_path / "mine")
+    assert found["labels"] == list(WORDS)
+    assert found["metrics"]["posts"] == found["test"]
+    assert (tmp_path / "mine" / "model.safetensors").is_file()
+    (told, *_) = (event for event in events if event["type"] == "task-progress")
+    assert told["result"].startswith("step 0 of ")
+
+
+def test_a_worker_that_classifies_never_trains() -> None:
+    from workers.app import make_worker_app  # noqa: PLC0415 - registers tasks
+
+    app = make_worker_app(Settings())
+    assert "feedmill.classify" in app.tasks
+    assert "feedmill.train" not in app.tasks
+    assert DevicePool.__name__ in app.conf.worker_pool

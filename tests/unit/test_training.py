@@ -1,0 +1,261 @@
+"""Training on a tiny model: however it is divided, interrupted or short of memory, the same weights come of it."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.integrations import integration_utils
+
+from shared.errors import UserError
+from shared.messages import Post
+from shared.settings import Settings
+from shared.training import TrainOptions
+from tests.fakes.models import make_model
+from workers.training import run
+from workers.training.examples import Dataset, Example
+from workers.training.model import loss_of_rows
+from workers.training.order import Order
+from workers.training.run import Plan, Progress, Trained, Training, save, smaller
+
+LABELS = ("food", "sports", "travel")
+WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
+
+
+def examples(count: int) -> list[Example]:
+    source = random.Random(7)
+    found = []
+    for number in range(count):
+        label = LABELS[number % 3]
+        words = source.choices([*WORDS[label].split(), "the", "a", "of", "and"], k=source.randrange(2, 30))
+        found.append(Example(Post(id=f"p{number}", title=" ".join([*words, str(number)])), label))
+    return found
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_model("bert", tmp_path / "base")
+
+
+@pytest.fixture
+def still(tmp_path: Path) -> Path:
+    """A base without dropout, which draws other numbers for rows that are divided otherwise."""
+    return make_model("bert", tmp_path / "still", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of so small a model several threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def options_of(base: Path, out: Path, **options: Any) -> TrainOptions:
+    usual = {"from": "nowhere", "base": str(base), "out": str(out), "learning_rate": 1e-3, "epochs": 2}
+    return TrainOptions.parse(usual | options)
+
+
+def trained(
+    base: Path,
+    out: Path,
+    learnt: int = 100,
+    planned: Callable[[Plan], None] = lambda _: None,
+    progress: Callable[[Progress], None] = lambda _: None,
+    held_back: int = 0,
+    **options: Any,
+) -> Trained:
+    found = examples(learnt + held_back)
+    dataset = Dataset(LABELS, found[:learnt], found[learnt:], [], {})
+    return Training(dataset, options_of(base, out, **options), Settings(device="cpu"), planned, progress).run()
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """All but the keys' biases, which change nothing in a softmax: their gradients are what rounding leaves."""
+    return {name: value for name, value in model.state_dict().items() if not name.endswith("key.bias")}
+
+
+def assert_same(one: Any, other: Any, tolerance: float = 2e-5) -> None:
+    found, expected = weights(one), weights(other)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=tolerance, rtol=0), name
+
+
+def moved(model: Any, base: Path) -> float:
+    before = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).state_dict()
+    return max(
+        float((value - before[name]).abs().max()) for name, value in weights(model).items() if name.startswith("bert.")
+    )
+
+
+@pytest.mark.parametrize("length_grouping", [True, False])
+def test_accumulated_batches_are_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
+    """Also the last step's, which is not full: 100 posts are three steps of 32 and one of 4."""
+    whole = trained(still, tmp_path / "a", batch_size=32, length_grouping=length_grouping)
+    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, length_grouping=length_grouping)
+    assert (whole.plan.steps, parts.plan.steps, parts.plan.effective_batch) == (8, 8, 32)
+    assert_same(parts.model, whole.model)
+    assert moved(whole.model, still) > 1e-3
+
+
+def test_resumed_is_uninterrupted(base: Path, tmp_path: Path) -> None:
+    """With dropout: what is drawn at random goes on where it was."""
+    straight = trained(base, tmp_path / "straight")
+
+    def stop(now: Progress) -> None:
+        if now.step == 9:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        trained(base, out, progress=stop, checkpoint_steps=4)
+    steps: list[int] = []
+    resumed = trained(base, out, progress=lambda now: steps.append(now.step), checkpoint_steps=4, resume=True)
+    assert steps == list(range(9, 15))
+    assert_same(resumed.model, straight.model, tolerance=0.0)
+
+
+def test_where_memory_is_short_batches_are_halved_and_accumulated(
+    still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(still, tmp_path / "a", batch_size=4, accumulation=6, fit_head=False)
+    real = loss_of_rows
+
+    def short(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        if len(labels) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(logits, labels, weights)
+
+    monkeypatch.setattr(run, "loss_of_rows", short)
+    plans: list[Plan] = []
+    found = trained(still, tmp_path / "b", batch_size=24, fit_head=False, planned=plans.append)
+    assert [(plan.batch_size, plan.accumulation, plan.effective_batch) for plan in plans] == [(4, 6, 24)]
+    assert_same(found.model, expected.model)
+    monkeypatch.setattr(run, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
+    with pytest.raises(UserError, match="no memory to train .*, one post at a time"):
+        trained(still, tmp_path / "c", fit_head=False)
+
+
+def test_short_of_memory_among_several_processes(still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Training, "_train", full)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="Where several processes train, none chooses for all: give a smaller"):
+        trained(still, tmp_path / "out", fit_head=False)
+
+
+def test_a_base_that_transformers_does_not_take(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
+    with pytest.raises(UserError, match="cannot be trained to classify by transformers: "):
+        trained(base, tmp_path / "out")
+
+
+def test_tensorboard_that_is_not_there(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    with pytest.raises(
+        UserError, match=r"^--tensorboard needs tensorboard: `pip install 'feedmill\[train\]'` brings it"
+    ):
+        trained(base, tmp_path / "out", max_steps=1, tensorboard=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [((32, 1), (16, 2)), ((8, 4), (4, 8)), ((9, 2), (6, 3)), ((7, 1), (1, 7)), ((12, 3), (9, 4))]
+)
+def test_a_smaller_batch_keeps_the_effective_one(asked: tuple[int, int], found: tuple[int, int]) -> None:
+    assert smaller(*asked) == found
+
+
+def test_order() -> None:
+    lengths = [random.Random(number).randrange(5, 100) for number in range(203)]
+    order = Order(lengths, 16, seed=3, grouped=True)
+    first, again = list(order), list(order)
+    assert first == again
+    assert sorted(first) == list(range(203))
+    order.set_epoch(1)
+    assert list(order) != first
+    order.set_epoch(0)
+    assert list(order) == first
+    steps = [[lengths[place] for place in first[at : at + 16]] for at in range(0, 203, 16)]
+    assert max(map(max, steps[:-1])) == max(steps[0])
+    assert sum(max(step) * len(step) for step in steps) < 1.25 * sum(lengths)
+    assert list(Order(lengths, 16, seed=4, grouped=True)) != first
+
+
+def test_the_head_is_fitted_to_what_the_base_says(base: Path, tmp_path: Path) -> None:
+    """With a rate of nothing only the fit counts: the words tell the labels apart."""
+    found = trained(base, tmp_path / "fitted", epochs=1, learning_rate=1e-9)
+    assert share_right(found) > 0.7
+    assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9, fit_head=False)) < 0.6
+
+
+def share_right(found: Trained) -> float:
+    some = examples(100)
+    tokens = found.tokenizer([example.post.text for example in some], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        best = found.model.eval()(**tokens).logits.argmax(-1).tolist()
+    return sum(LABELS[place] == example.label for place, example in zip(best, some, strict=True)) / len(some)
+
+
+def test_soft_labels_are_learnt_as_they_are(base: Path, tmp_path: Path) -> None:
+    """A model that is always told 0.6, 0.3, 0.1 says so, to whatever it reads."""
+    scores = dict(zip(LABELS, (0.6, 0.3, 0.1), strict=True))
+    dataset = Dataset(LABELS, [each._replace(scores=scores) for each in examples(60)], [], [], {})
+    options = options_of(base, tmp_path / "out", labels="soft", batch_size=8, accumulation=2, epochs=10)
+    found = Training(dataset, options, Settings(device="cpu")).run()
+    tokens = found.tokenizer(["the match of the team", "bread"], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        said = found.model.eval()(**tokens).logits.softmax(-1)
+    torch.testing.assert_close(said, torch.tensor([[0.6, 0.3, 0.1]] * 2), atol=0.08, rtol=0)
+
+
+def test_rare_labels_weigh_more(base: Path, tmp_path: Path) -> None:
+    some = [example for example in examples(90) if example.label != "food"] + examples(9)
+    training = Training(
+        Dataset(LABELS, some, [], [], {}),
+        options_of(base, tmp_path / "out", class_weights=True),
+        Settings(device="cpu"),
+    )
+    assert training._class_weights is not None
+    by_label = dict(zip(LABELS, training._class_weights.tolist(), strict=True))
+    assert by_label["food"] == pytest.approx(11 * by_label["sports"])
+    assert sum(by_label[example.label] for example in some) == pytest.approx(len(some))
+
+
+def test_early_stopping_keeps_the_best(base: Path, tmp_path: Path) -> None:
+    """At such a rate it only gets worse after the fit."""
+    found = trained(base, tmp_path / "out", held_back=30, patience=1, epochs=30, learning_rate=0.3)
+    losses = [point.validation_loss for point in found.curve if point.validation_loss is not None]
+    assert len(losses) < 30
+    assert losses[-1] >= min(losses)
+
+
+def test_what_is_saved_is_what_was_trained(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = trained(base, out, max_steps=3, max_tokens=16, precision="bfloat16", gradient_checkpointing=True)
+    assert (found.plan.steps, [point.step for point in found.curve]) == (3, [1, 2, 3])
+    save(found, out)
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    loaded = AutoModelForSequenceClassification.from_pretrained(out)
+    assert loaded.config.id2label == dict(enumerate(LABELS))
+    assert_same(loaded, found.model, tolerance=0.0)
+    assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == 16
+
+
+def test_tensorboard(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trained(base, tmp_path / "out", max_steps=2, tensorboard=True)
+    assert list((tmp_path / "out" / "runs").glob("events.*"))

@@ -1,0 +1,230 @@
+"""What is learnt and what is tested: labels, repeated texts, splits; and reading them from exports and files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from feedmill.evaluation import bins_of, calibration_error
+from feedmill.export_text import Csv, Jsonl
+from feedmill.rows import Row
+from feedmill.training_data import Collected, collect
+from shared.errors import InputError, UserError
+from shared.messages import Post
+from shared.settings import Settings
+from shared.training import TrainOptions
+from workers.training.examples import Example, make_dataset, split
+
+NOTES = Console(quiet=True)
+
+
+def options_of(**options: Any) -> TrainOptions:
+    return TrainOptions.parse({"from": "x", "out": "y", "min_posts": 1, "split": "none"} | options)
+
+
+def example(number: int, label: str = "a", text: str = "", **fields: Any) -> Example:
+    return Example(Post(id=f"p{number}", title=text or f"text {number}", **fields), label)
+
+
+def many(count: int) -> list[Example]:
+    subreddits = [f"s{number % 7}" for number in range(count)]
+    return [
+        example(number, "ab"[number % 2], subreddit=subreddits[number], created_utc=float(count - number))
+        for number in range(count)
+    ]
+
+
+def ids(examples: list[Example]) -> set[str]:
+    return {each.post.id for each in examples}
+
+
+def test_a_text_counts_once() -> None:
+    found = make_dataset([example(1), example(2, "b"), example(3, "b", "TEXT  1")], None, options_of())
+    assert [each.post.id for each in found.train] == ["p1", "p2"]
+    assert found.left_out == {"repeated text": 1}
+    assert (found.labels, found.counts) == (("a", "b"), {"a": 1, "b": 1})
+
+
+def test_what_is_tested_is_not_learnt() -> None:
+    tested = [example(9, "a", "text 2"), example(10, "c"), example(11, "b")]
+    found = make_dataset([example(1), example(2), example(3, "b")], tested, options_of())
+    assert (ids(found.train), ids(found.test)) == ({"p1", "p3"}, {"p9", "p11"})
+    assert found.left_out == {"also in the test": 1, "tests of another label": 1}
+
+
+def test_a_random_split_stays_as_it_is_while_posts_come() -> None:
+    train, test = split(many(1000), "random", 0.3, seed=7)
+    assert 250 < len(test) < 350
+    assert not ids(train) & ids(test)
+    more_train, more_test = split(many(2000), "random", 0.3, seed=7)
+    assert ids(train) < ids(more_train)
+    assert ids(test) < ids(more_test)
+    assert ids(split(many(1000), "random", 0.3, seed=8)[1]) != ids(test)
+
+
+def test_splits_by_time_and_subreddit() -> None:
+    train, test = split(many(100), "time", 0.25, seed=7)
+    assert len(test) == 25
+    assert max(each.post.created_utc or 0 for each in train) < min(each.post.created_utc or 0 for each in test)
+    train, test = split(many(700), "subreddit", 0.5, seed=7)
+    sides = [{each.post.subreddit for each in side} for side in (train, test)]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+
+
+def test_early_stopping_holds_posts_back() -> None:
+    found = make_dataset(many(400), None, options_of(patience=2, split="random"))
+    assert 10 < len(found.validation) < 60
+    assert len(found.train) + len(found.validation) + len(found.test) == 400
+    assert not ids(found.validation) & (ids(found.train) | ids(found.test))
+
+
+@pytest.mark.parametrize(
+    ("examples", "options", "words"),
+    [
+        ([], {}, "No post is left to train on"),
+        ([example(1), example(2)], {}, "All posts have the label 'a': there is nothing to tell apart."),
+        (
+            [example(1), example(2), example(3, "b")],
+            {"min_posts": 2},
+            r"Too few posts have the labels b \(1\); 2 each are needed",
+        ),
+        ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "No post is left to test on"),
+        ([example(1), example(2, "b")], {"split": "time"}, "2 posts have no created_utc"),
+        ([example(1), example(2, "b")], {"split": "subreddit"}, "2 posts have no subreddit"),
+        ([example(1), example(2, "b")], {"patience": 1}, "too few to hold some back"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(examples: list[Example], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make_dataset(examples, None, options_of(**options))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"epochs": 0}, "epochs: input should be greater than 0"),
+        ({"split": "luck"}, "split: input should be 'random'"),
+        ({"learning": 1}, "learning: extra inputs are not permitted"),
+        ({"out": None}, "out: field required"),
+    ],
+)
+def test_bad_options_are_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainOptions.parse({"from": "x", "out": "y"} | given)
+
+
+def test_flags_ask_for_the_same() -> None:
+    options = options_of(out="a b", test="t.jsonl", compare=False, resume=True, epochs=2.5)
+    assert options.flags() == [
+        "--from=x", "--out=a b", "--min-posts=1", "--test=t.jsonl", "--split=none", "--no-compare", "--epochs=2.5",
+        "--resume",
+    ]  # fmt: skip
+
+
+# Reading.
+
+
+def rows() -> list[Row]:
+    def row(number: int, label: str, score: float, **post: Any) -> Row:
+        scores = {label: score, "other": 1 - score}
+        found: dict[str, Any] = {"label": label, "scores": scores, "model": "m", "revision": None, "weights": "w"}
+        found |= {"fingerprint": f"f{number}", "classified_at": 1.0, "queued_seconds": None}
+        return Row(f"{number}-0", found, {"id": f"p{number}", "title": f"=text {number}"} | post)
+
+    return [row(1, "food", 0.9, topic="Food"), row(2, "sports", 0.4), row(3, "sports", 0.8, subreddit="nba")]
+
+
+def export(folder: Path, how: str) -> Path:
+    path = folder / f"export.{how}"
+    if how == "parquet":
+        from feedmill.export_parquet import Parquet  # noqa: PLC0415 - an extra
+
+        writer = Parquet().create(path)
+    elif how == "folder":
+        path = folder / "export"
+        (path / "day=2026-11-21").mkdir(parents=True)
+        writer = Jsonl().create(path / "day=2026-11-21" / "part-1-0_3-0.jsonl")
+    else:
+        writer = (Csv() if how == "csv" else Jsonl()).create(path)
+    writer.add(rows())
+    writer.close()
+    return path
+
+
+def collected(path: Path, **options: Any) -> Collected:
+    nobody = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
+    return collect(options_of(**{"from": str(path)} | options), nobody, NOTES)
+
+
+@pytest.mark.parametrize("how", ["csv", "jsonl", "parquet", "folder"])
+def test_labels_of_an_export(tmp_path: Path, how: str) -> None:
+    found = collected(export(tmp_path, how), labels="zero-shot")
+    assert [(each.post.id, each.post.title, each.label, each.scores) for each in found.examples] == [
+        ("p1", "=text 1", "food", None),
+        ("p3", "=text 3", "sports", None),
+    ]
+    assert found.provenance._replace(source="") == ("", 3, 1, None, {"m": 3 - 1})
+    soft = collected(tmp_path / path_of(how), labels="soft", min_score=0.0)
+    assert [each.scores for each in soft.examples] == [row.found["scores"] for row in rows()]
+    topics = collected(tmp_path / path_of(how))
+    assert [(each.post.id, each.label) for each in topics.examples] == [("p1", "Food")]
+
+
+def path_of(how: str) -> str:
+    return "export" if how == "folder" else f"export.{how}"
+
+
+def test_a_file_of_posts_with_one_to_test_on(tmp_path: Path) -> None:
+    path, test = tmp_path / "posts.jsonl", tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "title": f"t{n}", "topic": "ab"[n % 2]}) + "\n" for n in range(4)))
+    test.write_text('{"id": 9, "title": "t9", "topic": "a"}\n{"id": 10, "title": "t10"}\n')
+    found = collected(path, test=str(test))
+    assert [each.label for each in found.examples] == ["a", "b", "a", "b"]
+    assert found.tested is not None
+    assert [(each.post.id, each.label) for each in found.tested] == [("9", "a")]
+    assert collected(path, limit=2).provenance.read == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ('{"id": 1, "title": "t"}\n', {}, "None of 1 posts has a topic to learn"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "files of posts have none"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "There is no file /no/such"),
+        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, "posts.jsonl has a topic to be tested against."),
+    ],
+)
+def test_files_without_labels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "posts.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        collected(path, **options)
+
+
+def test_a_folder_that_is_no_export(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a folder without parts of an export: name a file, or such a folder"):
+        collected(tmp_path)
+
+
+def test_an_export_with_a_row_that_is_none(tmp_path: Path) -> None:
+    path = export(tmp_path, "parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
+    with pytest.raises(InputError, match="is no row of an export: "):
+        collected(path, labels="zero-shot")
+
+
+def test_calibration() -> None:
+    bins = bins_of([(0.95, True), (0.95, False), (0.55, True), (1.0, True)])
+    assert [(each.least, each.posts) for each in bins] == [(0.5, 1), (0.9, 3)]
+    assert bins[1].confidence == pytest.approx(2.9 / 3)
+    assert bins[1].accuracy == pytest.approx(2 / 3)
+    assert calibration_error(bins) == pytest.approx((0.45 + 3 * 0.3) / 4)

@@ -1,0 +1,437 @@
+"""Trains: examples and options in, a model's weights out, by transformers' Trainer.
+
+What is added to the Trainer is what it does otherwise, or not at all:
+
+- the order of examples is decided by seed and epoch alone (`Order`), where the Trainer's own grouping by length draws
+  from the global generator: resumed, accumulated and divided among processes, training then sees the same batches;
+- the loss is summed, and divided by the examples of the whole optimization step, so that accumulating is exact;
+- the classifier on top learns faster than the base;
+- where the device has no memory for a batch, the next smaller one is tried, with more accumulation.
+
+Several GPUs: one process each, started by torchrun. Each process reads the same examples, and the first one writes.
+"""
+
+import gc
+import logging
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import transformers
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+
+from shared.errors import DeviceFull, DeviceLost, ModelError, UserError
+from shared.settings import Settings
+from shared.training import CHECKPOINTS, RUNS, TrainOptions
+from workers import device
+from workers.classifiers.choose import check_size
+from workers.engines.outputs import device_errors
+from workers.training.examples import Dataset, Example
+from workers.training.model import fit_head, head_parameters, load_tokenizer, loss_of_rows, make_model
+from workers.training.order import Order
+from workers.tuning import Peak
+from workers.weights import locate
+
+logger = logging.getLogger(__name__)
+
+#: Checkpoints that are kept: the last one may be the one that a crash came into.
+KEPT = 2
+#: Rows of a forward pass for the head. Not the batch size: however that is divided, the head is to be the same.
+HEAD_ROWS = 16
+#: Examples that the head is fitted to, at most: they tell enough of a few thousand weights.
+HEAD_EXAMPLES = 20_000
+#: Points of the loss curve, about.
+POINTS = 60
+
+Row = TypeVar("Row")
+
+
+class Plan(NamedTuple):
+    """How many steps there are, and of what."""
+
+    batch_size: int
+    accumulation: int
+    devices: int
+    #: Optimization steps.
+    steps: int
+    epochs: float
+    #: Seconds that they take, about; None before anything was measured.
+    seconds: float | None
+    precision: str
+    device: str
+
+    @property
+    def effective_batch(self) -> int:
+        return self.batch_size * self.accumulation * self.devices
+
+
+class Point(NamedTuple):
+    """Of the curves. loss: of the training examples since the point before, or of those held back."""
+
+    step: int
+    epoch: float
+    loss: float | None
+    rate: float | None
+    validation_loss: float | None
+
+
+class Progress(NamedTuple):
+    """How far it is."""
+
+    step: int
+    steps: int
+    epoch: float
+    loss: float | None
+    rate: float | None
+
+
+class Trained(NamedTuple):
+    """What came of it."""
+
+    model: Any
+    tokenizer: Any
+    plan: Plan
+    curve: list[Point]
+    seconds: float
+    #: Of the whole training, tokenizing and fitting the head left out.
+    samples_per_s: float
+    #: In 10^6 bytes; None where it cannot be told.
+    peak_mb: float | None
+
+
+class Training:
+    """One training. Raises UserError where it cannot be begun.
+
+    planned: told of the plan before the first step, and again where batches had to be made smaller; progress: told of
+    each optimization step. Both in the first process alone.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        options: TrainOptions,
+        settings: Settings,
+        planned: Callable[[Plan], None] = lambda _: None,
+        progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self._dataset, self._options, self._settings = dataset, options, settings
+        self._planned, self._progress = planned, progress
+        self._device = device.choose(settings.device, "float32")
+        self._precision, self._why_precision = device.for_training(self._device, options.precision)
+        self._weights = locate(options.base, settings.revision, settings.offline, settings.trust_remote_code)
+        check_size(self._weights, self._device)
+        self._tokenizer = load_tokenizer(self._weights, options.max_tokens, settings.trust_remote_code)
+        self._collate = DataCollatorWithPadding(
+            self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
+        )
+        self._class_weights = self._weigh() if options.class_weights else None
+
+    def run(self) -> Trained:
+        """Train. Raises UserError, ModelError where the device fails."""
+        train, validation = self._rows(self._dataset.train), self._rows(self._dataset.validation)
+        batch_size, accumulation = self._options.batch_size, self._options.accumulation
+        while True:
+            try:
+                with device_errors():
+                    trained = self._train(train, validation, batch_size, accumulation)
+                if torch.distributed.is_initialized():
+                    gc.collect()  # the wrapped model waits for ever where the group is gone before it
+                    torch.distributed.destroy_process_group()
+                return trained
+            except DeviceFull as full:
+                if "WORLD_SIZE" in os.environ:  # the other processes wait for this one, with batches as they are
+                    raise ModelError(
+                        f"{self._device.name} has no memory for {batch_size} rows. Where several processes train, none "
+                        "chooses for all: give a smaller --batch-size, and more --accumulation."
+                    ) from full
+                if batch_size == 1:
+                    raise ModelError(
+                        f"{self._device.name} has no memory to train {self._weights.name}, one post at a time. "
+                        "Lower --max-tokens, set --gradient-checkpointing, or take a smaller base."
+                    ) from full
+                batch_size, accumulation = smaller(batch_size, accumulation)
+                logger.warning(
+                    "the device has no memory for this batch; going on with %d rows, and accumulation %d",
+                    batch_size,
+                    accumulation,
+                )
+                if self._device.torch.type == "cuda":
+                    torch.cuda.empty_cache()
+            except DeviceLost as lost:
+                raise ModelError(f"The device failed: {lost}") from None
+
+    def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        if not examples:
+            return []
+        place = {label: number for number, label in enumerate(self._dataset.labels)}
+        tokens = self._tokenizer([example.post.text for example in examples], truncation=True)
+        soft = self._options.labels == "soft"
+        rows = []
+        for number, example in enumerate(examples):
+            row = {name: values[number] for name, values in tokens.items()}
+            rows.append(row | {"labels": self._distribution(example) if soft else place[example.label]})
+        return rows
+
+    def _distribution(self, example: Example) -> list[float]:
+        """The scores, as shares of their sum: those of several models are not all of one scale."""
+        scores = [max((example.scores or {})[label], 0.0) for label in self._dataset.labels]
+        total = sum(scores) or 1.0
+        return [score / total for score in scores]
+
+    def _weigh(self) -> torch.Tensor:
+        """Of each label, so that all weigh the same together, and an example 1 on average."""
+        counts = self._dataset.counts.values()
+        share = len(self._dataset.train) / sum(count > 0 for count in counts)
+        return torch.tensor([share / count if count else 0.0 for count in counts])
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights = None if self._class_weights is None else self._class_weights.to(logits.device)
+        return loss_of_rows(logits, labels, None if weights is None else weights.to(logits.dtype))
+
+    def _train(
+        self, train: list[dict[str, Any]], validation: list[dict[str, Any]], batch_size: int, accumulation: int
+    ) -> Trained:
+        options = self._options
+        transformers.set_seed(options.seed)
+        model = make_model(
+            self._weights, self._dataset.labels, self._tokenizer.pad_token_id, self._settings.trust_remote_code
+        )
+        arguments = self._arguments(batch_size, accumulation)
+        effective = batch_size * accumulation * arguments.world_size
+        steps_an_epoch = math.ceil(len(train) / effective)
+        steps = options.max_steps or math.ceil(steps_an_epoch * options.epochs)
+        arguments.warmup_steps = round(options.warmup * steps)
+        arguments.logging_steps = max(1, steps // POINTS)
+        order = Order([len(row["input_ids"]) for row in train], effective, options.seed, options.length_grouping)
+        model.to(arguments.device)
+        last = self._last_checkpoint()
+        if options.fit_head and last is None:
+            self._fit_head(model, train)
+        trainer = _Trainer(
+            order,
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=validation or None,
+            data_collator=self._collate,
+            compute_loss_func=self._loss_of_step,
+            optimizers=(self._optimizer(model), None),
+            callbacks=self._callbacks(steps),
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        plan = Plan(
+            batch_size,
+            accumulation,
+            arguments.world_size,
+            steps,
+            steps / steps_an_epoch,
+            self._estimate(trainer, train, order, batch_size, steps / steps_an_epoch),
+            f"{str(self._precision).removeprefix('torch.')}: {self._why_precision}",
+            self._device.name,
+        )
+        if trainer.is_world_process_zero():
+            self._planned(plan)
+        peak, began = Peak(self._device.torch, "torch"), time.monotonic()
+        transformers.set_seed(options.seed)  # what came before may have drawn from it, and need not have
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        seconds = time.monotonic() - began
+        done = trainer.state.global_step - (0 if last is None else int(last.name.rpartition("-")[2]))
+        return Trained(
+            trainer.accelerator.unwrap_model(trainer.model),
+            self._tokenizer,
+            plan,
+            _curve(trainer.state.log_history),
+            seconds,
+            done * effective / seconds,
+            peak.mb(),
+        )
+
+    def _arguments(self, batch_size: int, accumulation: int) -> TrainingArguments:
+        options = self._options
+        out = Path(options.out)
+        on_gpu = self._device.torch.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self._device.torch.index or 0)))
+        by_epoch = bool(options.patience) or options.checkpoint_steps is None
+        arguments = TrainingArguments(
+            output_dir=str(out / CHECKPOINTS),
+            per_device_train_batch_size=batch_size,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=options.epochs,
+            max_steps=options.max_steps or -1,
+            learning_rate=options.learning_rate,
+            lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+            max_grad_norm=1.0,
+            bf16=self._precision is torch.bfloat16,
+            fp16=self._precision is torch.float16,
+            activation_checkpointing=options.gradient_checkpointing,
+            dataloader_num_workers=options.loader_workers,
+            dataloader_pin_memory=options.pin_memory and on_gpu,
+            remove_unused_columns=False,
+            label_names=["labels"],
+            use_cpu=self._device.torch.type == "cpu",
+            ddp_backend="gloo" if "WORLD_SIZE" in os.environ and not on_gpu else None,  # one process has none
+            ddp_find_unused_parameters=False,
+            seed=options.seed,
+            logging_strategy="steps",
+            report_to=[],
+            disable_tqdm=True,
+            eval_strategy="epoch" if options.patience else "no",
+            load_best_model_at_end=bool(options.patience),
+            metric_for_best_model="eval_loss" if options.patience else None,
+            save_strategy="epoch" if by_epoch else "steps",
+            save_steps=options.checkpoint_steps or 500,
+            save_total_limit=KEPT,
+        )
+        if arguments.world_size == 1:
+            arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would share its Python's lock
+        return arguments
+
+    def _optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """AdamW; biases and norms do not decay, and the head is faster."""
+        options = self._options
+        decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it needs no Trainer
+        head = head_parameters(model)
+        groups: dict[tuple[bool, bool], list[Any]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault((name in head, name in decaying), []).append(parameter)
+        return torch.optim.AdamW(
+            [
+                {
+                    "params": parameters,
+                    "lr": options.learning_rate * (options.head_rate if on_top else 1.0),
+                    "weight_decay": options.weight_decay if decays else 0.0,
+                }
+                for (on_top, decays), parameters in groups.items()
+            ],
+            lr=options.learning_rate,
+            fused=options.fused_optimizer,
+        )
+
+    def _callbacks(self, steps: int) -> list[TrainerCallback]:
+        callbacks: list[TrainerCallback] = [_Telling(self._progress, steps)]
+        if self._options.patience:
+            callbacks.append(transformers.EarlyStoppingCallback(self._options.patience))
+        if self._options.tensorboard:
+            from transformers.integrations import integration_utils  # noqa: PLC0415 - imports many others
+
+            try:
+                os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(self._options.out) / RUNS)
+                callbacks.append(integration_utils.TensorBoardCallback())  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                raise UserError("--tensorboard needs tensorboard: `pip install 'feedmill[train]'` brings it.") from None
+        return callbacks
+
+    def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Of a forward pass' rows, as their share in the mean over all rows of the optimization step."""
+        losses = self._loss(outputs["logits"].float(), labels)
+        if num_items_in_batch is None:
+            return losses.mean()
+        # The Trainer counts numbers, of which a distribution over labels has several a row.
+        rows: torch.Tensor = num_items_in_batch / (labels.shape[1] if labels.dim() == 2 else 1)
+        return losses.sum() / rows
+
+    def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
+        some = random.Random(self._options.seed).sample(train, min(len(train), HEAD_EXAMPLES))
+        by_length = sorted(some, key=lambda row: len(row["input_ids"]))
+        batches = [self._collate([dict(row) for row in rows]) for rows in _cut(by_length, HEAD_ROWS)]
+        fit_head(model, batches, self._loss)
+
+    def _estimate(
+        self, trainer: Trainer, train: list[dict[str, Any]], order: Order, batch_size: int, epochs: float
+    ) -> float:
+        """Seconds of the whole training, from one forward and backward pass over a usual batch; nothing is learnt."""
+        batches = [[train[place] for place in some] for some in _cut(list(order), batch_size)]
+        tokens = [len(batch) * max(len(row["input_ids"]) for row in batch) for batch in batches]
+        middle = sorted(range(len(batches)), key=tokens.__getitem__)[len(batches) // 2]
+        inputs = dict(self._collate([dict(row) for row in batches[middle]]))
+        model: Any = trainer.model
+        model.train()
+        took = math.inf
+        for _ in range(2):  # the first one sets up much
+            began = time.monotonic()
+            loss: Any = trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)))
+            loss.backward()
+            took = min(took, time.monotonic() - began)
+        model.zero_grad(set_to_none=True)
+        return took * sum(tokens) / tokens[middle] * float(epochs) / int(trainer.args.world_size)
+
+    def _last_checkpoint(self) -> Path | None:
+        if not self._options.resume:
+            return None
+        folder = str(Path(self._options.out) / CHECKPOINTS)
+        found = transformers.trainer_utils.get_last_checkpoint(folder)  # type: ignore[no-untyped-call]
+        return None if found is None else Path(found)
+
+
+def save(trained: Trained, folder: Path) -> None:
+    """A plain folder of transformers': safetensors, configuration with the labels, tokenizer. Raises OSError."""
+    trained.tokenizer.backend_tokenizer.no_truncation()  # those that a file brought along, or training used
+    trained.tokenizer.backend_tokenizer.no_padding()
+    trained.tokenizer.save_pretrained(folder)
+    trained.model.to("cpu").save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod((folder / "config.json").stat().st_mode)  # written for the owner alone, and served by others
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+
+
+def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
+    """The next smaller batch, and the accumulation, that have the same product."""
+    effective = batch_size * accumulation
+    size = next(size for size in range(batch_size - 1, 0, -1) if effective % size == 0)
+    return size, effective // size
+
+
+def _cut(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def _curve(history: Sequence[dict[str, Any]]) -> list[Point]:
+    """The Trainer's log, point by point."""
+    return [
+        Point(
+            int(entry["step"]),
+            float(entry["epoch"]),
+            entry.get("loss"),
+            entry.get("learning_rate"),
+            entry.get("eval_loss"),
+        )
+        for entry in history
+        if "loss" in entry or "eval_loss" in entry
+    ]
+
+
+class _Trainer(Trainer):
+    """The Trainer, with an order of ours."""
+
+    def __init__(self, order: Order, **arguments: Any) -> None:
+        self._order = order
+        super().__init__(**arguments)
+
+    def _get_train_sampler(self, train_dataset: Sized | None = None) -> Order:  # type: ignore[override]  # noqa: ARG002
+        return self._order
+
+
+class _Telling(TrainerCallback):
+    """Tells of each optimization step."""
+
+    def __init__(self, progress: Callable[[Progress], None], steps: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._loss: float | None = None
+        self._rate: float | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
+        self._loss = (logs or {}).get("loss", self._loss)
+        self._rate = (logs or {}).get("learning_rate", self._rate)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.is_world_process_zero:
+            self._progress(Progress(state.global_step, self._steps, state.epoch or 0.0, self._loss, self._rate))
