@@ -486,7 +486,7 @@ def _(scene: Scene) -> str:
 
 @row("`rate_limit`")
 def _(scene: Scene) -> str:
-    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="2/s")
+    scene.order("rate_limit", task_name="feedmill.classify", rate_limit="1/s")
     sent = [scene.send(post()) for _ in range(4)]
     scene.settled(*sent)
     done = sorted(each.date_done for each in sent if each.ready())

@@ -317,7 +317,7 @@ def test_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-m", "feedmill", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert said.returncode == 1
+    assert said.returncode == 2
     assert str(tmp_path / "shared") in said.stderr
     assert str(Path(__file__).parent.parent.parent / "shared") in said.stderr
     assert "Traceback" not in said.stderr

@@ -29,6 +29,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     environment = {
         "FEEDMILL_REDIS_URL": redis_server.url,
         "FEEDMILL_BATCH_ROWS": "1",
+        "FEEDMILL_PREFETCH_SECONDS": "1000",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
@@ -37,6 +38,8 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
         "worker", "--name", "own", "--include", "json, tests.fakes.own_tasks", cwd=folder, **environment
     ) as it:
         wait_until(lambda: it.says(" ready."), "the worker is ready")
+        # Before its first pass it does not know how fast it is, and fetches little.
+        _app(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=60)
         yield it
 
 
@@ -44,9 +47,13 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
 def app(worker: Feedmill, redis_server: RedisServer) -> Celery:
     """Another process: it knows the tasks by their names."""
     assert worker.process.poll() is None
-    app = Celery("elsewhere", broker=redis_server.url, backend=redis_server.url, set_as_current=False)
-    app.conf.task_default_queue = "feedmill"
     redis_server.client.delete("ran")
+    return _app(redis_server)
+
+
+def _app(redis: RedisServer) -> Celery:
+    app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
+    app.conf.task_default_queue = "feedmill"
     return app
 
 
