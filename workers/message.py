@@ -29,6 +29,8 @@ from shared.messages import (
 LATEST = 1e11
 #: Frames of an error that a dead letter keeps, the innermost; and how many errors that it came of, itself counted.
 FRAMES, LONGEST_CHAIN = 20, 4
+#: Characters of an exception's text that a post's error keeps.
+LONGEST_REASON = 1000
 
 
 class Message:

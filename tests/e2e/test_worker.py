@@ -208,6 +208,7 @@ import sys, time
 from shared import logs
 from shared.settings import load
 from workers import run
+from workers.backlog import Backlog
 from workers.classifiers.similarity import Similarity
 from workers.pipeline import Pipeline
 from workers.window import Window
@@ -221,7 +222,7 @@ start = Pipeline.start
 
 def start_broken(self):
     loop = {"writer": (Similarity, "finish"), "tokenizer": (Window, "add"),
-            "device": (Pipeline, "_next_batch"), "hangs": (Similarity, "forward")}[sys.argv[1]]
+            "device": (Backlog, "next_batch"), "hangs": (Similarity, "forward")}[sys.argv[1]]
     setattr(*loop, broken)
     start(self)
 

@@ -14,8 +14,9 @@ from celery.exceptions import Ignore, Reject
 from redis import Redis
 
 from shared.errors import MessageFailed
+from workers.backlog import Loaded
+from workers.batch_loop import BatchLoop
 from workers.classifiers import Outputs, Row
-from workers.pipeline import Pipeline
 from workers.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
@@ -28,17 +29,17 @@ def wait_while(key: str) -> None:
         time.sleep(0.01)
 
 
-compute = Pipeline._compute
+compute = BatchLoop._compute
 
 
-def compute_slowly(self: Pipeline, rows: Sequence[Row], lane: int) -> Outputs:
+def compute_slowly(self: BatchLoop, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
     for row in rows:
         if row.owner.post.title.startswith("slow "):
             wait_while(row.owner.post.title.removeprefix("slow "))
-    return compute(self, rows, lane)
+    return compute(self, loaded, rows, lane)
 
 
-Pipeline._compute = compute_slowly  # type: ignore[method-assign]
+BatchLoop._compute = compute_slowly  # type: ignore[method-assign]
 
 
 def write_down(name: str) -> Any:

@@ -14,12 +14,13 @@ from celery import Task, current_app, shared_task
 from redis import Redis
 
 import feedmill
+from workers.backlog import Loaded
+from workers.batch_loop import BatchLoop
 from workers.classifiers import Outputs, Row
-from workers.pipeline import Pipeline
 from workers.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
-compute = Pipeline._compute
+compute = BatchLoop._compute
 if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than a setting may make it
     current_app.conf.broker_transport_options |= {
         "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
@@ -34,12 +35,12 @@ def written_down(what: object) -> Iterator[None]:
     redis.rpush("ran", f"end {what}")
 
 
-def compute_and_tell(self: Pipeline, rows: Sequence[Row], lane: int) -> Outputs:
+def compute_and_tell(self: BatchLoop, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
     redis.rpush("ran", *(f"post {row.owner.post.id}" for row in rows))
-    return compute(self, rows, lane)
+    return compute(self, loaded, rows, lane)
 
 
-Pipeline._compute = compute_and_tell  # type: ignore[method-assign]
+BatchLoop._compute = compute_and_tell  # type: ignore[method-assign]
 
 
 @shared_task(name="own.hold")

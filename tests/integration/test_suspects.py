@@ -18,7 +18,7 @@ from tests.unit.test_pipeline import Owner, StandIn
 from workers.classifiers import Row
 from workers.device import Device
 from workers.message import Message
-from workers.pipeline import WRITE_AHEAD
+from workers.recording import WRITE_AHEAD
 from workers.suspects import DEADLY, Quarantine, Suspects
 
 

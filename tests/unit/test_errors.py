@@ -64,7 +64,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("workers/hub.py", "self._explain(error)"): ("workers/hub.py:_explain",),
     ("workers/hub.py", "self._no_revision()"): ("workers/hub.py:_no_revision",),
     ("workers/own.py", "_not_imported(module, setting, error)"): ("workers/own.py:_not_imported",),
-    ("workers/pipeline.py", "str(error)"): (),
+    ("workers/batch_loop.py", "str(error)"): (),
     ("workers/pipeline.py", "what"): (),
 }
 #: Words of a text that make it a sentence, and not a part of one.

@@ -1,4 +1,4 @@
-"""workers/pipeline.py on a stand-in classifier and store: order, isolation, retries, and threads that die."""
+"""The pipeline on a stand-in classifier and store: order, isolation, retries, and threads that die."""
 
 import json
 import math
@@ -22,7 +22,8 @@ from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.message import Message
 from workers.offline import classify, lost
-from workers.pipeline import MAX_ROWS_PER_MESSAGE, Pipeline
+from workers.pipeline import Pipeline
+from workers.preparation import MAX_ROWS_PER_MESSAGE
 from workers.suspects import Suspects
 from workers.tokenizer import Tokens
 from workers.weights import Weights
@@ -138,6 +139,10 @@ class Owner:
         )
         self.pipeline.start()
 
+    def waiting(self) -> int:
+        """Rows that have come as far as the window."""
+        return len(self.pipeline._backlog)
+
     def _finish(self, message: Message) -> None:
         self.finishing(message)
 
@@ -200,7 +205,7 @@ def test_rows_of_many_messages_share_a_forward_pass(owner: Owner) -> None:
     wait_until(lambda: first.started, "the device is busy")
     for _ in range(10):
         owner.send("one", "two words")
-    wait_until(lambda: len(owner.pipeline._models[0].window) == 20, "the window fills")
+    wait_until(lambda: owner.waiting() == 20, "the window fills")
     owner.classifier.gate.set()
     wait_until(lambda: len(owner.finished) == 11, "all are finished", 10)
     assert owner.classifier.batches == [1, 20]
@@ -528,7 +533,7 @@ def test_a_message_that_takes_too_long_fails_and_its_batch_goes_on(owner: Owner)
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.started, "the device is busy")
     slow, other = owner.send("a post", ""), owner.send("its neighbour")
-    wait_until(lambda: len(owner.pipeline._models[0].window) == 2, "they wait together")
+    wait_until(lambda: owner.waiting() == 2, "they wait together")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
     assert not owner.pipeline.give_up(slow, TimeoutError("too slow"), "once more")
     wait_until(lambda: slow in owner.finished, "it is finished while the device is busy", 10)
@@ -589,7 +594,7 @@ def test_jobs_and_micro_batches_take_turns(owner: Owner) -> None:
     owner.budget.tokens = 2
     for _ in range(5):
         owner.send("two words")
-    wait_until(lambda: len(owner.pipeline._models[0].window) == 5, "the window fills")
+    wait_until(lambda: owner.waiting() == 5, "the window fills")
     owner.classifier.gate.set()
     wait_until(lambda: len(owner.finished) == 6 and len(batches_before_job) == 5, "all is done", 10)
     assert batches_before_job == [1, 2, 3, 4, 5]
@@ -604,7 +609,7 @@ def test_urgent_messages_overtake(owner: Owner) -> None:
     for priority in (9, 3, 0, 9):
         sent.append(Message({"posts": [{"id": str(priority), "title": "two words"}]}, None, priority=priority))
         owner.pipeline.submit(sent[-1])
-    wait_until(lambda: len(owner.pipeline._models[0].window) == 4, "the window fills")
+    wait_until(lambda: owner.waiting() == 4, "the window fills")
     owner.classifier.gate.set()
     wait_until(lambda: len(owner.finished) == 5, "all are finished", 10)
     assert owner.started[1:] == [sent[2], sent[1], sent[0], sent[3]]

@@ -1,4 +1,4 @@
-"""workers/pipeline.py while its model is replaced: each row meets the model that it was prepared for, and no other."""
+"""The pipeline while its model is replaced: each row meets the model that it was prepared for, and no other."""
 
 import gc
 import threading
@@ -91,7 +91,7 @@ def test_what_came_before_is_done_by_the_old_one_and_what_comes_after_by_the_new
         stored_by_then: list[int] = []
         replaced = replace(owner, new, lambda: stored_by_then.append(len(owner.store.written)))
         after = [owner.send(*["some words"] * 3) for _ in range(10)]
-        wait_until(lambda: owner.pipeline.waiting() >= 50, "both wait")
+        wait_until(lambda: owner.waiting() >= 50, "both wait, each in its window")
         assert not new.batches
         assert owner.pipeline.classifier is old
         old.gate.set()
