@@ -6,8 +6,6 @@ What it leans on in Celery 5.7 and kombu 5.7:
 
 - `QoS.room` says how much the transport fetches (shared/transport.py); `can_consume`, whether it fetches at all:
   Celery's own worker_disable_prefetch replaces it too.
-- `EventDispatcher.on_send_buffered` is told of each task event that waits to be sent.
-- `Channel._create_client` makes the Redis client of each command (kombu/transport/redis.py).
 - `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
   connection may mend. `create_task_handler` makes what each message is handed to; `on_decode_error`,
   `on_unknown_message`, `on_unknown_task` and `on_invalid_task` are told of one that it throws away, and what they log
@@ -45,9 +43,10 @@ from shared.refusals import is_denied
 from shared.results import ResultsStore
 from shared.settings import PREFIX
 from workers import wellformed
+from workers.delivery import arguments_of, came_from, id_of, times_delivered
+from workers.events import EventBatches, keep_client
 from workers.message import Message, traced, without_posts
-from workers.pool import DevicePool, came_from, times_delivered
-from workers.task import named
+from workers.pool import DevicePool
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ class Consumer(consumer.Consumer):
             logger.warning("a dead letter waits for Redis (%s); next try in %.1f s", fault, self.LONGEST_PAUSE)
             self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error))
             return
-        logger.error("message %s is a dead letter: %s", _quoted(_id_of(message)), what)
+        logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
         try:
             let_go()
         except MALFORMED as fault:  # who waits for it is not said, or in odd types
@@ -204,33 +203,14 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str) -> S
     """One for each post that can be made out in a message of kombu's; else one in all, with its body."""
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None
-    now, task_id = time.time(), _id_of(message)
+    now, task_id = time.time(), id_of(message)
     attempts, queue = times_delivered(message), came_from(message)
-    found = Message(_arguments(message), None, task_id, attempts=attempts, queue=queue)
+    found = Message(arguments_of(message), None, task_id, attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
         found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
         return found.dead_letters(worker, now)
     return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
-
-
-def _arguments(message: Any) -> dict[str, Any]:
-    """A message's arguments by name, as those of `feedmill.classify`; none where they cannot be read."""
-    try:
-        found = message.payload
-        args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]
-        return named(args, kwargs)
-    except Exception:  # whatever its serializer raises
-        return {}
-
-
-def _id_of(message: Any) -> str | None:
-    """The task's, as far as the message says it."""
-    for found in (message.headers, message.properties):
-        for name in ("id", "correlation_id"):
-            if isinstance(found, dict) and isinstance(found.get(name), str):
-                return str(found[name])[:128]
-    return None
 
 
 def _quoted(value: object) -> str:
@@ -259,7 +239,7 @@ class ConsumerFit(bootsteps.StartStopStep):
         qos.room = lambda: min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
         parent.pool.adopt(parent.event_dispatcher)
         if parent.event_dispatcher.enabled:
-            _keep_client(parent.event_dispatcher.producer.channel)
+            keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
 
     def info(self, parent: Any) -> Any:
@@ -299,36 +279,3 @@ class Scaler(Autoscaler):
         if self._fixed:
             raise NotImplementedError("the pool is one device, which cannot be scaled: start a worker for another one")
         return super().update(*args, **kwargs)
-
-
-class EventBatches:
-    """Sends task events some at a time: Celery alone sends them at each turn of its loop, one or two at once."""
-
-    #: Seconds that an event may wait for others; Flower shows whole seconds.
-    DELAY = 0.1
-    #: Events that are sent at once however few seconds they waited.
-    LIMIT = 256
-
-    def __init__(self, dispatcher: Any, hub: Any) -> None:
-        self._dispatcher = dispatcher
-        self._hub = hub
-        self._due = False
-        dispatcher.buffer_limit = self.LIMIT
-        if hub is not None:
-            dispatcher.on_send_buffered = self._buffered
-
-    def _buffered(self) -> None:
-        if not self._due:
-            self._due = True
-            self._hub.call_later(self.DELAY, self.flush)
-
-    def flush(self) -> None:
-        self._due = False
-        if self._dispatcher.enabled:
-            self._dispatcher.flush()
-
-
-def _keep_client(channel: Any) -> None:
-    """One client for all of a channel's commands. kombu makes one for each, and 8% of a worker's time went there."""
-    client, make_client = channel._create_client(), channel._create_client
-    channel._create_client = lambda asynchronous=False: make_client(True) if asynchronous else client

@@ -6,16 +6,14 @@ acknowledges them all. Here the default strategy, the Request class and the trac
 only decides *when* a request's task runs: once the device has its answer. Celery sees a pool that is busy with
 many messages at a time and finishes them one by one.
 
-This file, workers/consumer.py and shared/broker.py know Celery; of what happens to a message in between it knows
-`Pipeline` alone.
+Of what happens to a message in between, this file knows `Pipeline` alone. Celery is known here, in consumer.py,
+events.py, request.py, ticket.py, delivery.py and task.py beside it, and in shared/broker.py.
 
 What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
 - `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
   holds the decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body once more, unless
   the content type is None: then the body is taken for decoded (celery/app/trace.py, `trace_task_ret`).
-- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it; a request that has been asked to
-  terminate before it was accepted does so in `on_accepted`.
 - What `terminate_job`, `grow`, `shrink` and `restart` raise is the answer to the remote command that asked for it.
 - `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
   from another one Celery loses events, and Flower shows tasks that never end.
@@ -25,27 +23,24 @@ What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
 import gc
 import logging
-import math
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
-from celery.concurrency.base import BasePool, apply_target
-from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerShutdown
+from billiard.einfo import ExceptionInfo
+from celery.concurrency.base import BasePool
+from celery.exceptions import Reject, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerShutdown
 from celery.platforms import EX_FAILURE
 from celery.signals import worker_shutting_down
 from celery.states import STARTED
 from celery.worker import state
-from kombu.exceptions import OperationalError
-from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError as RedisFault
 
-from shared.broker import PRIORITY_MARK, SENT_AT, connect
+from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.metrics import connect_briefly
 from shared.models import PERIOD, Wanted, announce, wanted
@@ -53,6 +48,7 @@ from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
 from workers.calibration import calibrate
+from workers.delivery import came_from, times_delivered
 from workers.deploy import Deployer, load_wanted, settle
 from workers.message import Message
 from workers.metrics import TURN, WorkerMetrics
@@ -60,50 +56,14 @@ from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
 from workers.task import IN_HAND, ClassifyTask, named
+from workers.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
-#: What the result backends redis and rpc raise when they have tried for long enough.
-BACKEND_AWAY = (RedisFault, OperationalError)
 #: Objects made, and not freed, between two looks for garbage; Python's 700 are less than one message.
 GARBAGE_LOOKS = 20_000
 #: Seconds after which a message whose result it did not take goes back to the queue.
 AGAIN = 5.0
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """What it takes to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    accepted: Callable[[int, float], None]
-    succeeded: Callable[[Any], None]
-    failed: Callable[[Any], None]
-    timed_out: Callable[[bool, float], None]
-    #: The posts on their way through the pipeline; None for a task that is not micro-batched.
-    message: Message | None = None
-    #: What the consumer's thread has to do once all that the message left is stored.
-    ending: Callable[[], None] = lambda: None
-    #: What waits for the time limits.
-    timers: list[Any] = field(default_factory=list)
-
-    @property
-    def request(self) -> Any:
-        return self.accepted.__self__  # type: ignore[attr-defined]
-
-    def limits(self) -> Iterator[tuple[float, Exception]]:
-        """Seconds from acceptance to result, with what it fails by then: the message's own, or else the task's.
-
-        The task's as it is now: a stock worker keeps to the one that it started with.
-        """
-        hard, soft = self.request.time_limits
-        for limit, fault in (
-            (soft or self.request.task.soft_time_limit, SoftTimeLimitExceeded()),
-            (hard or self.request.task.time_limit, TimeLimitExceeded(hard or self.request.task.time_limit)),
-        ):
-            if isinstance(limit, int | float) and 0 < limit < math.inf:  # what the sender asked for may be anything
-                yield limit, fault
 
 
 class DevicePool(BasePool):
@@ -305,7 +265,7 @@ class DevicePool(BasePool):
             return
         token = IN_HAND.set(message)
         try:
-            self.pipeline.until_taken(partial(self._trace, ticket))
+            self.pipeline.until_taken(ticket.trace)
         finally:
             IN_HAND.reset(token)
 
@@ -317,7 +277,7 @@ class DevicePool(BasePool):
         if self._still_wanted(ticket):
             self._deliver(partial(self._accept, ticket, time.monotonic()))
             try:
-                self._trace(ticket)
+                ticket.trace()
             except RedisFault as fault:
                 logger.warning("%s: Redis does not take its result (%s); it will be run again", ticket.request, fault)
                 try:
@@ -325,32 +285,6 @@ class DevicePool(BasePool):
                 except Reject:
                     ticket.ending = partial(self._hub.call_later, AGAIN, ticket.failed, ExceptionInfo())
             self._deliver(partial(self._finish, ticket, ticket.ending))
-
-    def _trace(self, ticket: Ticket) -> None:
-        """Have Celery run the task and say how it ends. Raises redis' errors where the result is not stored.
-
-        Celery's own pools let such a message go, and its result is lost. Here it is not acknowledged: the body of a
-        micro-batched task runs once more when Redis is back, another message goes back to the queue after a while.
-        """
-
-        def ended(outcome: Any) -> None:
-            if isinstance(outcome, ExceptionInfo):  # its body raised what is no Exception
-                ticket.ending = partial(ticket.failed, outcome)
-                return
-            failed, value, _ = outcome
-            if failed and isinstance(value.exception, ExceptionWithTraceback):
-                value.exception = value.exception.exc  # as it comes out of a child: by it Celery tells why it retries
-            if ticket.message and failed:
-                ticket.message.sent_again = _is_sent_again(value.exception)
-            ticket.ending = partial(ticket.succeeded, outcome)
-
-        try:
-            apply_target(ticket.target, ticket.args, callback=ended)
-        except Exception as error:
-            # The tracer keeps the task's own errors to itself: this is Reject, or a broken result backend.
-            if ticket.request.task.acks_late and isinstance(error, BACKEND_AWAY):
-                raise error if isinstance(error, RedisFault) else ConnectionFault(str(error)) from error
-            ticket.ending = partial(ticket.failed, ExceptionInfo())
 
     def _on_failure(self) -> None:
         state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub knows None alone
@@ -466,19 +400,3 @@ class DevicePool(BasePool):
                 "messages_held": len(self._held),
             }
         )
-
-
-def times_delivered(message: Any) -> int:
-    """How many times a message of kombu's was delivered, this one included (shared/leases.py counts)."""
-    before = message.delivery_info.get("delivery_count", 0)
-    return 1 + before if isinstance(before, int) and 0 < before < 2**31 else 1
-
-
-def came_from(message: Any) -> str | None:
-    """The queue that a message of kombu's was taken out of: its reservation says so (shared/leases.py), no sender."""
-    return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None
-
-
-def _is_sent_again(exception: Any) -> bool:
-    """Whether a message that ended with this comes once more: by a retry, or because its body put it back."""
-    return isinstance(exception, Retry) or (isinstance(exception, Reject) and exception.requeue)  # type: ignore[attr-defined]

@@ -45,6 +45,21 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
 
+def test_the_readmes_example(served: RedisServer, tmp_path: Path) -> None:
+    (example,) = blocks("README.md", "python")
+    (said,) = re.findall(r"# (\w+)\n$", example)
+    found = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=tmp_path,
+        env=os.environ | {"FEEDMILL_REDIS_URL": served.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.stdout == f"{said}\n", found.stderr
+
+
 def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
     """As docs/celery.md declares it, called in this process."""
     _, declared = blocks("docs/celery.md", "python")

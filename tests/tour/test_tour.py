@@ -1,10 +1,12 @@
 """One post's way through the system, step by step, each with the real thing. Read it from top to bottom.
 
-The steps are those of the README's "One post's way". Nothing here is a stand-in: real Redis, real weights.
+The steps are those of docs/how-it-works.md. Nothing here is a stand-in: real Redis, real weights.
 """
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from producers import files
 from producers.push import Pusher
-from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
+from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth, reserve
 from shared.messages import ClassifyOptions, Post
 from shared.readers import Follower, batches
 from shared.results import Result, ResultsStore
@@ -24,6 +26,7 @@ from workers.classifiers import Row
 from workers.classifiers.similarity import Similarity
 from workers.message import Message
 from workers.pipeline import Pipeline
+from workers.task import named
 from workers.weights import locate
 from workers.window import Window
 
@@ -39,6 +42,26 @@ def post() -> Post:
 def classifier() -> Similarity:
     settings = Settings()
     return Similarity(locate(settings.model), device.choose("cpu"), settings)
+
+
+@contextmanager
+def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
+    """The message that the post is sent in, as a worker holds it."""
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
+    app = make_app(settings)
+    reserve(app)
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        yield channel.basic_get(settings.queue)
+
+
+@contextmanager
+def pipeline(classifier: Similarity, settings: Settings, **told: Any) -> Iterator[Pipeline]:
+    store = ResultsStore(connect(settings), settings)
+    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", on_failure=lambda: None, **told)
+    running.start()
+    yield running
+    running.stop()
 
 
 def test_1_a_source_yields_a_post(tmp_path: Path, post: Post) -> None:
@@ -62,15 +85,25 @@ def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, po
     assert json.loads(waiting)["headers"]["task"] == CLASSIFY_TASK
 
 
-def test_4_the_pool_takes_the_posts_out_of_the_message(post: Post) -> None:
-    message = Message({"posts": [post.model_dump(), {"id": "bad"}], "labels": "tea,cars"}, sent_at=time.time())
-    good, bad = message.read()
-    assert good == post
-    assert "title" in str(bad)
-    assert list(message.options.labels or ()) == ["tea", "cars"]
+def test_4_a_worker_reserves_it(settings: Settings, redis: RedisServer, post: Post) -> None:
+    with sent_and_reserved(post, settings) as message:
+        assert queue_depth(redis.client, settings.queue) == (0, 1), "none waits, one is held"
+        assert message.payload[1]["posts"][0]["id"] == post.id
 
 
-def test_5_its_row_waits_in_the_window_for_company(classifier: Similarity, post: Post) -> None:
+def test_5_the_pool_takes_the_posts_out_of_it(settings: Settings, post: Post) -> None:
+    with sent_and_reserved(post, settings) as reserved:
+        arguments, keywords, _ = reserved.payload
+        message = Message(named(arguments, keywords), sent_at=time.time())
+    assert message.read() == [post]
+
+
+def test_6_preparation_makes_rows_of_it(classifier: Similarity, post: Post) -> None:
+    (rows,) = classifier.prepare([post.text], classifier.label_set(ClassifyOptions()))
+    assert [row.length for row in rows] == [12], "tokens, with the model's own at both ends"
+
+
+def test_7_the_rows_wait_for_company(classifier: Similarity, post: Post) -> None:
     window: Window[Row] = Window(time.monotonic)
     for text in (post.text, "A short one", "word " * 200, "Which teapot for green tea? Mine drips."):
         for rows in classifier.prepare([text], classifier.label_set(ClassifyOptions())):
@@ -81,7 +114,8 @@ def test_5_its_row_waits_in_the_window_for_company(classifier: Similarity, post:
     assert len(window) == 1
 
 
-def test_6_the_device_computes_and_the_outputs_become_scores(classifier: Similarity, post: Post) -> None:
+def test_8_the_batch_loop_computes_them(classifier: Similarity, post: Post) -> None:
+    """As it calls the classifier: a forward pass on the device, whose outputs the writer makes scores of."""
     label_set = classifier.label_set(ClassifyOptions.parse({"labels": "kitchen,football"}))
     rows = classifier.prepare([post.text], label_set)[0]
     ((row, scores),) = classifier.finish(rows, classifier.forward(rows))
@@ -89,47 +123,40 @@ def test_6_the_device_computes_and_the_outputs_become_scores(classifier: Similar
     assert scores["kitchen"] > scores["football"]
 
 
-def test_7_the_result_is_stored_before_the_message_is_finished(
+def test_9_recording_stores_the_result_before_the_message_is_finished(
     classifier: Similarity, settings: Settings, post: Post
 ) -> None:
     store = ResultsStore(connect(settings), settings)
     stored_when_finished: list[list[Result]] = []
-    pipeline = Pipeline(
-        classifier,
-        store,
-        settings,
-        TokenBudget(2048),
-        worker="tour",
-        on_started=lambda _: None,
-        on_finished=lambda _: stored_when_finished.append(store.latest(1)),
-        on_failure=lambda: None,
-    )
-    pipeline.start()
-    pipeline.submit(Message({"posts": [post.model_dump()]}, sent_at=None))
-    wait_until(lambda: stored_when_finished, "the message is finished")
-    pipeline.stop()
+    with pipeline(classifier, settings, on_finished=lambda _: stored_when_finished.append(store.latest(1))) as running:
+        running.submit(Message({"posts": [post.model_dump()]}, sent_at=None))
+        wait_until(lambda: stored_when_finished, "the message is finished")
     assert stored_when_finished[0][0].post.id == post.id
 
 
-def test_8_a_reader_finds_it(classifier: Similarity, settings: Settings, post: Post) -> None:
-    store = ResultsStore(connect(settings), settings)
+def test_10_only_then_is_the_message_acknowledged(
+    classifier: Similarity, settings: Settings, redis: RedisServer, post: Post
+) -> None:
     done: list[Message] = []
-    pipeline = Pipeline(
-        classifier,
-        store,
-        settings,
-        TokenBudget(2048),
-        "tour",
-        on_recorded=done.append,
-        on_failure=lambda: None,
-    )
-    pipeline.start()
-    pipeline.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
-    reading = batches(Follower(connect(settings), history=1))
-    found = next(read.item for batch in reading for read in batch)
+    with (
+        sent_and_reserved(post, settings) as reserved,
+        pipeline(classifier, settings, on_recorded=done.append) as running,
+    ):
+        running.submit(Message(named(*reserved.payload[:2]), sent_at=None))
+        wait_until(lambda: done, "its outcomes, and its dead letters, are stored")
+        assert queue_depth(redis.client, settings.queue) == (0, 1), "it is held until now"
+        reserved.ack()
+        assert queue_depth(redis.client, settings.queue) == (0, 0)
+
+
+def test_11_a_reader_finds_it(classifier: Similarity, settings: Settings, post: Post) -> None:
+    done: list[Message] = []
+    with pipeline(classifier, settings, on_recorded=done.append) as running:
+        running.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
+        reading = batches(Follower(connect(settings), history=1))
+        found = next(read.item for batch in reading for read in batch)
+        wait_until(lambda: done, "the message is finished")
     assert isinstance(found, Result)
-    wait_until(lambda: done, "the message is finished")
-    pipeline.stop()
     assert found.classification.label == "tea"
-    assert store.get(post.id) == [found.classification]
+    assert ResultsStore(connect(settings), settings).get(post.id) == [found.classification]
     assert done[0].result() == [found.classification.model_dump()]
