@@ -55,6 +55,13 @@ def each_redis_server(
     server.stop()
 
 
+@pytest.fixture
+def server(each_redis_server: RedisServer) -> RedisServer:
+    """Each of them, empty."""
+    each_redis_server.client.flushall()
+    return each_redis_server
+
+
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server for the tests of one module."""

@@ -27,12 +27,6 @@ BEGINNING = Place("0-0")
 
 
 @pytest.fixture
-def server(each_redis_server: RedisServer) -> RedisServer:
-    each_redis_server.client.flushall()
-    return each_redis_server
-
-
-@pytest.fixture
 def store(server: RedisServer) -> ResultsStore:
     return ResultsStore(server.client, Settings())
 

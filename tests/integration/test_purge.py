@@ -28,14 +28,13 @@ WORDS = "words of somebody"
 
 
 @pytest.fixture
-def client(each_redis_server: RedisServer) -> Redis:
-    each_redis_server.client.flushall()
-    return each_redis_server.client
+def client(server: RedisServer) -> Redis:
+    return server.client
 
 
 @pytest.fixture
-def settings(each_redis_server: RedisServer) -> Settings:
-    return Settings.model_validate({"redis_url": each_redis_server.url})
+def settings(server: RedisServer) -> Settings:
+    return Settings.model_validate({"redis_url": server.url})
 
 
 @pytest.fixture

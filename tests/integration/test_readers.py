@@ -22,12 +22,6 @@ from tests.support import RedisServer, wait_until
 
 
 @pytest.fixture
-def server(each_redis_server: RedisServer) -> RedisServer:
-    each_redis_server.client.flushall()
-    return each_redis_server
-
-
-@pytest.fixture
 def store(server: RedisServer) -> ResultsStore:
     """Keeps 150 results in its stream, or up to a hundred more: Redis trims by whole nodes."""
     return ResultsStore(server.client, Settings.model_validate({"results_stream_length": 150}))

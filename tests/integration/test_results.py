@@ -13,12 +13,6 @@ from tests.support import RedisServer
 
 
 @pytest.fixture
-def server(each_redis_server: RedisServer) -> RedisServer:
-    each_redis_server.client.flushall()
-    return each_redis_server
-
-
-@pytest.fixture
 def store(server: RedisServer) -> ResultsStore:
     return ResultsStore(server.client, Settings.model_validate({"stream_body": 10, "results_stream_length": 50}))
 

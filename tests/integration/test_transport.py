@@ -117,26 +117,20 @@ def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05)
     return len(taken)
 
 
-@pytest.fixture
-def each_redis(each_redis_server: RedisServer) -> RedisServer:
-    each_redis_server.client.flushall()
-    return each_redis_server
-
-
 # Taking, holding, acknowledging.
 
 
-def test_messages_of_stock_clients_are_reserved_in_order_of_priority(each_redis: RedisServer) -> None:
+def test_messages_of_stock_clients_are_reserved_in_order_of_priority(server: RedisServer) -> None:
     for priority in (9, 0, 6, 3):
-        publish(each_redis, f"{priority}a", f"{priority}b", priority=priority)
-    with consuming(each_redis) as consumer:
+        publish(server, f"{priority}a", f"{priority}b", priority=priority)
+    with consuming(server) as consumer:
         got = consumer.until(8)
         assert bodies(got) == ["0a", "0b", "3a", "3b", "6a", "6b", "9a", "9b"]
-        assert held(each_redis) == (8, 8)
-        assert waiting(each_redis) == 0
+        assert held(server) == (8, 8)
+        assert waiting(server) == 0
         assert got[0].delivery_info["routing_key"] == "posts"
         consumer.acknowledge()
-        assert held(each_redis) == (0, 0)
+        assert held(server) == (0, 0)
 
 
 def test_it_publishes_what_a_stock_consumer_takes(redis: RedisServer) -> None:
@@ -146,13 +140,13 @@ def test_it_publishes_what_a_stock_consumer_takes(redis: RedisServer) -> None:
         consumer.acknowledge()
 
 
-def test_waiting_takes_nothing_and_every_list_wakes(each_redis: RedisServer) -> None:
+def test_waiting_takes_nothing_and_every_list_wakes(server: RedisServer) -> None:
     other = Queue("other", Exchange("other"), routing_key="other")
-    with consuming(each_redis, QUEUE, other) as consumer:
+    with consuming(server, QUEUE, other) as consumer:
         wait_until(consumer.waits, "it waits")
         consumer.channel._armed_at += 10**6  # no looking again by itself: Redis has to say
         for number, (queue, priority) in enumerate([(QUEUE, 9), (other, 0), (QUEUE, 0), (other, 6)], 1):
-            publish(each_redis, number, queue=queue, priority=priority)
+            publish(server, number, queue=queue, priority=priority)
             assert len(consumer.until(number)) == number
             wait_until(consumer.waits, "it waits again")
             consumer.channel._armed_at += 10**6
@@ -314,16 +308,16 @@ def test_what_cannot_be_marked_comes_back_as_it_is(element: bytes) -> None:
 # Coming back.
 
 
-def test_what_a_dead_worker_held_comes_back_to_its_place(each_redis: RedisServer) -> None:
-    publish(each_redis, "b", "c", "d")
-    publish(each_redis, "low", priority=9)
-    assert reserve_and_die(each_redis, 2) == 2
-    assert reserve_and_die(each_redis) == 2
-    publish(each_redis, "e")
-    with consuming(each_redis, prefetch=1, options=SHORT) as consumer:
-        wait_until(lambda: waiting(each_redis) == 5, "all are back", 10)
+def test_what_a_dead_worker_held_comes_back_to_its_place(server: RedisServer) -> None:
+    publish(server, "b", "c", "d")
+    publish(server, "low", priority=9)
+    assert reserve_and_die(server, 2) == 2
+    assert reserve_and_die(server) == 2
+    publish(server, "e")
+    with consuming(server, prefetch=1, options=SHORT) as consumer:
+        wait_until(lambda: waiting(server) == 5, "all are back", 10)
         assert not consumer.got
-    with consuming(each_redis) as consumer:
+    with consuming(server) as consumer:
         got = consumer.until(5)
         assert bodies(got) == ["b", "c", "d", "e", "low"]
         again = {message.payload: message.delivery_info.get("redelivered") for message in got}
@@ -485,25 +479,25 @@ def test_sweeps_leave_alone_what_stock_consumers_hold_and_theirs_ours(redis: Red
             ours.acknowledge()
 
 
-def test_at_the_memory_limit_all_goes_on_but_publishing(each_redis: RedisServer) -> None:
-    publish(each_redis, *range(6))
-    with consuming(each_redis, prefetch=1, options=SHORT) as consumer:
+def test_at_the_memory_limit_all_goes_on_but_publishing(server: RedisServer) -> None:
+    publish(server, *range(6))
+    with consuming(server, prefetch=1, options=SHORT) as consumer:
         consumer.until(1)  # binds before memory is full
         consumer.acknowledge()
-        each_redis.client.config_set("maxmemory", 1)
+        server.client.config_set("maxmemory", 1)
         try:
-            assert reserve_and_die(each_redis, 1) == 1
+            assert reserve_and_die(server, 1) == 1
             consumer.channel.leases.client.ping()
             for _ in range(5):
                 consumer.until(1)
                 tag = consumer.got[0].delivery_tag or ""
-                before = ends(each_redis, tag)
+                before = ends(server, tag)
                 consumer.channel.leases._keep(["reserved_index"], [10, 0, 0, 0, tag])
-                assert ends(each_redis, tag) > before
+                assert ends(server, tag) > before
                 consumer.acknowledge()
-            assert held(each_redis) == (0, 0)
+            assert held(server) == (0, 0)
         finally:
-            each_redis.client.config_set("maxmemory", 0)
+            server.client.config_set("maxmemory", 0)
 
 
 def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
