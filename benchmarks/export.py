@@ -12,8 +12,6 @@ import json
 import os
 import random
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,10 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
 from feedmill.stack import Stack, python_command
 from shared.broker import connect
-from shared.errors import StackError, UserError
+from shared.errors import StackError
 from shared.messages import Classification, Post, digest
 from shared.results import Result, ResultsStore
 from shared.settings import Settings, load
@@ -42,20 +41,14 @@ POSTS = 2000
 console = Console(soft_wrap=True, highlight=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--posts", help="a file of posts; default: the bundled ones")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(given.posts, given.count, given.rounds, Path(folder))
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    print(json.dumps(found))
-    return 0
+    given = parser.parse_args()
+    with own_folder() as folder:
+        print(json.dumps(run(given.posts, given.count, given.rounds, folder)))
 
 
 def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -166,4 +159,4 @@ def _peak(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,8 +14,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,10 +26,11 @@ from redis.exceptions import RedisError as RedisFault
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.running import own_folder
 from feedmill.prerequisites import server_version
-from feedmill.stack import Child, ended_by_signals, find_redis_server, free_port, python_command
+from feedmill.stack import Child, find_redis_server, free_port, python_command
 from shared.broker import connect
-from shared.errors import StackError, UserError
+from shared.errors import StackError
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import PREFIX, Settings, load
@@ -133,13 +132,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="writings a second, on average")
     parser.add_argument("--group", action="store_true", help="read as a member of a consumer group")
     arguments = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="feedmill-benchmark-") as folder, ended_by_signals():
-            run(arguments, Path(folder))
-    except UserError as error:
-        sys.exit(f"benchmark: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with own_folder() as folder:
+        run(arguments, folder)
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:

@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.hardware import describe, matrix_ceiling
+from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
-from feedmill.stack import Stack, ended_by_signals
+from feedmill.stack import Stack
 from shared.broker import connect, make_app, publish
-from shared.errors import StackError, UserError
+from shared.errors import StackError
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings, load
@@ -157,13 +157,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="posts of the idle run, at least 2")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     arguments = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="feedmill-benchmark-") as folder, ended_by_signals():
-            run(arguments, load(), Path(folder))
-    except UserError as error:
-        sys.exit(f"benchmark: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with own_folder() as folder:
+        run(arguments, load(), folder)
 
 
 def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None:

@@ -10,8 +10,6 @@ device loses. The last line is JSON.
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -21,10 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.hardware import describe
+from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
 from feedmill.stack import Stack
 from shared.broker import connect
-from shared.errors import StackError, UserError
+from shared.errors import StackError
 from shared.keys import result_key
 from shared.messages import Classification
 from shared.results import Result, ResultsStore
@@ -39,20 +38,14 @@ WRITTEN_TOGETHER = 40
 console = Console(soft_wrap=True, highlight=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(given.posts, given.count, given.rounds, Path(folder))
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    print(json.dumps(found))
-    return 0
+    given = parser.parse_args()
+    with own_folder() as folder:
+        print(json.dumps(run(given.posts, given.count, given.rounds, folder)))
 
 
 def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -105,4 +98,4 @@ def _seconds(call: Any, items: Sequence[Any], together: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

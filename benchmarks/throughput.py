@@ -10,8 +10,6 @@ installs those that are no dependency of Feedmill. The last line is JSON.
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -29,10 +27,9 @@ from benchmarks.rivals import Job, NotInstalled, Variant
 from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
+from benchmarks.running import own_folder
 from feedmill.demo import sample_posts
-from feedmill.stack import ended_by_signals
 from producers.files import read
-from shared.errors import UserError
 from shared.messages import Post
 from shared.settings import load
 from workers import device
@@ -63,13 +60,8 @@ console = Console(soft_wrap=True, highlight=False)
 
 def main() -> None:
     arguments = parsed()
-    try:
-        with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
-            run(arguments, Path(folder))
-    except UserError as error:
-        sys.exit(f"benchmark: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with own_folder() as folder:
+        run(arguments, folder)
 
 
 def parsed() -> argparse.Namespace:

@@ -22,8 +22,6 @@ import argparse
 import gc
 import json
 import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,9 +44,9 @@ from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.ours import Feedmill, Ideal
 from benchmarks.report import Record, agreement, draw, print_round, rates, summary
 from benchmarks.rivals import Job, Variant
+from benchmarks.running import own_folder
 from benchmarks.throughput import measure, read_posts
-from feedmill.stack import ended_by_signals
-from shared.errors import StackError, UserError
+from shared.errors import StackError
 from shared.messages import Post
 from shared.settings import Settings, load
 from shared.topics import TOPICS
@@ -220,13 +218,8 @@ def _save(config: Any, folder: Path) -> None:
 
 def main() -> None:
     arguments = parsed()
-    try:
-        with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
-            run(arguments, Path(folder))
-    except UserError as error:
-        sys.exit(f"benchmark: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with own_folder() as folder:
+        run(arguments, folder)
 
 
 def parsed() -> argparse.Namespace:
