@@ -87,7 +87,7 @@ def commands() -> str:
     parts = list(described(get_command(app), "feedmill"))
     rows = [(f"[`{name}`](#{name.replace(' ', '-')})", said.partition("\n")[0]) for name, said, _ in parts[1:]]
     return table(("command", "what it does"), rows) + "".join(
-        f"\n## {name}\n\n{said}\n\n{flags}" for name, said, flags in parts
+        f"\n## {name}\n\n{said}\n" + (flags and f"\n{flags}") for name, said, flags in parts
     )
 
 

@@ -2,7 +2,7 @@
 
 from shared import keys
 from shared.settings import Settings
-from tests.generated import END, PACKAGES, PARTS, ROOT, commented, docstring, files
+from tests.generated import END, FOLDERS, PACKAGES, PARTS, ROOT, commented, docstring, files
 
 
 def test_pages_say_what_the_code_says() -> None:
@@ -12,6 +12,12 @@ def test_pages_say_what_the_code_says() -> None:
 def test_each_page_has_one_part() -> None:
     for page in PARTS:
         assert (ROOT / page).read_text().count(END) == 1, page
+
+
+def test_the_tree_has_every_folder() -> None:
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert folders - ignored == set(FOLDERS)
 
 
 def test_every_setting_has_a_comment() -> None:
