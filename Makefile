@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long test-gpu lint rivals clean
+.PHONY: help demo test long test-gpu lint docs rivals clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ lint: $(VENV)/test ## Lint, formatting, types and import contracts alone
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/test ## Write what the documentation says of the code: tables, lists, trees, JSON Schema
+	$(BIN)/python -m tests.generated
 
 rivals: $(VENV)/rivals ## Install what benchmarks.throughput compares with
 

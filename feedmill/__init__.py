@@ -1,4 +1,4 @@
-"""Feedmill: posts in, labels out, and the device never waits. This package is the front door.
+"""The front door: the `feedmill` command, the embedded stack, the demo and its posts; what an application imports.
 
 `results` reads the stream of results (docs/results.md). `classify` is the Celery task: in an application of one's own,
 `classify.delay(posts=[…])` sends posts to a worker, and `classify(posts=[…])` classifies them here, in this process;

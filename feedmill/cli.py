@@ -79,8 +79,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    log_format: Annotated[str | None, typer.Option(help="text or json.", show_default=False)] = None,
-    _version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    log_format: Annotated[
+        str | None, typer.Option(help="What a line of the log is: text or json.", show_default=False)
+    ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Flags that hold for every command."""
     flags.log_format = log_format

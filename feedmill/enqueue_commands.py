@@ -40,7 +40,10 @@ SUBREDDIT = re.compile(r"[a-z0-9_.-]{1,50}")
 
 @app.command()
 def enqueue(
-    file: Annotated[str, typer.Argument(help="JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input.")],
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."),
+    ],
     subreddit: Annotated[
         list[str] | None, typer.Option(help="Only posts of these: a,b,c, or once for each.", show_default=False)
     ] = None,

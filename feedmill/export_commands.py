@@ -52,7 +52,9 @@ Date = Annotated[str | None, typer.Option(metavar="DATE", show_default=False)]
 
 @app.command("export")
 def export_results(
-    out: Annotated[Path, typer.Argument(help="A file; for Parquet, and with --follow, a folder of parts by day.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A file; for Parquet, and with --follow, a folder of parts by day.")
+    ],
     form: Annotated[Form | None, typer.Option("--format", help="What to write.", show_default=False)] = None,
     since: Annotated[
         str | None,

@@ -22,7 +22,7 @@ from shared.settings import PREFIX
 #: Results that are shown where no limit is given.
 LIMIT = 20
 
-app = typer.Typer(help="Read the results.", invoke_without_command=True, no_args_is_help=False)
+app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 
 
 @app.callback()

@@ -128,7 +128,12 @@ TABLE: tuple[Key, ...] = (
     Key("*.reply.celery.pidbox*", "list", "Celery, answers to inspect", "expires with its reader"),
     Key("*.celery.pidbox*", "list", "Celery, remote control", "expires with its worker"),
     Key("celeryev.*", "list", "Celery, event readers such as Flower", "expires with its reader"),
-    Key("training*", "list", "applications that ask for trainings", "a message a training that was asked for by hand"),
+    Key(
+        "training*",
+        "list",
+        "applications, the trainings that they ask for",
+        "a message a training that was asked for by hand",
+    ),
     Key("feedmill", "list", "producers, the waiting messages", "queue_limit messages"),
     Key("feedmill\x06\x16?", "list", "producers, those of priority 3, 6 and 9", "queue_limit messages"),
     Key("feedmill-*", "list", "producers, the same for another model's queue", "queue_limit messages"),

@@ -63,8 +63,9 @@ class Settings(BaseSettings):
     redis_url: SecretStr | None = None
     #: File of the authorities, in PEM, that vouch for a rediss:// server. Unset: those that this machine trusts.
     redis_ca_file: Path | None = None
-    #: Files of this client's certificate and of its key, in PEM, where a rediss:// server asks for one.
+    #: File of this client's certificate, in PEM, where a rediss:// server asks for one.
     redis_certificate_file: Path | None = None
+    #: File of that certificate's key, in PEM, without a passphrase.
     redis_key_file: Path | None = Field(None, validate_default=True)
     #: What the Sentinels call the master that a sentinel:// address means.
     redis_master: Annotated[str, _form(r"[!-~]{1,128}", "a name without spaces")] | None = Field(
@@ -101,8 +102,9 @@ class Settings(BaseSettings):
 
     # What the Reddit daemon does.
 
-    #: Credentials of an app registered with Reddit. Unset: PRAW's own, praw_client_id in the environment or praw.ini.
+    #: ID of an app registered with Reddit. Unset: PRAW's own: praw_client_id in the environment, or praw.ini.
     reddit_client_id: SecretStr | None = None
+    #: That app's secret. Unset: PRAW's own.
     reddit_client_secret: SecretStr | None = None
     #: Who asks, as Reddit wants it: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
@@ -222,7 +224,9 @@ class Settings(BaseSettings):
     ] = "feedmill"
     #: That user's password. Unset: made anew at each start of Flower, and shown once.
     flower_password: SecretStr | None = None
+    #: What a line of the log is, on standard error: text, for people, or an object of JSON.
     log_format: Literal["text", "json"] = "text"
+    #: What is logged: events of this level, and graver ones.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("labels", mode="before")

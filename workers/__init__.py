@@ -1,1 +1,1 @@
-"""Where posts are classified. Knows nothing of where they come from."""
+"""Where posts are classified, and models trained. Knows nothing of where they come from."""

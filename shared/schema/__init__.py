@@ -1,7 +1,7 @@
 """JSON Schema of what travels, for applications that know nothing of Feedmill: `request.json` and `result.json`.
 
 pydantic's own schema says what a model holds in the end. These say what it *reads*: a number in a string, labels
-separated by commas. `python -m shared.schema` writes both files anew from shared/messages.py; a test fails where
+separated by commas. `make docs` writes both files anew from shared/messages.py; a test fails where
 they differ. A validator that is new in shared/messages.py has to be named in `Reads` first. What JSON Schema cannot
 say stands in the descriptions (`BEYOND`).
 

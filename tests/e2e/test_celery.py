@@ -137,6 +137,8 @@ class Scene:
 
     def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
         """A message whose forward pass has begun, and ends when the gate is opened."""
+        # A stock worker's child that was killed is replaced by one that has to load the model: no part of a time limit.
+        self.send(post("before")).get(timeout=60)
         sent: AsyncResult[Any] = self.send(slow(gate), **options)
         wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "its forward pass has begun")
         return sent

@@ -16,6 +16,7 @@ from celery import Celery
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
+from shared.models import announce
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
@@ -129,6 +130,15 @@ def test_who_would_rather_be_told_is_refused_by_a_full_queue(redis: RedisServer,
     assert "Traceback" not in said.stderr
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
     assert said.stdout.startswith("36 posts sent (messages: 2), 64 skipped as sent before")
+
+
+def test_a_turn_in_another_queue(redis: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "posts.jsonl").write_text(as_jsonl(make_posts(40)))
+    announce(redis.client, "feedmill-bart", "facebook/bart-large-mnli")
+    flags = ("--queue", "feedmill-bart", "--priority", "3")
+    said = feedmill("enqueue", "posts.jsonl", *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert said.stdout.startswith("40 posts sent (messages: 2)"), said.stderr
+    assert redis.client.llen("feedmill-bart\x06\x163") == 2
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def hostile(folder: Path) -> Path:
 
 def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
     folder = hostile(tmp_path)
-    said = feedmill("demo", "--json", cwd=folder, TMPDIR=str(folder))
+    said = feedmill("demo", "--all", "--json", cwd=folder, TMPDIR=str(folder))
     assert said.returncode == 0, said.stderr
     summary = last_json(said.stdout)
     assert list(summary) == ["posts", "classified", "correct", "posts_per_s", "padding_efficiency", "seconds"]
@@ -29,6 +29,7 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
     assert 0.5 < summary["padding_efficiency"] <= 1
     assert f"{summary['correct']} of 160 labels agree" in said.stdout
     assert "Flower http://127.0.0.1:" in said.stdout
+    assert len([line for line in said.stdout.splitlines() if line.startswith("│")]) == 160
     assert processes_in(folder) == []
     assert not list(folder.glob("feedmill-demo-*"))
 
@@ -37,6 +38,7 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
 def test_nothing_outlives_the_demo(tmp_path: Path, how: signal.Signals) -> None:
     with running("demo", "--keep", cwd=tmp_path, TMPDIR=str(tmp_path)) as demo:
         wait_until(lambda: demo.says("Ctrl-C stops everything"), "the demo stays up")
+        assert "One post of each topic; `feedmill demo --all` shows all 160." in demo.text()
         # Itself, redis, worker, Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
         demo.end(how)

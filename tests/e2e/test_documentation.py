@@ -108,16 +108,3 @@ def _answers(client: Redis) -> bool:
     with suppress(RedisFault):
         return bool(client.ping())
     return False
-
-
-def test_links_lead_somewhere() -> None:
-    """Those between files, with the heading that is meant; what is on the web is nobody's to hold."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
-    for page in pages:
-        for path, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", page.read_text()):
-            target = page.parent / path if path else page
-            assert target.exists(), f"{page.name}: {path}"
-            if anchor:
-                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-                named = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-                assert anchor in named, f"{page.name}: {path}#{anchor}"

@@ -68,6 +68,13 @@ def test_one_pass_sends_what_is_asked_for_and_no_pinned_post(
     assert queue_depth(redis.client, "feedmill").waiting == 4
 
 
+def test_the_best_of_a_week(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "mine.toml").write_text('[topics]\n"food" = ["cooking"]\n')
+    asked = ("--listing", "top", "--period", "week", "--limit", "3", "--topics", "mine.toml")
+    said = feedmill("ingest", "reddit", "--once", *asked, cwd=tmp_path, **environment)
+    assert said.stdout == "3 posts sent (messages: 1), 0 skipped as sent before\n", said.stderr
+
+
 def test_one_pass_goes_on_past_a_topic_that_fails(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     reddit.set_kind("tennis", "private")
     reddit.set_kind("chess", "banned")

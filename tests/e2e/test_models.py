@@ -104,7 +104,8 @@ def test_classify_a_text(tmp_path: Path) -> None:
 def test_classify_a_file(tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text(as_jsonl(make_posts(40)) + "nope\n")
-    said = feedmill("classify", str(path), "--labels", "tea,football", "--json", cwd=tmp_path)
+    model = ("--model", "sentence-transformers/all-MiniLM-L6-v2")
+    said = feedmill("classify", str(path), "--labels", "tea,football", *model, "--json", cwd=tmp_path)
     assert said.returncode == 1, "a line was skipped"
     found = [json.loads(line) for line in said.stdout.splitlines()]
     assert [entry["id"] for entry in found] == [post.id for post in make_posts(40)]

@@ -155,7 +155,9 @@ def test_a_report_of_a_year(redis: RedisServer, tmp_path: Path, chromium: str) -
 
 def test_pictures(redis: RedisServer, tmp_path: Path) -> None:
     fill(redis)
-    said = feedmill("report", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    said = feedmill(
+        "report", "--hours", "48", "--out", "r.html", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
+    )
     assert said.returncode == 0, said.stderr
     assert "4 pictures in charts" in said.stdout
     pictures = sorted((tmp_path / "charts").iterdir())

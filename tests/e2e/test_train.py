@@ -15,7 +15,9 @@ from celery.events import EventReceiver
 from safetensors.torch import load_file
 
 from shared.keys import DEAD_LETTERS
+from shared.messages import Classification, Post
 from shared.purge import purge
+from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, feedmill, last_json, running, wait_until
@@ -84,6 +86,32 @@ def test_train(redis: RedisServer, tmp_path: Path, base: Path) -> None:
         assert 0 <= figures["calibration_error"] <= 1
         assert sum(each["posts"] for each in figures["calibration"]) == 96
     assert "calibration error" in compared.stdout
+
+
+def test_what_was_said_of_posts_is_learnt(redis: RedisServer, tmp_path: Path, base: Path) -> None:
+    """Of the stream of results, and of an export of it."""
+    results = []
+    for number, line in enumerate(write_posts(tmp_path / "posts.jsonl").read_text().splitlines()):
+        post = Post(**json.loads(line), created_utc=1_700_000_000.0 + number)
+        scores = {label: 0.9 if label == post.topic else 0.05 for label in WORDS}
+        found = Classification(
+            id=post.id, label=str(post.topic), scores=scores, model="m", revision=None, weights="00", fingerprint="f",
+            classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
+        )  # fmt: skip
+        results.append(Result(post, found))
+    ResultsStore(redis.client, Settings()).write(results)
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    assert feedmill("export", "--format", "parquet", "export", cwd=tmp_path, **url).returncode == 0
+    learning = ("--base", str(base), "--max-steps", "1", "--no-compare", "--device", "cpu", "--json")
+    for flags in (
+        ("--from", "results", "--labels", "zero-shot", "--min-score", "0.8", "--out", "one"),
+        ("--from", "export", "--labels", "soft", "--split", "time", "--out", "two"),
+    ):
+        said = feedmill("train", *flags, *learning, cwd=tmp_path, **url)
+        assert said.returncode == 0, said.stderr
+        record = json.loads((tmp_path / flags[-1] / "training.json").read_text())
+        assert record["train"] + record["test"] == len(results)
+        assert record["posts"]["labelled_by"] == {"m": len(results)}
 
 
 @pytest.mark.parametrize(

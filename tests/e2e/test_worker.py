@@ -293,7 +293,7 @@ def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: S
         )
     try:
         sent = app.send_task("feedmill.classify", kwargs={"posts": [post.model_dump() for post in posts]})
-        outcomes = sent.get(timeout=60)
+        outcomes = sent.get(timeout=120)
     finally:
         worker.terminate()
         worker.wait(60)

@@ -1,7 +1,4 @@
-"""Metrics: their names, what is served, the table in docs/metrics.md, and what dashboard and alerts make of them.
-
-`python -m tests.unit.test_metrics` writes the table anew.
-"""
+"""Metrics: their names, what is served, and what dashboard and alerts make of them."""
 
 import json
 import re
@@ -35,37 +32,13 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
-BEGIN, END = "<!-- The table is written by `python -m tests.unit.test_metrics`. -->\n", "<!-- Its end. -->\n"
-SECTIONS = (
-    ("Every process that serves metrics, read off Redis", REDIS_FIGURES),
-    ("Workers", worker_metrics.FIGURES),
-    ("The Reddit daemon", reddit_metrics.FIGURES),
-)
-FIGURES: tuple[Figure, ...] = tuple(figure for _, figures in SECTIONS for figure in figures)
+FIGURES: tuple[Figure, ...] = (*REDIS_FIGURES, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
 #: What a gauge may be counted in: base units, and things.
 UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
     "looked": 3, "purged": 2, "gaps": 1, "faults": {"TooMany": 2}, "requests": 40, "budget": 90.0, "hindrance": "",
 }  # fmt: skip
-
-
-def tables() -> str:
-    """The generated part of docs/metrics.md."""
-    lines = []
-    for title, figures in SECTIONS:
-        lines += [f"### {title}", "", "| metric | type | labels | what it tells |", "|---|---|---|---|"]
-        lines += [
-            f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.help} |"
-            for each in figures
-        ]
-        lines.append("")
-    return "\n" + "\n".join(lines)
-
-
-def test_the_table_is_that_of_the_code() -> None:
-    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert written == tables(), "run `python -m tests.unit.test_metrics`"
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
@@ -449,8 +422,3 @@ def test_the_dashboards_expressions_are_promql(tmp_path: Path) -> None:
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     promtool("check", "rules", str(path))
-
-
-if __name__ == "__main__":
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + tables() + END + rest.partition(END)[2])

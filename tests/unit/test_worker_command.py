@@ -1,0 +1,56 @@
+"""`feedmill worker`: what its flags come to; what it would run is a stand-in."""
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from feedmill import cli
+from feedmill.devices import Share
+from shared import logs
+from shared.settings import Settings
+from workers import run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What a worker, or a supervisor of several, is started with."""
+    found: list[tuple[Any, ...]] = []
+
+    class Supervisor:
+        def __init__(self, *given: Any) -> None:
+            found.append(given)
+
+        def run(self) -> int:
+            return 0
+
+    def run_worker(*given: Any) -> int:
+        found.append(given)
+        return 0
+
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.setattr(run, "run_worker", run_worker)
+    monkeypatch.setattr(cli, "Supervisor", Supervisor)
+    return found
+
+
+def invoke(*arguments: str) -> None:
+    assert CliRunner().invoke(cli.app, ["worker", *arguments]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--classifier", "keywords:Keywords"), ("--engine", "logged:LoggedEngine")]
+)
+def test_flags(started: list[tuple[Any, ...]], flag: str, value: str) -> None:
+    invoke(flag, value)
+    assert started == [(Settings.model_validate({flag.removeprefix("--"): value}), None)]
+
+
+def test_several_devices(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (0, 1)]
+    monkeypatch.setattr(cli, "shares", lambda said: gpus if said == "all" else [])
+    invoke("--devices", "all", "--metrics-port", "9110")
+    ((settings, found, name, command, flags),) = started
+    assert (settings.devices, settings.metrics_port, found, name) == ("all", 9110, gpus, None)
+    assert command[-1] == "worker"
+    assert flags["metrics_port"] == 9110
