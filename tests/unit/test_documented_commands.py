@@ -52,7 +52,6 @@ RUN_BY = {
     "enqueue --again": "e2e/test_commands.py test_again_starts_over",
     "enqueue --labels": "e2e/test_commands.py test_from_a_file_to_results",
     "enqueue --labels --model": "e2e/test_several_models.py test_a_dead_letter_says_which_queue_it_came_out_of",
-    "enqueue --model": "e2e/test_several_models.py test_posts_end_with_the_results_of_the_model_that_was_asked_for",
     "enqueue --priority": "e2e/test_acl.py test_the_producer_sends_to_another_model",
     "enqueue --priority --queue": "e2e/test_commands.py test_a_turn_in_another_queue",
     "enqueue --since --subreddit --until": "e2e/test_commands.py test_a_dump_with_filters",
@@ -87,7 +86,7 @@ RUN_BY = {
     "results --consumer --follow --group --json": "e2e/test_results_commands.py test_a_group_goes_on_where_it_stopped",
     "results --consumer --group --json": "e2e/test_results_commands.py test_a_group_goes_on_where_it_stopped",
     "results --failed": "e2e/test_results_commands.py test_what_failed",
-    "results --follow --group": "e2e/test_results_commands.py test_following_what_is_wanted",
+    "results --follow --group": "e2e/test_results_commands.py test_a_signal_ends_it",
     "results --follow": "e2e/test_results_commands.py test_following_what_is_wanted",
     "results --follow --json --limit": "e2e/test_results_commands.py test_following_what_is_wanted",
     "results --label --min-score": "e2e/test_results_commands.py test_the_newest_that_are_wanted",
@@ -113,7 +112,6 @@ RUN_BY = {
     "worker --include": "e2e/test_own_tasks.py worker",
     "worker --model": "e2e/test_several_models.py house",
     "worker --model --queue": "e2e/test_several_models.py house",
-    "worker --queue": "e2e/test_several_models.py house",
 }
 
 
