@@ -38,6 +38,12 @@ long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight s
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
 
+coverage: $(VENV)/test ## The tests once more, with the branches counted that they take: at least 95% of each package's
+	rm -rf build/coverage*
+	@mkdir -p build
+	$(BIN)/coverage run -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m tests.branches
+
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
 

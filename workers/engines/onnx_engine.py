@@ -116,9 +116,8 @@ class OnnxEngine:
             feed["token_type_ids"] = _filled([row.types or () for row in rows], longest, 0)
         try:
             (read,) = self._session.run(None, feed)
-        except (
-            Exception
-        ) as error:  # ONNX Runtime's own classes are no RuntimeErrors; what they say is told apart outside
+        except Exception as error:
+            # ONNX Runtime's own classes are no RuntimeErrors; what they say is told apart outside.
             raise RuntimeError(str(error)) from error
         return torch.from_numpy(read)
 
