@@ -44,6 +44,9 @@ coverage: $(VENV)/test ## The tests once more, with the branches counted that th
 	$(BIN)/coverage run -m pytest --numprocesses 3 --dist loadfile
 	$(BIN)/python -m tests.branches
 
+dist: $(VENV)/test ## Build the wheel and the sdist, and try each in an environment of its own
+	$(BIN)/python -m tests.package
+
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
 
