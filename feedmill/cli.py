@@ -115,7 +115,8 @@ def up(data_folder: DataFolder = None) -> None:
         try:
             for line in stack.start():
                 notes.print(f"[green]✓[/] {line}")
-            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything.")
+            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything. In another terminal:")
+            notes.print("  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(notes.print)
         finally:
             stack.stop()

@@ -38,8 +38,11 @@ def list_(
     """Show the newest dead letters: id, post, time, reason."""
     settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
-        for each in DeadLetters(connect(settings)).newest(count):
-            typer.echo(_as_json(each) if as_json else _line(each))
+        found = DeadLetters(connect(settings)).newest(count)
+    for each in found:
+        typer.echo(_as_json(each) if as_json else _line(each))
+    if not found:
+        typer.echo("no dead letters", err=True)
 
 
 @app.command()

@@ -87,7 +87,7 @@ def _report(
         console.print(f"[dim]One post of each topic; `feedmill demo --all` shows all {len(results)}.[/]")
     console.print(
         f"{correct} of {len(results)} labels agree with the sample's topics · {len(results) / seconds:.0f} posts/s · "
-        f"padding efficiency {efficiency:.2f} · Flower {stack.flower_url}",
+        f"padding efficiency {efficiency:.2f}",
         highlight=False,
         soft_wrap=True,
     )

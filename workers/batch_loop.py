@@ -77,9 +77,7 @@ class BatchLoop:
                 return lane
         return None
 
-    def _forward(
-        self, loaded: Loaded, rows: Sequence[Row], lane: int
-    ) -> list[tuple[Sequence[Row], Outputs | Exception]]:
+    def _forward(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> list[Part]:
         """Outputs of the rows; when that raises, of their halves, until only the culprit has none."""
         try:
             return [(rows, self._compute(loaded, rows, lane))]

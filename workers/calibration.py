@@ -113,7 +113,8 @@ def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]
     rates: tokens per second by budget. False where the file cannot be written, which the log then tells.
     """
     tokens, identified = best(rates), identity(classifier, settings)
-    logger.info("token budget %d: %s tokens/s", tokens, ", ".join(f"{b}: {rate:.0f}" for b, rate in rates.items()))
+    by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
+    logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
     measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
     entry = identified | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     return _write(settings.cache_folder / FILE, digest(*identified.values()), entry)

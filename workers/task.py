@@ -54,20 +54,26 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
         """Where an application of one's own sends it; in Feedmill's own it is the default."""
         return None if isinstance(self.app, Application) else load().queue
 
-    def outcomes(self) -> list[dict[str, Any]] | str:
-        """One outcome per post, in order; where nobody gets them, how many there are.
+    def outcomes(self) -> list[dict[str, Any]]:
+        """One outcome per post, in order.
 
         Raises RequestRefused or MessageFailed, as docs/messages.md says, and SoftTimeLimitExceeded.
         """
-        request = self.request
-        message = None if request.called_directly or request.is_eager else IN_HAND.get()
-        if message is None:
-            message = self._classify_here(named(request.args, request.kwargs))
+        return self._message().result()
+
+    def reply(self) -> list[dict[str, Any]] | str:
+        """As `outcomes`; where nobody gets them, how many there are: what signals, events and Flower are told."""
+        message, request = self._message(), self.request
         message.check()
         unread = request.ignore_result and not (request.callbacks or request.chain or request.chord)
-        if unread and not request.is_eager:
-            return message.summary()  # for events and Flower: an eighth of a message's cost was spelling out the rest
-        return message.result()
+        # An eighth of a message's cost was spelling out what nobody reads.
+        return message.summary() if unread and not request.is_eager else message.result()
+
+    def _message(self) -> Message:
+        """With the outcome of each of its posts."""
+        request = self.request
+        message = None if request.called_directly or request.is_eager else IN_HAND.get()
+        return message or self._classify_here(named(request.args, request.kwargs))
 
     def _classify_here(self, arguments: dict[str, Any]) -> Message:
         """Classify in this process. On a stock worker results are stored as a worker of Feedmill's stores them."""
@@ -101,4 +107,4 @@ def classify(
     **unknown: Any,  # noqa: ARG001
 ) -> list[dict[str, Any]] | str:
     """One outcome per post, in order: docs/messages.md has the arguments and the outcomes."""
-    return self.outcomes()
+    return self.reply()

@@ -52,6 +52,10 @@ def house(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> House:
     return House(redis)
 
 
+def test_none_is_said(house: House) -> None:
+    assert house.run("list", "--json") == (0, "", "no dead letters\n")
+
+
 def test_they_are_listed_and_shown(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, b"\xff\x1b[31m")
     traceback = 'File "a.py", line 1\nValueError\n'

@@ -28,7 +28,7 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
     assert summary["correct"] >= 80
     assert 0.5 < summary["padding_efficiency"] <= 1
     assert f"{summary['correct']} of 160 labels agree" in said.stdout
-    assert "Flower http://127.0.0.1:" in said.stdout
+    assert "Flower at http://127.0.0.1:" in said.stderr
     assert len([line for line in said.stdout.splitlines() if line.startswith("│")]) == 160
     assert processes_in(folder) == []
     assert not list(folder.glob("feedmill-demo-*"))

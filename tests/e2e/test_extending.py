@@ -60,6 +60,8 @@ def test_a_classifier(tmp_path: Path) -> None:
     food, none = (json.loads(line) for line in said.stdout.splitlines())
     assert (food["label"], food["scores"]) == ("food", pytest.approx({"food": 4 / 5, "sports": 1 / 5}))
     assert none["scores"] == {"food": 0.5, "sports": 0.5}
+    said = feedmill("classify", "Soup", *arguments[2:-1], cwd=tmp_path, FEEDMILL_TOKEN_BUDGET="2048", **OURS)
+    assert "\nby keywords:Keywords (" in said.stdout, "not by the model whose weights it leaves alone"
 
 
 def test_an_engine(tmp_path: Path) -> None:

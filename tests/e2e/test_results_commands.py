@@ -6,9 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -274,7 +277,7 @@ def test_without_a_redis_nothing_is_followed(tmp_path: Path) -> None:
 
 def test_the_documentations_example(redis: RedisServer, tmp_path: Path) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
-    (code,) = (text for language, text in blocks if language == "python")
+    code, _ = (text for language, text in blocks if language == "python")
     printed = next(text for language, text in blocks if not language)
     store = ResultsStore(redis.client, Settings())
     store.write([result("a1", "sport", 0.91), result("a2", "kitchen", 0.84)])
@@ -289,6 +292,35 @@ def test_the_documentations_example(redis: RedisServer, tmp_path: Path) -> None:
             check=False,
         )
         assert (said.stdout, said.stderr) == (printed, "")
+
+
+def test_the_web_hook_in_the_documentation(redis: RedisServer, tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code = blocks[1].replace("127.0.0.1:8080", f"127.0.0.1:{server.server_port}")
+        reading = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"FEEDMILL_REDIS_URL": redis.url}
+        )
+        try:
+            wait_until(lambda: waits(redis), "it waits for results")
+            stored(redis, "a1", "a2")
+            wait_until(lambda: len(told) == 2, "the hook is told of both")
+        finally:
+            reading.kill()
+            reading.wait()
+            server.shutdown()
+    assert [(each["id"], each["label"]) for each in told] == [("a1", "food"), ("a2", "food")]
 
 
 def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from shared.broker import CLASSIFY_TASK, shown_arguments
+from shared.messages import Classification, PostError
 from shared.settings import Settings
 from workers.app import make_worker_app
+from workers.message import Message
 from workers.request import ClassifyRequest
+from workers.task import IN_HAND, classify
 
 BODY = "nobody's business"
 
@@ -89,3 +92,21 @@ def test_the_runtime_counts_from_the_first_forward_pass(monkeypatch: pytest.Monk
         (ending, 2.5),
         ("task-rejected", None),
     ]
+
+
+def test_what_nobody_reads_is_told_in_words_and_known_to_the_task() -> None:
+    found = Classification(
+        id="a", label="food", scores={"food": 1.0}, model="m", revision=None, weights="00", fingerprint="f",
+        classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    message = Message({"posts": [{"id": "a", "title": "A title"}, {"id": "b"}]}, None)
+    message.settle(0, found)
+    message.settle(1, PostError(id="b", error="no text"))
+    classify.push_request(ignore_result=True, called_directly=False)
+    token = IN_HAND.set(message)
+    try:
+        assert classify.reply() == "1 of 2 posts classified"
+        assert classify.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
+    finally:
+        IN_HAND.reset(token)
+        classify.pop_request()

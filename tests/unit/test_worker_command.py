@@ -39,11 +39,18 @@ def invoke(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--classifier", "keywords:Keywords"), ("--engine", "logged:LoggedEngine")]
+    "flags",
+    [
+        {"--classifier": "keywords:Keywords", "--queue": "feedmill-keywords"},
+        {"--classifier": "keywords:Keywords"},
+        {"--engine": "logged:LoggedEngine"},
+    ],
 )
-def test_flags(started: list[tuple[Any, ...]], flag: str, value: str) -> None:
-    invoke(flag, value)
-    assert started == [(Settings.model_validate({flag.removeprefix("--"): value}), None)]
+def test_flags(started: list[tuple[Any, ...]], flags: dict[str, str]) -> None:
+    invoke(*(word for flag in flags.items() for word in flag))
+    assert started == [
+        (Settings.model_validate({flag.removeprefix("--"): value for flag, value in flags.items()}), None)
+    ]
 
 
 def test_several_devices(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

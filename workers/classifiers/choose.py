@@ -29,7 +29,9 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
     kind = kind_of(weights) if settings.classifier == "auto" else settings.classifier
     check_size(weights, device)
-    make = CLASSIFIERS.get(kind) or named(kind, "classifier")
+    make = CLASSIFIERS.get(kind)
+    if make is None:  # its results are its own, whatever it does with the weights
+        make, weights = named(kind, "classifier"), weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()

@@ -24,7 +24,7 @@ from workers.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.device import Device
 from workers.engines.make import make_engine
 from workers.engines.network import LOGITS, read_config
-from workers.engines.outputs import Outputs, device_errors
+from workers.engines.outputs import TensorOutputs, device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -123,16 +123,16 @@ class Entailment:
         return [PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)]
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Outputs:
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         """Logits of contradiction and entailment, [rows, 2] in float32."""
         with device_errors():
             began = self._engine.begin()
             logits = self._engine.forward([row.tokens for row in rows])
             # Two columns by slices: an index made of a list would first be sent to the device.
             wanted = torch.stack((logits[:, self._contradiction], logits[:, self._entailment]), dim=1)
-            return Outputs(wanted, began)
+            return TensorOutputs(wanted, began)
 
-    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         finished: list[tuple[Row, Scores]] = []
         for row, logits in zip(rows, outputs.wait().numpy(), strict=True):
             if not isinstance(row, PairRow) or row.pairs is None:

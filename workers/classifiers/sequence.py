@@ -16,7 +16,7 @@ from workers.classifiers import LabelSet, Row, Scores
 from workers.device import Device
 from workers.engines.make import make_engine
 from workers.engines.network import LOGITS, read_config
-from workers.engines.outputs import Outputs, device_errors
+from workers.engines.outputs import TensorOutputs, device_errors
 from workers.weights import Weights
 
 
@@ -65,7 +65,7 @@ class SequenceClassifier:
         return [[Row(tokens, label_set)] for tokens in self._tokenizer.single(texts)]
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Outputs:
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         """Scores [rows, labels] in float32."""
         with device_errors():
             began = self._engine.begin()
@@ -74,9 +74,9 @@ class SequenceClassifier:
                 logits = logits.softmax(-1)
             elif self._meaning == "sigmoid":
                 logits = logits.sigmoid()
-            return Outputs(logits, began)
+            return TensorOutputs(logits, began)
 
-    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         labels = self._label_set.labels
         return [
             (row, dict(zip(labels, scores, strict=True)))

@@ -20,7 +20,7 @@ from workers.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.classifiers.layout import read_layout
 from workers.device import Device
 from workers.engines.make import make_engine
-from workers.engines.outputs import Outputs, device_errors
+from workers.engines.outputs import TensorOutputs, device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -79,7 +79,7 @@ class Similarity:
         return self._tokenizer.single([text.lower() for text in read] if self._layout.lower_case else read)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Outputs:
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         """Scores [rows, most labels of any row] in float32; unused places of shorter label sets are 0."""
         with device_errors():
             began = self._engine.begin()
@@ -94,7 +94,7 @@ class Similarity:
                 for label_set, indices in by_label_set.items():
                     members = self._engine.to_device(torch.tensor(indices))
                     scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
-            return Outputs(scores, began)
+            return TensorOutputs(scores, began)
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """[rows, labels] of one label set."""
@@ -120,7 +120,7 @@ class Similarity:
             vectors = layer(vectors)
         return normalize(vectors, dim=-1)
 
-    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         return [
             (row, dict(zip(row.label_set.labels, scores, strict=False)))
             for row, scores in zip(rows, outputs.wait().tolist(), strict=True)

@@ -13,7 +13,7 @@ from shared.errors import DeviceFull, DeviceLost
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate memory")
 
 
-class Outputs:
+class TensorOutputs:
     """Outputs of one micro-batch on their way from the device to the host: one copy, which nobody waits for yet."""
 
     def __init__(self, tensor: torch.Tensor, began: Any) -> None:

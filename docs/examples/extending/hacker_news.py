@@ -4,13 +4,14 @@ curl "https://hn.algolia.com/api/v1/search_by_date?tags=story" | python hacker_n
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from producers.push import Pusher
 from shared.broker import connect, make_app, told_plainly
-from shared.errors import PostRefused
+from shared.errors import PostRefused, UserError
 from shared.messages import ClassifyOptions, Post
 from shared.settings import load
 
@@ -21,20 +22,27 @@ def posts(answer: dict[str, Any]) -> Iterator[Post]:
         story = {
             "id": f"hn-{hit['objectID']}",
             "title": hit["title"],
-            "body": hit.get("story_text") or "",
+            "body": re.sub(r"<[^>]*>", " ", hit.get("story_text") or ""),
             "url": hit.get("url"),
             "score": hit.get("points"),
             "created_utc": hit.get("created_at_i"),
         }
         try:
-            yield Post.parse({field: value for field, value in story.items() if value is not None})
+            yield Post.parse(story)
         except PostRefused as refused:
             print(f"{story['id']}: {refused}", file=sys.stderr)
 
 
-if __name__ == "__main__":
+def main() -> None:
     settings = load()
     with told_plainly(settings):
         pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
         pusher.push(posts(json.load(sys.stdin)))
     print(f"{pusher.sent} sent, {pusher.skipped} skipped as sent before")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

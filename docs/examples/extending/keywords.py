@@ -15,7 +15,7 @@ from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
 from workers.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.device import Device
-from workers.engines.outputs import Outputs, device_errors
+from workers.engines.outputs import TensorOutputs, device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
@@ -55,7 +55,7 @@ class Keywords:
             for text in texts
         ]
 
-    def forward(self, rows: Sequence[Row]) -> Outputs:
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
         """On the device thread: counts [rows, most labels of any row]."""
         with device_errors():
             began = time.perf_counter()
@@ -63,9 +63,9 @@ class Keywords:
             counts = torch.zeros(len(rows), width + 1)
             for place, row in enumerate(rows):
                 counts[place] += torch.bincount(torch.tensor(row.tokens.ids), minlength=width + 1)
-            return Outputs(counts[:, :width], began)
+            return TensorOutputs(counts[:, :width], began)
 
-    def finish(self, rows: Sequence[Row], outputs: Outputs) -> list[tuple[Row, Scores]]:
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         """On the writer thread: each label's share of the words that were found."""
         found = []
         for row, counts in zip(rows, outputs.wait(), strict=True):
