@@ -113,17 +113,13 @@ def _one_a_topic(results: Sequence[Result]) -> Iterator[Result]:
 
 def _table(results: Sequence[Result], width: int) -> Table:
     table = Table()
-    # The other columns and the frame take 46 characters.
-    table.add_column("post", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 46))
-    for name, least in (("topic", 14), ("label", 14), ("score", 5)):
+    # The other columns and the frame take 50 characters.
+    table.add_column("post", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 50))
+    for name, least in (("topic", 14), ("label", 14), ("", 1), ("score", 5)):
         table.add_column(name, no_wrap=True, min_width=least)
     for post, found in results:
         title = " ".join((post.title or post.body).split())
-        agrees = "green" if found.label == post.topic else "red"
-        table.add_row(
-            escape(title),
-            post.topic,
-            f"[{agrees}]{found.label}[/]",
-            f"{found.scores[found.label]:.2f}",
-        )
+        colour, mark = ("green", "✓") if found.label == post.topic else ("red", "")
+        score = f"{found.scores[found.label]:.2f}"
+        table.add_row(escape(title), post.topic, f"[{colour}]{found.label}[/]", f"[{colour}]{mark}[/]", score)
     return table
