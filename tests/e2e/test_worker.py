@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from shared.keys import RESULTS_STREAM, find
 from shared.messages import ClassifyOptions, Post
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
+from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, start, wait_until, working
 
 POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
@@ -250,15 +249,7 @@ def test_a_worker_whose_thread_dies_or_hangs_ends_and_gives_back(
         "FEEDMILL_TOKEN_BUDGET": "2048",
         "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60",
     }
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", BROKEN_WORKER, what],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, os.environ | environment)
     assert ended.returncode == 1, ended.stderr
     assert re.search(f"{words}; this worker ends, its messages go back to the queue", ended.stderr), ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)
@@ -284,12 +275,7 @@ def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: S
     app = make_app(settings)
     environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with (tmp_path / "worker.log").open("w") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-c", POISONED_WORKER, POISON],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            stderr=log,
-        )
+        worker = start([sys.executable, "-P", "-c", POISONED_WORKER, POISON], tmp_path, os.environ | environment, log)
     try:
         sent = app.send_task("feedmill.classify", kwargs={"posts": [post.model_dump() for post in posts]})
         outcomes = sent.get(timeout=60)
