@@ -280,7 +280,7 @@ def shapes(words: str) -> list[bytes]:
 def make_posts(count: int) -> list[Post]:
     """Posts of uneven length, each with a text of its own."""
     return [
-        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 40))
+        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 12))
         for number in range(count)
     ]
 

@@ -43,7 +43,7 @@ POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
     {"id": "2", "title": "How long do dried beans keep?"},
 ]
-MESSAGES = 20
+MESSAGES = 10
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
         "FEEDMILL_TOKEN_BUDGET": "2048",
         "FEEDMILL_CACHE_FOLDER": str(tmp_path / "cache"),
         "FEEDMILL_WINDOW_ROWS": "64",
+        "FEEDMILL_BATCH_ROWS": "8",
     }
 
 

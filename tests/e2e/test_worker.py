@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group, signature
 
+from feedmill.stack import MEASURING
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
@@ -158,9 +159,9 @@ def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServ
 
 def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Every post is stored, none twice, whichever worker had it; and the queue is empty afterwards."""
-    posts = make_posts(800)
+    posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, "first", FEEDMILL_WINDOW_ROWS="128", FEEDMILL_DRAIN="1") as first:
+    with working(redis, tmp_path, "first", FEEDMILL_BATCH_ROWS="8", FEEDMILL_DRAIN="0.05") as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert first.end(signal.SIGTERM) == 0, first.text()
@@ -177,21 +178,21 @@ def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Se
 
 def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64") as worker:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
+    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64", FEEDMILL_BATCH_ROWS="8") as worker:
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(320))
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
     # Whole messages: what was begun is finished, what was not is back in the queue.
-    assert store.counters().stored + 32 * waiting == 640
+    assert store.counters().stored + 32 * waiting == 320
 
 
 def test_connections_that_are_cut(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """What came over the lost connection is delivered again; every post is stored, and none twice."""
-    posts = make_posts(600)
+    posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path) as worker:
+    with working(redis, tmp_path, FEEDMILL_BATCH_ROWS="8") as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         for kind in ("normal", "pubsub"):
@@ -260,7 +261,7 @@ def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
 ) -> None:
     # An empty variable is an unset one.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert "measuring the token budget, once for this device and model" in worker.text()
+        assert f"{MEASURING}, once for this device and model" in worker.text()
         measured = re.search(r"token budget (\d+): 512: \d+, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
