@@ -153,6 +153,8 @@ class Stack:
                 else settings.model,
             }
         )
+        #: One for all looks: what a signal raises while a client is taken apart, Python passes over.
+        self._redis = connect(self.settings)
         self._children: list[Child] = []
         self._lock: IO[str] | None = None
         self._ends: list[float] = []
@@ -212,8 +214,8 @@ class Stack:
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"
 
     def _redis_answers(self) -> bool:
-        with suppress(RedisFault), connect(self.settings) as client:
-            return bool(client.ping())
+        with suppress(RedisFault):
+            return bool(self._redis.ping())
         return False
 
     def _start_worker(self) -> Child:
@@ -246,8 +248,7 @@ class Stack:
 
         The worker's own subscription, to remote control, is the first of the two.
         """
-        with connect(self.settings) as client:
-            return int(client.pubsub_numpat()) >= 2
+        return int(self._redis.pubsub_numpat()) >= 2
 
     def _announce(self) -> None:
         """Tell other `feedmill` commands of this user where the stack is."""
@@ -305,6 +306,7 @@ class Stack:
         finally:
             for child in self._children:
                 child.kill()
+            self._redis.close()
             if self._lock is not None:  # else the folder is another stack's
                 (self._folder / STACK_FILE).unlink(missing_ok=True)
                 self._lock.close()

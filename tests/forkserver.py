@@ -1,12 +1,12 @@
-"""`feedmill` as a process in a tenth of a second: forked from one that has imported everything.
+"""A process of Python's in a tenth of a second: forked from one that has imported everything.
 
     server = ForkServer()
-    process = server.start(["worker"], cwd, environment, stdin, output, errors)
+    process = server.start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, output, errors)
 
 A worker imports torch and transformers for four seconds of CPU time, a command Celery and pydantic for one, and the
 tests start hundreds. A forked one is a process of its own in all that they ask of it: its memory, its connections, its
-signals, its files, its end. What it does not show is what is imported when: tests/e2e/test_starting.py and
-test_demo.py start it as people do.
+signals, its files, its end. What it does not show is what is imported when, and its command line: tests/e2e/
+test_starting.py and test_demo.py start it as people do.
 """
 
 import atexit
@@ -14,22 +14,30 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 #: Longest request, in bytes: the environment is most of it.
 REQUEST = 1 << 20
-#: Variables that are read at each start and not by an import, and those that imports of torch, scikit-learn and pytest
-#: set, in the tests' own process too. Who changes others is given a new interpreter.
-HARMLESS = ("FEEDMILL_", "COLUMNS", "HOME", "KMP_", "TORCHINDUCTOR_", "PYTEST_")
+#: Variables that are read at each start and not by an import, some of them by `_become`; the tests' own; and those that
+#: torch, transformers, scikit-learn and pytest set, in the tests' own process too. Who changes others is given a new
+#: interpreter; so is who sets NEW_INTERPRETER, for what the first lines above say.
+HARMLESS = (
+    "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
+    "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
+    "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_",
+)  # fmt: skip
 #: This process's own, before any test changed it for a while.
 ENVIRONMENT = dict(os.environ)
 
@@ -87,18 +95,19 @@ class ForkServer:
             )
 
     @staticmethod
-    def takes(environment: Mapping[str, str]) -> bool:
-        """Whether a process with this environment may be forked: imports would not have seen another one."""
+    def takes(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether this may be forked: Python of this environment, where imports would not have seen another one."""
         changed = {name for name, _ in ENVIRONMENT.items() ^ environment.items()}
-        return all(name.startswith(HARMLESS) for name in changed)
+        ours = Path(command[0]).parent == Path(sys.executable).parent
+        return ours and all(name.startswith(HARMLESS) for name in changed)
 
     def start(
-        self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int, output: int, errors: int
+        self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int, output: int, errors: int
     ) -> Forked:
-        """Run `feedmill` with these arguments; the last three are open files."""
+        """Run a console script, or Python with -m, -c or a file, and -P before it; the last three are open files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = json.dumps([list(arguments), str(cwd), dict(environment)]).encode()
+            request = json.dumps([list(command), str(cwd), dict(environment)]).encode()
             socket.send_fds(self._requests, [request], [theirs.fileno(), stdin, output, errors])
         return Forked(ours)
 
@@ -107,8 +116,8 @@ class ForkServer:
         self._process.wait()
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork for each request, until there are no more; returns in the process that is to run `feedmill`."""
+def _serve(requests: socket.socket) -> list[str]:
+    """Fork for each request, until there are no more; returns in the process that is asked for, its command."""
     while True:
         request, files, *_ = socket.recv_fds(requests, REQUEST, 4)
         if not request:
@@ -130,9 +139,9 @@ def _serve(requests: socket.socket) -> None:
             os.close(file)
 
 
-def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]) -> None:
-    """Be what was asked for, but for the imports."""
-    arguments, cwd, environment = request
+def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]) -> list[str]:
+    """Be what was asked for, but for the imports; returns its command."""
+    command, cwd, environment = request
     for number, file in enumerate(files[1:]):
         os.dup2(file, number)
     for file in files:
@@ -141,7 +150,21 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
-    sys.argv = ["feedmill", *arguments]
+    tempfile.tempdir = None
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in path if folder and folder not in sys.path]
+    if threads := environment.get("OMP_NUM_THREADS"):
+        _compute_on(int(threads))
+    return command
+
+
+def _compute_on(threads: int) -> None:
+    import torch  # noqa: PLC0415 - the process that asks has no need of it
+
+    from workers import device  # noqa: PLC0415
+
+    torch.set_num_threads(threads)
+    device.CORES = threads
 
 
 def main() -> None:
@@ -149,19 +172,18 @@ def main() -> None:
 
     import feedmill.cli  # noqa: F401, PLC0415
     import workers.run  # noqa: F401, PLC0415
-    from feedmill.__main__ import main as run  # noqa: PLC0415
 
+    del sys.path[0]  # the working directory, which `-m` has put there
     gc.freeze()  # what a collection touches, a forked process would have to copy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait need nobody to wait for them
-    _serve(socket.socket(fileno=int(sys.argv[1])))
-    _end(run)
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
 
 
-def _end(run: Callable[[], None]) -> NoReturn:
-    """As the interpreter ends, but for taking apart all that was imported: that alone would be a second."""
+def _run(command: Sequence[str]) -> NoReturn:
+    """As the interpreter runs it and ends, but for taking apart all that was imported: that alone would be a second."""
     status: object = 0
     try:
-        run()
+        _interpret(command[1:] if command[0] == sys.executable else command)
     except SystemExit as ended:
         status = ended.code or 0
     except BaseException:
@@ -175,6 +197,23 @@ def _end(run: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _interpret(arguments: Sequence[str]) -> None:
+    """What the interpreter does with a command line."""
+    safe = arguments[0] == "-P"
+    what, *sys.argv = arguments[safe:]
+    if not safe:
+        sys.path.insert(0, str(Path.cwd()) if what in ("-m", "-c") else str(Path(what).parent))
+    if what == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        code, sys.argv[0] = sys.argv[0], what
+        exec(compile(code, "<string>", "exec"), main.__dict__)  # noqa: S102 - a test's own
+    else:
+        sys.argv.insert(0, what)
+        runpy.run_path(what, run_name="__main__")
 
 
 if __name__ == "__main__":

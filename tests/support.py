@@ -11,7 +11,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,9 @@ from shared.messages import Post
 from tests.forkserver import Forked, ForkServer
 
 PASSWORD = "test-password"
+#: The installed command, and a process of it, or of any other.
+FEEDMILL = str(Path(sys.executable).parent / "feedmill")
+Process = subprocess.Popen[bytes] | Forked
 #: Real posts for tests that look beyond the project's own; not part of the project.
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
@@ -160,8 +163,8 @@ class Feedmill:
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
-        with self.output.open("wb") as output, Path(os.devnull).open("rb") as nothing:
-            self.process = _start(arguments, cwd, _environment(cwd, **environment), nothing, output, output)
+        with self.output.open("wb") as output:
+            self.process = start([FEEDMILL, *arguments], cwd, _environment(cwd, **environment), output)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -204,10 +207,17 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
+    return run([FEEDMILL, *arguments], cwd, _environment(cwd, COLUMNS="200") | environment, stdin)
+
+
+def run(
+    command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run any command to its end."""
     ends = [os.pipe() for _ in range(3)]
     (given, to_it), (said, output), (complained, errors) = [(os.fdopen(a), os.fdopen(b, "w")) for a, b in ends]
     with given, output, errors:
-        process = _start(arguments, cwd, _environment(cwd, COLUMNS="200") | environment, given, output, errors)
+        process = start(command, cwd, environment, output, errors, given)
     with to_it, said, complained, ThreadPoolExecutor(3) as threads:
         giving = threads.submit(_give, to_it, stdin)
         reading = [threads.submit(each.read) for each in (said, complained)]
@@ -216,7 +226,7 @@ def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) ->
         finally:
             process.kill()
         giving.result()
-        return subprocess.CompletedProcess(["feedmill", *arguments], status, *(each.result() for each in reading))
+        return subprocess.CompletedProcess(command, status, *(each.result() for each in reading))
 
 
 def _give(to_it: IO[str], text: str) -> None:
@@ -224,20 +234,24 @@ def _give(to_it: IO[str], text: str) -> None:
         to_it.write(text)
 
 
-def _start(
-    arguments: Sequence[str], cwd: Path, environment: dict[str, str], stdin: IO[Any], output: IO[Any], errors: IO[Any]
-) -> "subprocess.Popen[bytes] | Forked":
-    """`feedmill`, forked where that makes no difference, else as an installed console script."""
-    if ForkServer.takes(environment):
-        return fork_server().start(arguments, cwd, environment, stdin.fileno(), output.fileno(), errors.fileno())
-    return subprocess.Popen(
-        [str(Path(sys.executable).parent / "feedmill"), *arguments],
-        stdin=stdin,
-        stdout=output,
-        stderr=errors,
-        cwd=cwd,
-        env=environment,
-    )
+def start(
+    command: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str],
+    output: IO[Any],
+    errors: IO[Any] | None = None,
+    stdin: IO[Any] | None = None,
+) -> Process:
+    """A command as a process: forked where that makes no difference, else as anywhere.
+
+    errors: where the output goes by default; stdin: nothing by default.
+    """
+    with ExitStack() as files:
+        given = stdin or files.enter_context(Path(os.devnull).open("rb"))
+        ends = [each.fileno() for each in (given, output, errors or output)]
+        if ForkServer.takes(command, environment):
+            return fork_server().start(command, cwd, environment, *ends)
+        return subprocess.Popen(command, stdin=given, stdout=output, stderr=errors or output, cwd=cwd, env=environment)
 
 
 @cache
@@ -266,7 +280,7 @@ def shapes(words: str) -> list[bytes]:
 def make_posts(count: int) -> list[Post]:
     """Posts of uneven length, each with a text of its own."""
     return [
-        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 40))
+        Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 12))
         for number in range(count)
     ]
 

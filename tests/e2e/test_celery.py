@@ -7,7 +7,6 @@ stock prefork worker that runs the same task one message at a time, and on one t
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from celery.canvas import Signature
 from celery.exceptions import TimeoutError as NotYet
 from celery.result import AsyncResult
 
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import RedisServer, redis_servers, start, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -77,13 +76,11 @@ class Scene:
             "stock prefork": [*celery, "--pool", "processes", "--concurrency", "1"],
             "celery-batches": [sys.executable, "-m", "tests.fakes.batches_worker"],
         }[kind]
-        if kind == "celery-batches":
-            ours["PYTHONPATH"] = f"{BATCHES}{os.pathsep}{ROOT}"
+        if kind == "celery-batches":  # another Celery
+            ours |= {"PYTHONPATH": f"{BATCHES}{os.pathsep}{ROOT}", "NEW_INTERPRETER": "1"}
         self.log = folder / "worker.log"
         with self.log.open("wb") as log:
-            self.worker = subprocess.Popen(
-                [*command], cwd=ROOT, env=clean | ours, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-            )
+            self.worker = start(command, ROOT, clean | ours, log)
         wait_until(self._hears.is_set, f"the worker is there: {kind}")
         wait_until(lambda: self._inspect().ping(), f"the worker answers: {kind}")
         self.send(post()).get(timeout=60)  # the stock worker loads its model with the first message

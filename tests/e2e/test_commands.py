@@ -336,7 +336,7 @@ def test_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
 def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     """Without torch: one sentence that says what brings it."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
-    said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2
     assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
 

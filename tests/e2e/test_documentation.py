@@ -14,7 +14,7 @@ from redis.exceptions import RedisError as RedisFault
 
 from feedmill.stack import free_port
 from shared.settings import STACK_FILE
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import RedisServer, redis_servers, run, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,15 +33,7 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
         folder = tmp_path / ".local" / "share" / "feedmill"
         folder.mkdir(parents=True)
         (folder / STACK_FILE).write_text(json.dumps({"redis_url": served.url}))
-    said = subprocess.run(
-        [sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    said = run([sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))], tmp_path, environment)
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
 
@@ -64,14 +56,10 @@ def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
     """As docs/celery.md declares it, called in this process."""
     _, declared = blocks("docs/celery.md", "python")
     posts = [{"id": "a", "title": "The keeper saved two penalties"}]
-    said = subprocess.run(
+    said = run(
         [sys.executable, "-c", f"{declared}\nprint(careful.max_retries, careful(posts={posts!r})[0]['label'])"],
-        cwd=tmp_path,
-        env=os.environ | {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_TOKEN_BUDGET": "2048"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        tmp_path,
+        os.environ | {"FEEDMILL_REDIS_URL": served.url, "FEEDMILL_TOKEN_BUDGET": "2048"},
     )
     assert said.stdout == "3 sports\n", said.stderr
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests import chaos
-from tests.support import RedisServer, make_posts, wait_until
+from tests.support import Process, RedisServer, make_posts, start, wait_until
 
 #: Posts that are sent, 32 to a message.
 POSTS = 320
@@ -23,19 +22,18 @@ POSTS = 320
 @contextmanager
 def standin(
     redis: RedisServer, folder: Path, name: str, row_seconds: float = 0.02, **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[Process]:
     """A worker that holds all messages at once, and takes 20 ms for a post."""
     given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
     log = folder / f"{name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, "-m", "tests.fakes.standin_worker", name],
-            cwd=chaos.ROOT,
-            env=os.environ
+            chaos.ROOT,
+            os.environ
             | {f"FEEDMILL_{key}": value for key, value in given.items()}
             | {"STANDIN_ROW_SECONDS": str(row_seconds)},
-            stdout=output,
-            stderr=output,
+            output,
         )
     try:
         wait_until(lambda: chaos.READY in log.read_text(), f"{name} is ready")

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 import pytest
 
 from feedmill.stack import Child, free_port
-from tests.support import RedisServer, running, wait_until
+from tests.support import RedisServer, run, running, wait_until
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
 POSTS = [{"id": "1", "title": "The keeper saved two penalties in the final"}, {"id": "x"}]
@@ -57,15 +57,7 @@ def test_the_examples_import_nothing_of_feedmill() -> None:
 
 
 def test_plain_python(served: RedisServer, tmp_path: Path) -> None:
-    said = subprocess.run(
-        [sys.executable, EXAMPLES / "plain_python.py"],
-        cwd=tmp_path,
-        env=environment(served),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    said = run([sys.executable, str(EXAMPLES / "plain_python.py")], tmp_path, environment(served))
     assert said.stdout.splitlines() == [
         "a1: sport",
         "a2: kitchen",

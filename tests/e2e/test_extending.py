@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shared.broker import queue_depth
-from tests.support import RedisServer, feedmill
+from tests.support import RedisServer, feedmill, run
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples" / "extending"
@@ -30,23 +29,15 @@ STORIES = {
 
 
 def test_a_source(redis: RedisServer, tmp_path: Path) -> None:
-    def run() -> tuple[str, str]:
-        said = subprocess.run(
-            [sys.executable, EXAMPLES / "hacker_news.py"],
-            cwd=tmp_path,
-            env=os.environ | {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"},
-            input=json.dumps(STORIES),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+    def send() -> tuple[str, str]:
+        command = [sys.executable, str(EXAMPLES / "hacker_news.py")]
+        said = run(command, tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url}, json.dumps(STORIES))
         return said.stdout, said.stderr
 
     bad = "hn-3: neither title nor body holds any text\n"
-    assert run() == ("2 sent, 0 skipped as sent before\n", bad)
+    assert send() == ("2 sent, 0 skipped as sent before\n", bad)
     assert queue_depth(redis.client, "feedmill").waiting == 1
-    assert run() == ("0 sent, 2 skipped as sent before\n", bad)
+    assert send() == ("0 sent, 2 skipped as sent before\n", bad)
 
 
 def test_a_classifier(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import os
 import pty
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPConnection
@@ -19,7 +17,18 @@ from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, feedmill, last_json, make_posts, running, wait_until, working
+from tests.support import (
+    FEEDMILL,
+    PASSWORD,
+    RedisServer,
+    feedmill,
+    last_json,
+    make_posts,
+    running,
+    start,
+    wait_until,
+    working,
+)
 
 
 def ask(port: int, path: str) -> tuple[int, str]:
@@ -142,15 +151,9 @@ class Terminal:
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self._master, terminal = pty.openpty()
         os.set_blocking(self._master, False)
-        self.process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "feedmill"), *arguments],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            cwd=cwd,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"} | environment,
-        )
-        os.close(terminal)
+        screen = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        with os.fdopen(terminal, "wb") as its:
+            self.process = start([FEEDMILL, *arguments], cwd, os.environ | screen | environment, its, stdin=its)
         self._said = b""
 
     def text(self) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests import fuzz
-from tests.support import RedisServer, make_posts, wait_until
+from tests.support import Process, RedisServer, make_posts, start, wait_until
 
 
 def test_no_hostile_message_ends_the_worker_or_vanishes(tmp_path: Path) -> None:
@@ -59,17 +58,16 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
 
 
 @contextmanager
-def standing_in(redis: RedisServer, folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Callable[[], str]]]:
+def standing_in(redis: RedisServer, folder: Path) -> Iterator[tuple[Process, Callable[[], str]]]:
     """A worker that is ready, and what it has said; it must live to the end."""
     log = folder / "worker.log"
     with log.open("wb") as output:
-        worker = subprocess.Popen(
+        worker = start(
             [sys.executable, "-m", "tests.fakes.standin_worker", "standin"],
-            cwd=fuzz.ROOT,
-            env=os.environ
+            fuzz.ROOT,
+            os.environ
             | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_VISIBILITY_TIMEOUT": "3"},
-            stdout=output,
-            stderr=output,
+            output,
         )
     try:
         wait_until(lambda: " ready." in log.read_text(), "the worker is ready")

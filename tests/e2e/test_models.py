@@ -79,7 +79,7 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
     ("environment", "words"),
     [
         ({"FEEDMILL_MODEL": "./none"}, "none"),
-        ({"FEEDMILL_MODEL": "someone/none", "HF_HUB_OFFLINE": "1", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
+        ({"FEEDMILL_MODEL": "someone/none", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
         (
             {"FEEDMILL_CLASSIFIER": "nli"},
             "has no weights for classifier.bias, classifier.weight: it was not trained for this, to classify",
@@ -88,7 +88,7 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_had_is_one_sentence(tmp_path: Path, environment: dict[str, str], words: str) -> None:
-    said = feedmill("classify", "a text", cwd=tmp_path, HF_HOME=str(tmp_path), **environment)
+    said = feedmill("classify", "a text", cwd=tmp_path, **environment)
     assert said.returncode == 2
     assert words in said.stderr
     assert "Traceback" not in said.stderr

@@ -4,7 +4,6 @@ They are plain Celery tasks in a module (tests/fakes/own_tasks.py) that the work
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord
 
-from tests.support import Feedmill, RedisServer, feedmill, running, wait_until
+from tests.support import Feedmill, RedisServer, feedmill, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 POSTS: list[dict[str, Any]] = [
@@ -144,13 +143,10 @@ NONE = "there is none of this name in PYTHONPATH or among the installed packages
 def test_a_module_that_cannot_be_imported(tmp_path: Path, module: str, reason: str) -> None:
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
-    said = subprocess.run(
+    said = run(
         [sys.executable, "-P", "-m", "celery", "--app", "workers.app", "worker"],
-        cwd=tmp_path,
-        env=os.environ | {"FEEDMILL_INCLUDE": module, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
+        tmp_path,
+        os.environ | {"FEEDMILL_INCLUDE": module, "PYTHONPATH": str(tmp_path)},
     )
     assert (said.returncode, said.stderr) == (1, NOT_IMPORTED.format(module, reason.format(tmp_path)) + "\n")
 

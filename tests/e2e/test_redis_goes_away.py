@@ -19,6 +19,8 @@ from tests.support import Restartable, make_posts, running, wait_until, working
 
 #: Seconds; the shortest that the setting takes.
 LEASE = 3
+#: Leases are short, and the first results come early.
+QUICK = {"FEEDMILL_VISIBILITY_TIMEOUT": str(LEASE), "FEEDMILL_BATCH_ROWS": "8"}
 
 
 @pytest.fixture
@@ -51,10 +53,10 @@ def test_the_worker_goes_on_with_what_it_holds(
     durable: Restartable, tmp_path: Path, befalls: Callable[[Restartable], None]
 ) -> None:
     """The same process, every post stored, none twice."""
-    posts = make_posts(400)
+    posts = make_posts(200)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)) as worker:  # type: ignore[arg-type]
+    with working(durable, tmp_path, **QUICK) as worker:  # type: ignore[arg-type]
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         befalls(durable)
@@ -83,16 +85,16 @@ def test_a_user_who_loses_a_right_ends_the_worker_with_a_sentence(durable: Resta
 
 
 def test_what_a_killed_worker_held_is_done_by_the_next(durable: Restartable, tmp_path: Path) -> None:
-    posts = make_posts(400)
+    posts = make_posts(200)
     settings = Settings.model_validate({"redis_url": durable.url})
     store = ResultsStore(connect(settings), settings)
-    with working(durable, tmp_path, "first", FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)) as first:  # type: ignore[arg-type]
+    with working(durable, tmp_path, "first", **QUICK) as first:  # type: ignore[arg-type]
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         first.process.kill()
         first.process.wait()
     assert queue_depth(durable.client, "feedmill").held > 0
-    with working(durable, tmp_path, "second", FEEDMILL_VISIBILITY_TIMEOUT=str(LEASE)):  # type: ignore[arg-type]
+    with working(durable, tmp_path, "second", **QUICK):  # type: ignore[arg-type]
         wait_until(lambda: store.counters().stored == len(posts), "all are stored")
         wait_until(lambda: not sum(queue_depth(durable.client, "feedmill")), "the queue is empty")
     assert durable.client.xlen(RESULTS_STREAM) == len(posts)

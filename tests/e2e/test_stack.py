@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shared.errors import StackError
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import as_jsonl, feedmill, make_posts, processes_in, running, wait_until
+from tests.support import FEEDMILL, as_jsonl, feedmill, make_posts, processes_in, running, wait_until
 
 
 def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
@@ -61,42 +62,50 @@ def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pyt
 
 
 def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:
+    """Even where it is killed: nothing outlives it, and the next one has its data."""
+    posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
-    posts = make_posts(40)
-    for run in range(2):
-        with running("up", cwd=tmp_path, **data) as up:
-            wait_until(lambda: up.says("Ctrl-C stops everything"), "the stack is up")
-            second = feedmill("up", cwd=tmp_path, **data)
-            assert second.returncode == 2
-            assert "Another embedded stack is running" in second.stderr
-            sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(posts), **data)
-            assert sent.stdout.startswith("40 posts sent" if run == 0 else "0 posts sent (messages: 0), 40 skipped")
-            wait_until(lambda: _stored(tmp_path, data) == 40, "all are stored")
-            kept = tmp_path / "data" / "stack.json"
-            assert kept.stat().st_mode & 0o777 == 0o600
-            # Its output goes to a file here, which is no place for a password.
-            assert up.says(f"user feedmill, password in {kept}")
-            assert json.loads(kept.read_text())["flower_password"] not in up.text()
-            assert up.end(signal.SIGINT) == 0, up.text()
-    assert processes_in(tmp_path / "data") == []
-    assert not (tmp_path / "data" / "stack.json").exists()
-
-
-def test_up_tells_a_terminal_the_password_of_flower(tmp_path: Path) -> None:
-    command = subprocess.Popen(
-        [str(Path(sys.executable).parent / "feedmill"), "up"],
-        stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=os.environ | {"FEEDMILL_DATA_FOLDER": "data", "FEEDMILL_TOKEN_BUDGET": "2048"},
-    )  # fmt: skip
-    try:
-        assert command.stderr
-        said = next((line for line in command.stderr if "Flower" in line), "")
-        found = json.loads((tmp_path / "data" / "stack.json").read_text())
+    with running("up", cwd=tmp_path, **data) as up:
+        wait_until(lambda: up.says("Ctrl-C stops everything"), "the stack is up")
+        second = feedmill("up", cwd=tmp_path, **data)
+        assert second.returncode == 2
+        assert "Another embedded stack is running" in second.stderr
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
+        assert sent.stdout.startswith("40 posts sent")
+        wait_until(lambda: _stored(tmp_path, data) == 40, "all are stored")
+        kept = tmp_path / "data" / "stack.json"
+        assert kept.stat().st_mode & 0o777 == 0o600
+        # Its output goes to a file here, which is no place for a password.
+        assert up.says(f"user feedmill, password in {kept}")
+        assert json.loads(kept.read_text())["flower_password"] not in up.text()
+        # Itself, redis, worker, Flower.
+        assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
+        up.end(signal.SIGKILL)
+        wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
+    with up_to_flower(tmp_path, data) as (command, said):
+        found = json.loads(kept.read_text())
         assert said.endswith(f"Flower at {found['flower_url']}, user feedmill, password {found['flower_password']}\n")
-    finally:
+        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
+        assert sent.stdout.startswith("0 posts sent (messages: 0), 40 skipped")
+        assert _stored(tmp_path, data) == 40
         command.send_signal(signal.SIGINT)
-        command.communicate(timeout=60)
+        assert command.wait(60) == 0
     assert processes_in(tmp_path) == []
+    assert not kept.exists()
+
+
+@contextmanager
+def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """`feedmill up`, whose words are read by someone, and what it says of Flower."""
+    command = subprocess.Popen(
+        [FEEDMILL, "up"], stderr=subprocess.PIPE, text=True, cwd=folder,
+        env=os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
+    )  # fmt: skip
+    with command:
+        try:
+            yield command, next((line for line in command.stderr or () if "Flower" in line), "")
+        finally:
+            command.kill()
 
 
 def _stored(cwd: Path, environment: dict[str, str]) -> int:
@@ -110,14 +119,24 @@ def test_up_refuses_a_redis_of_somebody_else(tmp_path: Path) -> None:
     assert "FEEDMILL_REDIS_URL is set" in said.stderr
 
 
+def test_a_measurement_is_told(tmp_path: Path) -> None:
+    made = Stack(Settings(), tmp_path / "data", durable=False)
+    child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
+    try:
+        wait_until(child.said, "it measures")
+        assert next(made._await_worker(child)).startswith("model loaded; how much one micro-batch should hold")
+    finally:
+        child.kill()
+
+
 @pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
     # Variables meant for another Flower.
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
-        # "model" is the line that the token budget is being measured: nothing is remembered here.
-        assert [line.split()[0] for line in made.start()] == ["redis-server", "model", "worker", "Flower"]
+        assert [line.split()[0] for line in made.start()] == ["redis-server", "worker", "Flower"]
         yield made
     finally:
         made.stop()
@@ -135,9 +154,9 @@ def test_flower_shows_every_message_as_received_started_and_succeeded(stack: Sta
     store = ResultsStore(connect(stack.settings), stack.settings)
     settings = stack.settings.model_copy(update={"posts_per_message": 4})
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
-    pusher.push(make_posts(400))
-    wait_until(lambda: store.counters().stored == 400, "all are stored")
-    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 100, "Flower shows all as succeeded")
+    pusher.push(make_posts(200))
+    wait_until(lambda: store.counters().stored == 200, "all are stored")
+    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 50, "Flower shows all as succeeded")
     assert all(task["received"] and task["started"] and task["succeeded"] for task in tasks(stack))
     # Nobody's words in Flower.
     shown = r"\{'posts': <4 posts: p\d+, p\d+, p\d+, …>(, 'version': \d+)?\}"
@@ -148,16 +167,13 @@ def test_flower_shows_every_message_as_received_started_and_succeeded(stack: Sta
         assert stack.flower_password not in line
 
 
-def test_a_dead_redis_is_told(stack: Stack) -> None:
+def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stack) -> None:
     stack.check()
     redis = stack._children[-1]
     os.kill(redis.process.pid, signal.SIGKILL)
     redis.process.wait()
     with pytest.raises(StackError, match="redis ended with status -9"):
         stack.check()
-
-
-def test_a_worker_that_keeps_ending_is_given_up_loudly(stack: Stack) -> None:
     for _ in range(3):
         assert stack.worker
         stack.worker.kill()

@@ -31,7 +31,7 @@ from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.service import tell
 from shared.settings import Settings
-from tests.support import RedisServer, make_posts, processes_in, wait_until
+from tests.support import RedisServer, make_posts, processes_in, start, wait_until
 from workers.app import make_worker_app
 from workers.pool import DevicePool
 
@@ -43,7 +43,7 @@ POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
     {"id": "2", "title": "How long do dried beans keep?"},
 ]
-MESSAGES = 20
+MESSAGES = 10
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def environment(redis: RedisServer, tmp_path: Path) -> dict[str, str]:
         "FEEDMILL_TOKEN_BUDGET": "2048",
         "FEEDMILL_CACHE_FOLDER": str(tmp_path / "cache"),
         "FEEDMILL_WINDOW_ROWS": "64",
+        "FEEDMILL_BATCH_ROWS": "8",
     }
 
 
@@ -63,9 +64,7 @@ class Started:
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
         self.output = folder / "worker.log"
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+            self.process = start(command, folder, environment, output)
 
     def ready(self) -> bool:
         assert self.process.poll() is None, self.output.read_text()
@@ -119,7 +118,7 @@ def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Call
 def test_celery_worker(redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path) -> None:
     """With a concurrency that cannot be, and Celery's name for its default pool."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
-    with started(command, tmp_path, environment) as worker:
+    with started(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}) as worker:
         wait_until(worker.ready, "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("workers.pool:DevicePool", 1)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group, signature
 
+from feedmill.stack import MEASURING
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
@@ -20,7 +20,7 @@ from shared.keys import RESULTS_STREAM, find
 from shared.messages import ClassifyOptions, Post
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, wait_until, working
+from tests.support import PASSWORD, RedisServer, as_jsonl, feedmill, make_posts, run, start, wait_until, working
 
 POSTS: list[dict[str, Any]] = [
     {"id": "1", "title": "The keeper saved two penalties in the final"},
@@ -159,9 +159,9 @@ def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServ
 
 def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """Every post is stored, none twice, whichever worker had it; and the queue is empty afterwards."""
-    posts = make_posts(800)
+    posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, "first", FEEDMILL_WINDOW_ROWS="128", FEEDMILL_DRAIN="1") as first:
+    with working(redis, tmp_path, "first", FEEDMILL_BATCH_ROWS="8", FEEDMILL_DRAIN="0.05") as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert first.end(signal.SIGTERM) == 0, first.text()
@@ -178,21 +178,21 @@ def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Se
 
 def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64") as worker:
-        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
+    with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64", FEEDMILL_BATCH_ROWS="8") as worker:
+        Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(320))
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
     # Whole messages: what was begun is finished, what was not is back in the queue.
-    assert store.counters().stored + 32 * waiting == 640
+    assert store.counters().stored + 32 * waiting == 320
 
 
 def test_connections_that_are_cut(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     """What came over the lost connection is delivered again; every post is stored, and none twice."""
-    posts = make_posts(600)
+    posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
-    with working(redis, tmp_path) as worker:
+    with working(redis, tmp_path, FEEDMILL_BATCH_ROWS="8") as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
         wait_until(lambda: store.counters().stored > 0, "the first results are there")
         for kind in ("normal", "pubsub"):
@@ -251,15 +251,7 @@ def test_a_worker_whose_thread_dies_or_hangs_ends_and_gives_back(
         "FEEDMILL_TOKEN_BUDGET": "2048",
         "FEEDMILL_FORWARD_TIMEOUT": "2" if what == "hangs" else "60",
     }
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", BROKEN_WORKER, what],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, os.environ | environment)
     assert ended.returncode == 1, ended.stderr
     assert re.search(f"{words}; this worker ends, its messages go back to the queue", ended.stderr), ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)
@@ -270,7 +262,7 @@ def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
 ) -> None:
     # An empty variable is an unset one.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert "measuring the token budget, once for this device and model" in worker.text()
+        assert f"{MEASURING}, once for this device and model" in worker.text()
         measured = re.search(r"token budget (\d+): 512: \d+, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
@@ -285,12 +277,7 @@ def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: S
     app = make_app(settings)
     environment = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with (tmp_path / "worker.log").open("w") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-c", POISONED_WORKER, POISON],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            stderr=log,
-        )
+        worker = start([sys.executable, "-P", "-c", POISONED_WORKER, POISON], tmp_path, os.environ | environment, log)
     try:
         sent = app.send_task("feedmill.classify", kwargs={"posts": [post.model_dump() for post in posts]})
         outcomes = sent.get(timeout=120)

@@ -3,9 +3,9 @@
     python -m tests.fakes.standin_worker NAME
 
 Everything is the worker's but the classifier: torch and transformers, which take most of a worker's start, are never
-imported. What becomes of a forward pass is said by the titles of its posts, by signals, and by STANDIN_ROW_SECONDS,
-the time that a row takes; with a model that was deployed it takes none. Signals other than these do what they do to any
-worker.
+imported, unless they are there already. What becomes of a forward pass is said by the titles of its posts, by signals,
+and by STANDIN_ROW_SECONDS, the time that a row takes; with a model that was deployed it takes none. Signals other than
+these do what they do to any worker.
 """
 
 import os
@@ -116,14 +116,14 @@ def load(settings: Any, _: Any) -> StandIn:
 
 
 def main(name: str) -> int:
-    absent = {name: MagicMock() for name in ("torch", "transformers", "workers.hub", "workers.classifiers.choose")}
-    sys.modules |= absent
-    absent["workers.classifiers.choose"].load_classifier = load
+    for absent in ("torch", "transformers", "workers.hub", "workers.classifiers.choose"):
+        sys.modules.setdefault(absent, MagicMock())
     listen()
     from shared import settings  # noqa: PLC0415
-    from workers import device  # noqa: PLC0415
+    from workers import deploy, device  # noqa: PLC0415
     from workers.run import run_worker  # noqa: PLC0415
 
+    deploy.load_classifier = load  # type: ignore[assignment, attr-defined]
     device.choose = lambda *_: StandIn.device  # type: ignore[assignment]
     return run_worker(settings.load(), name)
 

@@ -15,7 +15,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from tests.support import RedisServer, Restartable, wait_until
+from tests.support import RedisServer, Restartable, start, wait_until
 
 #: A worker's application: its tasks count in Redis how often they ran.
 APPLICATION = """
@@ -70,13 +70,8 @@ class Worker:
         self._log = folder / f"{name}.log"
         command = [sys.executable, "-m", "celery", "-A", "counting", "worker", "-n", name, "-P", pool, "-c", "4"]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "-l", "INFO", "-E", *arguments],
-                cwd=folder,
-                env=os.environ | {"BROKER": url, "TRANSPORT": through, "PYTHONWARNINGS": "ignore"},
-                stdout=log,
-                stderr=log,
-            )
+            environment = os.environ | {"BROKER": url, "TRANSPORT": through}
+            self.process = start([*command, "-l", "INFO", "-E", *arguments], folder, environment, log)
 
     def text(self) -> str:
         return self._log.read_text()

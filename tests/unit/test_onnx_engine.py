@@ -47,7 +47,19 @@ def scores(classifier: Classifier, texts: list[str], **options: Any) -> list[dic
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Graphs of all tests: the same small model, made by several, is exported once."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def posts() -> list[str]:
+    return [post.text[:200] for post in sample_posts()[::5]]
+
+
+@pytest.fixture(scope="module")
+def exact(cache: Path, posts: list[str]) -> list[dict[str, float]]:
+    """The embedded model's scores by torch."""
+    return scores(loaded(EMBEDDED, cache, dtype="float32"), posts)
 
 
 @pytest.mark.parametrize("architecture", ["bart", "bert", "deberta-v2"])
@@ -62,11 +74,10 @@ def test_scores_are_those_of_torch(tmp_path: Path, cache: Path, architecture: st
         assert alone == pytest.approx(exact[0], abs=1e-3)
 
 
-def test_the_embedded_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_embedded_model(
+    cache: Path, posts: list[str], exact: list[dict[str, float]], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    cache = tmp_path
-    posts = [post.text for post in sample_posts()[::3]]
-    exact = scores(loaded(EMBEDDED, cache, dtype="float32"), posts)
     for ours, expected in zip(scores(loaded(EMBEDDED, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
     assert "exporting sentence-transformers/all-MiniLM-L6-v2 to ONNX in float32, once" in caplog.text
@@ -76,19 +87,17 @@ def test_the_embedded_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert "exporting" not in caplog.text
 
 
-def test_int8_labels_most_posts_as_float32_does(cache: Path) -> None:
-    posts = [post.text for post in sample_posts()[::3]]
-    exact = scores(loaded(EMBEDDED, cache, dtype="float32"), posts)
+def test_int8_labels_most_posts_as_float32_does(cache: Path, posts: list[str], exact: list[dict[str, float]]) -> None:
     quantised = scores(loaded(EMBEDDED, cache, engine="onnx", dtype="int8"), posts)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact
 
 
-def test_a_graph_for_gpus_is_in_half_precision(tmp_path: Path) -> None:
+def test_a_graph_for_gpus_is_in_half_precision(tmp_path: Path, cache: Path) -> None:
     """Run here on the CPU, to see that it computes what it should."""
-    weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
-    settings = Settings(cache_folder=tmp_path / "cache")
+    weights = locate(str(make_model("bert", tmp_path, NLI)))
+    settings = Settings(cache_folder=cache)
     path = exported(weights, torch.float16, LOGITS, 0, settings)
     kinds = Counter(tensor.data_type for tensor in onnx.load(str(path)).graph.initializer)
     assert kinds[onnx.TensorProto.FLOAT16] > 20
@@ -140,16 +149,16 @@ def test_a_graph_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         loaded(folder, tmp_path / "cache", engine="onnx")
 
 
-def test_a_gpu_without_a_provider_for_it_is_not_taken_for_the_cpu(tmp_path: Path) -> None:
-    weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
+def test_a_gpu_without_a_provider_for_it_is_not_taken_for_the_cpu(tmp_path: Path, cache: Path) -> None:
+    weights = locate(str(make_model("bert", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
     with pytest.raises(ModelError, match="no working provider for cuda:0 here, only the CPU's: install"):
-        OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
+        OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
 
 
-def test_tensorrt_is_asked_for_by_documented_options(cache: Path) -> None:
+def test_tensorrt_is_asked_for_by_documented_options(tmp_path: Path, cache: Path) -> None:
     """It cannot be run here: what is asked of it is looked at, and that it comes first."""
-    engine = loaded(EMBEDDED, cache, engine="onnx")._engine  # type: ignore[attr-defined]
+    engine = loaded(make_model("bert", tmp_path, NLI), cache, engine="onnx")._engine  # type: ignore[attr-defined]
     assert PROVIDERS["cuda"][0] == "TensorrtExecutionProvider"
     options = engine._options("TensorrtExecutionProvider", cache)
     assert options["trt_engine_cache_enable"]
