@@ -16,18 +16,18 @@ from rich.console import Console
 from feedmill import (
     __version__,
     dead_commands,
-    deploy_command,
+    deploy_commands,
     enqueue_commands,
     export_commands,
     flags,
-    flower_command,
+    flower_commands,
     ingest_commands,
+    measuring_commands,
     offline_commands,
     report_commands,
     results_commands,
     status_commands,
     train_commands,
-    tuning_commands,
 )
 from feedmill.demo import run as run_demo
 from feedmill.devices import shares
@@ -59,16 +59,16 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
 app.add_typer(dead_commands.app, name="dead")
-app.add_typer(deploy_command.app)
+app.add_typer(deploy_commands.app)
 app.add_typer(enqueue_commands.app)
 app.add_typer(export_commands.app)
-app.add_typer(flower_command.app)
+app.add_typer(flower_commands.app)
 app.add_typer(ingest_commands.app, name="ingest")
 app.add_typer(offline_commands.app)
 app.add_typer(report_commands.app)
 app.add_typer(status_commands.app)
 app.add_typer(train_commands.app)
-app.add_typer(tuning_commands.app)
+app.add_typer(measuring_commands.app)
 
 
 def _version(wanted: bool) -> None:

@@ -45,7 +45,7 @@ from redis.exceptions import RedisError as RedisFault
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError
 from shared.metrics import connect_briefly
-from shared.models import PERIOD, queues
+from shared.serving import PERIOD, queues
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)

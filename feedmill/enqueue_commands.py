@@ -10,6 +10,7 @@ from redis import Redis
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from feedmill.file_reading import Reading
 from feedmill.flags import (
     Labels,
     MultiLabel,
@@ -22,7 +23,6 @@ from feedmill.flags import (
     sending,
     settings_of,
 )
-from feedmill.reading import Reading
 from producers.files import is_file
 from producers.positions import Position
 from producers.push import Pusher, purpose

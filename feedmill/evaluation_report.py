@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from feedmill.comparison import Measured
 from feedmill.evaluation import Evaluation
+from feedmill.evaluation_run import Measured
 from shared.errors import printable
 from shared.messages import Classification
 

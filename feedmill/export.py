@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from feedmill.export_text import Csv, Format, Jsonl, TextFormat, Writer
-from feedmill.rows import Place, Row, RowReader, just_before, seconds_of
+from feedmill.result_rows import Place, Row, RowReader, just_before, seconds_of
 from producers import exported
 from shared.errors import UserError, printable
 

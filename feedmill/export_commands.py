@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from feedmill import export
 from feedmill.export import Folder, Target, Wanted
 from feedmill.flags import RedisUrl, settings_of
-from feedmill.rows import Chunk, RowReader, seconds_of
+from feedmill.result_rows import Chunk, RowReader, seconds_of
 from producers.records import seconds_of_date
 from shared.broker import connect, told_plainly
 from shared.errors import UserError

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pydantic_core import to_json
 
 from feedmill.export_text import COLUMNS, Writer
-from feedmill.rows import Row
+from feedmill.result_rows import Row
 
 TEXT, TIME = pa.string(), pa.timestamp("us", tz="UTC")
 TYPES = {

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Protocol
 
 from pydantic_core import from_json, to_json
 
-from feedmill.rows import Row
+from feedmill.result_rows import Row
 from producers import exported
 
 #: The columns, in their order: a post's, by its fields; then what it was found to be. Docs: docs/export.md.

@@ -11,7 +11,7 @@ from shared import logs
 from shared.broker import told_plainly
 from shared.errors import UserError
 from shared.messages import ClassifyOptions
-from shared.models import check_queue, queue_of
+from shared.serving import check_queue, queue_of
 from shared.settings import Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)

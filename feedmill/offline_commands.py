@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feedmill.file_reading import Reading
 from feedmill.flags import AsJson, Device, Dtype, Engine, Kind, Labels, Model, MultiLabel, Template, settings_of
-from feedmill.reading import Reading
 from shared.errors import DeviceFull, DeviceLost, InputError, PostRefused, RequestRefused, UserError, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings

@@ -11,7 +11,7 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.rows import Place, Row, RowReader, just_before, seconds_of
+from feedmill.result_rows import Place, Row, RowReader, just_before, seconds_of
 from producers.reddit.state import Gap, State
 from shared.messages import DeadLetter
 from shared.results import HOUR, ResultsStore

@@ -24,7 +24,7 @@ from typing import IO
 
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.flower_command import is_file, password_of
+from feedmill.flower_commands import is_file, password_of
 from feedmill.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from shared.broker import connect, make_app
 from shared.errors import StackError

@@ -192,7 +192,7 @@ def _tested(
     folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """What a worker says of the test's posts with the trained model, and with its base."""
-    from feedmill.comparison import measure  # noqa: PLC0415 - torch, which only workers have
+    from feedmill.evaluation_run import measure  # noqa: PLC0415 - torch, which only workers have
 
     if not dataset.test:
         return None, None

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from feedmill.reading import Reading
-from feedmill.rows import Place, RowReader
+from feedmill.file_reading import Reading
+from feedmill.result_rows import Place, RowReader
 from producers.exported import Labelled, labelled_of
 from producers.records import BadRecord
 from shared.broker import connect

@@ -19,8 +19,8 @@ from shared.dead import DeadLetters
 from shared.errors import RedisError
 from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
 from shared.metrics import connect_briefly, oldest_seconds
-from shared.models import known
 from shared.results import Counters, ResultsStore
+from shared.serving import known
 from shared.settings import Settings
 
 #: Seconds over which rates are taken while somebody watches.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared import models, queued
+from shared import queued, serving
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
@@ -181,7 +181,7 @@ def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> N
 
 def _empty_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
     """Take the posts out of messages of all queues; returns how many messages had any."""
-    return queued.remove(redis, models.queues(redis, settings), frozenset(posts)) if posts else 0
+    return queued.remove(redis, serving.queues(redis, settings), frozenset(posts)) if posts else 0
 
 
 def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:

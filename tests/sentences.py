@@ -40,9 +40,9 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
         """said if process.returncode == 2 else f"The training failed, see the trainer's log: {said}\"""",
     ): (),
     (
-        "feedmill/tuning_commands.py",
+        "feedmill/measuring_commands.py",
         "_no_truth(posts, [label for label in label_sets[0] if all((label in one for one in label_sets))])",
-    ): ("feedmill/tuning_commands.py:_no_truth",),
+    ): ("feedmill/measuring_commands.py:_no_truth",),
     ("producers/push.py", "self._settings.queue_limit, self.sent"): ("shared/errors.py:QueueFull",),
     ("producers/reddit/client.py", "missing_credentials(found[1] if found else 'client_id')"): (
         "producers/reddit/client.py:missing_credentials",
@@ -57,7 +57,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("workers/engines/outputs.py", "text"): (),
     ("workers/hub.py", "self._explain(error)"): ("workers/hub.py:_explain",),
     ("workers/hub.py", "self._no_revision()"): ("workers/hub.py:_no_revision",),
-    ("workers/own.py", "_not_imported(module, setting, error)"): ("workers/own.py:_not_imported",),
+    ("workers/plugins.py", "_not_imported(module, setting, error)"): ("workers/plugins.py:_not_imported",),
     ("workers/batch_loop.py", "str(error)"): (),
     ("workers/pipeline.py", "what"): (),
 }

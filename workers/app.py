@@ -9,7 +9,7 @@ from shared.broker import Application, make_app, reserve
 from shared.errors import SettingsError
 from shared.settings import Settings, load
 from workers import task  # noqa: F401 - a shared task: whatever application is made next has it
-from workers.own import imported
+from workers.plugins import imported
 
 
 def make_worker_app(settings: Settings) -> Application:

@@ -1,8 +1,8 @@
 """Puts the model that is wanted for a worker's queue to work, while the one before goes on.
 
-`feedmill deploy` notes a folder and the hash of its weights in Redis (shared/models.py), and has the workers look. What
-is wanted is read there alone: a worker that the command did not reach looks each minute, and at each connection. The
-new model is loaded beside the one at work, on a thread of this file's, and tried; then the pipeline goes over to it
+`feedmill deploy` notes a folder and the hash of its weights in Redis (shared/serving.py), and has the workers look.
+What is wanted is read there alone: a worker that the command did not reach looks each minute, and at each connection.
+The new model is loaded beside the one at work, on a thread of this file's, and tried; then the pipeline goes over to it
 between two micro-batches. Whatever fails on the way leaves the one at work where it is.
 
 Nothing of what is wanted is trusted further than that: it is a folder of this machine, below `models_folder` where that
@@ -26,7 +26,7 @@ from redis.exceptions import RedisError as RedisFault
 
 from shared.errors import DeviceFull, ModelError, UserError, printable
 from shared.messages import ClassifyOptions
-from shared.models import Report, Stage, Wanted, wanted
+from shared.serving import Report, Stage, Wanted, wanted
 from shared.settings import PREFIX, Settings
 from workers.calibration import TokenBudget, known_budget
 from workers.classifiers import Classifier, Row, Scores

@@ -43,8 +43,8 @@ from redis.exceptions import RedisError as RedisFault
 from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.metrics import connect_briefly
-from shared.models import PERIOD, Wanted, announce, wanted
 from shared.results import ResultsStore
+from shared.serving import PERIOD, Wanted, announce, wanted
 from shared.settings import Settings
 from workers import device
 from workers.calibration import calibrate
@@ -164,7 +164,7 @@ class DevicePool(BasePool):
             self._ticking.append(loop.call_repeatedly(TURN, self._metrics.turn))
 
     def _announce(self) -> None:
-        """Say which queues are served with which model (shared/models.py); that can wait for Redis, and for rights."""
+        """Say which queues are served with which model (shared/serving.py); that can wait for Redis, and for rights."""
         self._deployer.look()
         model = self.pipeline.classifier.weights.name
         for name in self._queues():

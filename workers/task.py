@@ -79,7 +79,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
         """Classify in this process. On a stock worker results are stored as a worker of Feedmill's stores them."""
         request = self.request
         try:
-            from workers.here import Here  # noqa: PLC0415 - torch, which only some have
+            from workers.in_process import InProcess  # noqa: PLC0415 - torch, which only some have
         except ImportError as missing:
             raise UserError(
                 f"Classifying in this process needs {missing.name}, which `pip install 'feedmill[worker]'` brings. "
@@ -89,7 +89,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
         by_worker = not (request.called_directly or request.is_eager)
         queue = settings.queue if by_worker else None
         message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
-        Here.classify(message, settings, worker=request.hostname if by_worker else None)
+        InProcess.classify(message, settings, worker=request.hostname if by_worker else None)
         return message
 
 

@@ -233,13 +233,13 @@ for thread in threads: thread.join()
 
 def test_a_thread_that_comes_with_other_settings_does_not_end_what_another_waits_for(here: Caller) -> None:
     here.run("""
-from workers.here import Here
+from workers.in_process import InProcess
 found = []
 def ask(): found.append(len(feedmill.classify([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
 asking = threading.Thread(target=ask)
 feedmill.classify(POSTS)
 asking.start()
-while not Here._latest._users: pass
+while not InProcess._latest._users: pass
 os.environ["FEEDMILL_LABELS"] = "tea, football"
 other = labels(feedmill.classify(POSTS))
 asking.join()

@@ -17,8 +17,8 @@ from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
-from shared.models import known, wanted
 from shared.results import ResultsStore
+from shared.serving import known, wanted
 from shared.settings import Settings
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model

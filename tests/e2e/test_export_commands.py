@@ -10,7 +10,7 @@ from rich.console import Console
 
 from feedmill import export_commands
 from feedmill.export import STATE, Wanted, format_of, opened, parts
-from feedmill.rows import RowReader
+from feedmill.result_rows import RowReader
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
@@ -137,7 +137,7 @@ def test_ending_closes_the_part(redis: RedisServer, tmp_path: Path) -> None:
 def test_asked_to_end_it_goes_on_later(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("feedmill.rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.result_rows.FETCH_BYTES", 1)
     wanted = [str(number) for number in range(180)]
     fill(redis, *wanted)
     reader, out = RowReader(redis.client), tmp_path / "out"

@@ -27,7 +27,7 @@ from feedmill.stack import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app
 from shared.messages import ClassifyOptions
-from shared.models import announce
+from shared.serving import announce
 from shared.settings import Settings, load
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from feedmill import deploy_command
+from feedmill import deploy_commands
 from shared.broker import connect
 from shared.errors import DeviceFull, ModelError, SettingsError, UserError
 from shared.keys import WANTED, find
 from shared.metrics import connect_briefly
-from shared.models import MOST, Report, Stage, Wanted, want, wanted
+from shared.serving import MOST, Report, Stage, Wanted, want, wanted
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, wait_until
@@ -353,11 +353,11 @@ def test_how_it_ended(
     status: int,
     left: Wanted,
 ) -> None:
-    monkeypatch.setattr(deploy_command, "SILENT", 0.1)
-    monkeypatch.setattr(deploy_command, "PAUSE", 0.01)
+    monkeypatch.setattr(deploy_commands, "SILENT", 0.1)
+    monkeypatch.setattr(deploy_commands, "PAUSE", 0.01)
     want(redis.client, "feedmill", ASKED)
-    reports = deploy_command._told(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
-    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, BEFORE, reports)
+    reports = deploy_commands._told(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
+    said, ended = deploy_commands._ended(redis.client, "feedmill", ASKED, BEFORE, reports)
     assert said.replace(" of queue feedmill have switched", "").startswith(words)
     assert ended == status
     assert wanted(redis.client, "feedmill") == left
@@ -365,8 +365,8 @@ def test_how_it_ended(
 
 def test_one_that_is_overtaken_says_so_at_once(redis: RedisServer) -> None:
     want(redis.client, "feedmill", BEFORE)
-    reports = deploy_command._told(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
-    said, ended = deploy_command._ended(redis.client, "feedmill", ASKED, None, reports)
+    reports = deploy_commands._told(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
+    said, ended = deploy_commands._ended(redis.client, "feedmill", ASKED, None, reports)
     assert (said, ended) == (
         "0 of 1 workers of queue feedmill have switched: something else was deployed meanwhile, and is what is wanted "
         "(--show).",

@@ -1,4 +1,4 @@
-"""feedmill/rows.py and feedmill/export.py on a real Redis: what is read, where it goes, and what is purged of it."""
+"""feedmill/result_rows.py and feedmill/export.py on a real Redis: what is read, where it goes, and what is purged."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from feedmill import export
 from feedmill.export import STATE, Folder, Wanted, format_of, opened, parts, purge
-from feedmill.rows import Place, RowReader, just_before
+from feedmill.result_rows import Place, RowReader, just_before
 from producers.files import read
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
@@ -81,7 +81,7 @@ def form_of(out: Path, path: Path) -> Any:
 
 @pytest.fixture
 def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("feedmill.rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.result_rows.FETCH_BYTES", 1)
 
 
 # Rows.

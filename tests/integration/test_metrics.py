@@ -20,7 +20,7 @@ from shared.broker import make_app, queue_depth
 from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
-from shared.models import announce
+from shared.serving import announce
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts
 

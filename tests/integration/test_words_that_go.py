@@ -20,9 +20,9 @@ from shared.errors import UserError
 from shared.keys import sent_key
 from shared.leases import RESERVE
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
-from shared.models import announce
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
+from shared.serving import announce
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
 

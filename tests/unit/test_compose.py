@@ -26,7 +26,7 @@ from tests.unit.test_images import DOCKERFILES, accept, asks_its_port, settings_
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
-PAGES = ("README.md", "docs/deploy.md")
+PAGES = ("README.md", "docs/deployment.md")
 TEXT = (DOCKER / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

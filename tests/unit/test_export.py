@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from feedmill.export import STATE, format_of, purge
 from feedmill.export_parquet import SCHEMA, batch_of
 from feedmill.export_text import COLUMNS, Csv, Jsonl
-from feedmill.rows import Row
+from feedmill.result_rows import Row
 from producers import exported
 from producers.files import read
 from producers.records import BadRecord

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from feedmill import demo, deploy_command, flower_command, offline_commands, train_commands, tuning_commands
+from feedmill import demo, deploy_commands, flower_commands, measuring_commands, offline_commands, train_commands
 from feedmill.cli import app
 from feedmill.training_job import within
 from feedmill.tuning_report import TuningReport
@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     """What a command raises that reads a file of one post, with a stand-in for the model."""
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.setattr(
-        tuning_commands, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"]))
+        measuring_commands, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"]))
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "posts.jsonl").write_text(POST)
@@ -53,9 +53,9 @@ def test_packages_of_two_installations(tmp_path: Path) -> None:
 
 
 def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_command, "find_spec", lambda _: None)
+    monkeypatch.setattr(flower_commands, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"^Flower is not installed: `pip install 'feedmill\[monitor\]'` brings it\.$"):
-        flower_command.flower()
+        flower_commands.flower()
 
 
 def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(
         UserError, match=r"^Reading a model needs workers.weights, which `pip install 'feedmill\[worker\]'"
     ):
-        deploy_command._asking(tmp_path)
+        deploy_commands._asking(tmp_path)
 
 
 def test_a_training_without_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:

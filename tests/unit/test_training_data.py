@@ -11,7 +11,7 @@ from rich.console import Console
 
 from feedmill.evaluation import bins_of, calibration_error
 from feedmill.export_text import Csv, Jsonl
-from feedmill.rows import Row
+from feedmill.result_rows import Row
 from feedmill.training_data import Collected, collect
 from shared.errors import InputError, UserError
 from shared.messages import Post

@@ -14,7 +14,7 @@ from workers.classifiers.nli import Entailment, entailment_of
 from workers.classifiers.sequence import SequenceClassifier
 from workers.classifiers.similarity import Similarity
 from workers.device import Device
-from workers.own import named
+from workers.plugins import plugin
 from workers.weights import Weights, locate, parameters
 
 #: What a forward pass needs besides the weights, at least, as a share of them.
@@ -31,7 +31,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     check_size(weights, device)
     make = CLASSIFIERS.get(kind)
     if make is None:  # its results are its own, whatever it does with the weights
-        make, weights = named(kind, "classifier"), weights._replace(name=kind)
+        make, weights = plugin(kind, "classifier"), weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()

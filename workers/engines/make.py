@@ -8,7 +8,7 @@ from workers.device import Device
 from workers.engines import Engine
 from workers.engines.network import most_tokens, read_config
 from workers.engines.torch_engine import TorchEngine
-from workers.own import named
+from workers.plugins import plugin
 from workers.tokenizer import Tokenizer
 from workers.weights import Weights
 
@@ -34,7 +34,7 @@ def make_engine(
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
         elif settings.engine != "torch":
-            engine = named(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
+            engine = plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
         else:
             engine = TorchEngine(
                 weights,

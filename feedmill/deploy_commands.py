@@ -18,7 +18,7 @@ from feedmill.flags import AsJson, RedisUrl, ToQueue, settings_of
 from shared.broker import connect, make_app, told_plainly
 from shared.errors import UserError, printable
 from shared.keys import WANTED
-from shared.models import Report, Stage, Wanted, check_queue, queues, want, wanted
+from shared.serving import Report, Stage, Wanted, check_queue, queues, want, wanted
 from shared.settings import Settings
 
 #: Seconds for which a worker may say nothing of what it was asked for.

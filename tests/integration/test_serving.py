@@ -1,15 +1,15 @@
-"""shared/models.py on a real Redis: what workers say they serve, and what senders choose by."""
+"""shared/serving.py on a real Redis: what workers say they serve, and what senders choose by."""
 
 import json
 import time
 
 import pytest
 
-from shared import models
+from shared import serving
 from shared.broker import connect
 from shared.errors import UserError
 from shared.keys import MODELS, find
-from shared.models import KEPT, MOST, PERIOD, announce, check_queue, known, queue_of, queues
+from shared.serving import KEPT, MOST, PERIOD, announce, check_queue, known, queue_of, queues
 from shared.settings import Settings
 from tests.support import RedisServer
 
@@ -100,4 +100,4 @@ def test_a_process_knows_its_own_queue_in_any_case(settings: Settings) -> None:
 
 def test_what_a_later_version_says_besides_is_no_matter(redis: RedisServer) -> None:
     redis.client.hset(MODELS, "q", '{"model": "m", "seen": 1, "device": "cuda"}')
-    assert models.known(redis.client) == {"q": models.Served("m", 1)}
+    assert serving.known(redis.client) == {"q": serving.Served("m", 1)}

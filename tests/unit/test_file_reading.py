@@ -1,4 +1,4 @@
-"""feedmill/reading.py: what is counted, and how far a trip is."""
+"""feedmill/file_reading.py: what is counted, and how far a trip is."""
 
 import io
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from feedmill import reading as reading_module
-from feedmill.reading import BAD_RECORDS_SHOWN, Reading
+from feedmill import file_reading as reading_module
+from feedmill.file_reading import BAD_RECORDS_SHOWN, Reading
 from producers.records import Filters
 from shared.errors import InputError
 

@@ -20,29 +20,29 @@ from workers.offline import Nowhere, lost
 from workers.pipeline import Pipeline
 
 
-class Here:
+class InProcess:
     """The pipeline of this process, for those who call the task instead of sending it.
 
     worker: the name that results bear; they are stored then, and else nowhere.
     """
 
     #: One model a process: the last that was asked for.
-    _latest: ClassVar["Here | None"] = None
+    _latest: ClassVar["InProcess | None"] = None
     _making = threading.Lock()
 
     @classmethod
     def classify(cls, message: Message, settings: Settings, worker: str | None) -> None:
         """Return when the message has its outcomes. Raises UserError; ModelError where the device fails for good."""
-        here = cls._of(settings, worker)
+        found = cls._of(settings, worker)
         try:
-            here._classify(message)
+            found._classify(message)
         finally:
             with cls._making:
-                here._users -= 1
-                here._end_unless_needed()
+                found._users -= 1
+                found._end_unless_needed()
 
     @classmethod
-    def _of(cls, settings: Settings, worker: str | None) -> "Here":
+    def _of(cls, settings: Settings, worker: str | None) -> "InProcess":
         """What was made before, where it is this process's and the same."""
         with cls._making:
             latest, wanted = cls._latest, (os.getpid(), settings, worker)
@@ -56,7 +56,7 @@ class Here:
 
     def _end_unless_needed(self) -> None:
         """What was replaced ends with the last thread that uses it. Locked."""
-        if self is not Here._latest and not self._users:
+        if self is not InProcess._latest and not self._users:
             self._pipeline.stop()
 
     def __init__(self, settings: Settings, worker: str | None) -> None:

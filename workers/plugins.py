@@ -1,4 +1,4 @@
-"""What somebody brings of their own: modules, and what is in them, by name. Knows nothing of what they are for."""
+"""Plug-ins: modules that somebody brings, and classes in them, by name. Knows nothing of what they are for."""
 
 from importlib import import_module
 from traceback import extract_tb
@@ -9,7 +9,7 @@ from shared.errors import SettingsError
 from shared.settings import PREFIX
 
 
-def named(name: str, setting: str) -> Any:
+def plugin(name: str, setting: str) -> Any:
     """What a name such as module:Class stands for. setting: the one that has it. Raises SettingsError."""
     module, _, attribute = name.partition(":")
     found = imported(module, setting)

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from feedmill import charts
+from feedmill.file_reading import Reading
 from feedmill.flags import Device, Dtype, Engine, Kind, Labels, Model, Template, settings_of
 from feedmill.offline_commands import load_model
-from feedmill.reading import Reading
 from shared.errors import DeviceLost, InputError, ModelError, UserError, printable
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 
 if TYPE_CHECKING:
-    from feedmill.comparison import Measured
+    from feedmill.evaluation_run import Measured
     from workers.classifiers import Classifier
 
 app = typer.Typer()
@@ -155,8 +155,8 @@ def evaluate(
 def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
     """Several models, on the posts whose truth all of them have as a label; as JSON."""
     # Imported late: torch, which only workers have.
-    from feedmill.comparison import of_one_kind  # noqa: PLC0415
     from feedmill.evaluation_report import show_side_by_side  # noqa: PLC0415
+    from feedmill.evaluation_run import of_one_kind  # noqa: PLC0415
 
     each = [of_one_kind(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
@@ -189,7 +189,7 @@ def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[t
 def _measured(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
 ) -> "Measured":
-    from feedmill.comparison import measure  # noqa: PLC0415 - torch, which only workers have
+    from feedmill.evaluation_run import measure  # noqa: PLC0415 - torch, which only workers have
 
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
         return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
