@@ -28,7 +28,8 @@ from rich.table import Table
 
 from benchmarks.running import own_folder
 from feedmill.prerequisites import server_version
-from feedmill.stack import Child, find_redis_server, free_port, python_command
+from feedmill.processes import Child, free_port, python_command
+from feedmill.stack import find_redis_server
 from shared.broker import connect
 from shared.errors import StackError
 from shared.messages import Classification, Post

@@ -33,7 +33,8 @@ from kombu import Connection, Consumer, Exchange, Producer, Queue
 from redis import Redis, RedisError
 
 from feedmill.prerequisites import server_version
-from feedmill.stack import Child, find_redis_server, free_port
+from feedmill.processes import Child, free_port
+from feedmill.stack import find_redis_server
 
 KOMBU, OURS = "kombu", "ours"
 TRANSPORTS = {KOMBU: "redis", OURS: "shared.transport:Transport"}

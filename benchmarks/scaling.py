@@ -40,7 +40,8 @@ from rich.console import Console
 
 from benchmarks.throughput import read_posts
 from feedmill.prerequisites import server_version
-from feedmill.stack import Child, find_redis_server, free_port, python_command
+from feedmill.processes import Child, free_port, python_command
+from feedmill.stack import find_redis_server
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app, publish

@@ -43,7 +43,8 @@ from feedmill.flags import (
     Revision,
     settings_of,
 )
-from feedmill.stack import Stack, ended_by_signals, python_command
+from feedmill.processes import ended_by_signals, python_command
+from feedmill.stack import Stack
 from feedmill.supervisor import Supervisor
 from shared.broker import connect, told_plainly
 from shared.errors import SettingsError, UserError, printable

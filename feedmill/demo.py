@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from feedmill.stack import WORKER_NODE, Stack, ended_by_signals
+from feedmill.processes import ended_by_signals
+from feedmill.stack import WORKER_NODE, Stack
 from feedmill.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app

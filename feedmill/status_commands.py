@@ -16,7 +16,7 @@ from rich.text import Text
 
 from feedmill import ingest_commands, watch
 from feedmill.flags import AsJson, RedisUrl, settings_of
-from feedmill.stack import ended_by_signals
+from feedmill.processes import ended_by_signals
 from feedmill.watch import Finding, Lookout, Part, Seen
 from shared.broker import told_plainly
 from shared.errors import printable

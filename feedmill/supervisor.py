@@ -31,7 +31,7 @@ from rich.live import Live
 from rich.text import Text
 
 from feedmill.devices import Share
-from feedmill.stack import die_with
+from feedmill.processes import die_with
 from feedmill.watch import worker_statistics
 from shared import logs
 from shared.broker import make_app

@@ -24,7 +24,7 @@ from celery import Task
 from celery.exceptions import Reject
 from celery.signals import worker_shutting_down
 
-from feedmill.stack import die_with, python_command
+from feedmill.processes import die_with, python_command
 from shared.broker import CLASSIFY_TASK, Application, make_app, reserve
 from shared.errors import UserError, printable
 from shared.settings import PREFIX, Settings

@@ -42,7 +42,7 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.stack import Child
+from feedmill.processes import Child
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM

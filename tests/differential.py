@@ -30,7 +30,7 @@ from typing import Any
 
 from celery import Celery
 
-from feedmill.stack import Child
+from feedmill.processes import Child
 from shared.broker import queue_depth
 from shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, result_key
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message

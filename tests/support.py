@@ -20,7 +20,7 @@ from typing import IO, Any
 from redis import Redis
 
 from feedmill.prerequisites import installed_redis_server, server_version
-from feedmill.stack import Child, free_port
+from feedmill.processes import Child, free_port
 from shared.messages import Post
 from tests.forkserver import Forked, ForkServer
 

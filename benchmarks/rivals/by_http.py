@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from benchmarks.rivals import Job, NotInstalled
 from benchmarks.rivals.processes import Processes
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from shared.messages import Post
 
 #: Requests in flight: three batches, one of which is on the device while the next two fill.

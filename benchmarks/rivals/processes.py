@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from feedmill.stack import LIBC, Child
+from feedmill.processes import LIBC, Child
 
 ROOT = Path(__file__).parents[2]
 #: From <sys/prctl.h>: an orphan among this process' descendants becomes its child, so that it can be found.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from tests.support import RedisServer, working
 
 #: Runs what it is given, a program a line, and answers with what that left in `said`, or with what it raised.

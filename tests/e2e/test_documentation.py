@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from shared.settings import STACK_FILE
 from tests.support import RedisServer, redis_servers, run, wait_until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.messages import ClassifyOptions

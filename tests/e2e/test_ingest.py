@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from feedmill import ingest_commands
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from producers.reddit import topics
 from producers.reddit.state import Gap, State
 from shared.broker import queue_depth

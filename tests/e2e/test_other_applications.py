@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from feedmill.stack import Child
+from feedmill.processes import Child
 from shared.broker import connect, make_app, publish, queue_depth
 from shared.messages import MESSAGE_VERSION, ClassifyOptions
 from shared.results import ResultsStore

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from feedmill import stack as stack_module
-from feedmill.stack import Child, Stack
+from feedmill.processes import Child
+from feedmill.stack import Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError

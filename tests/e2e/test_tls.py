@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from shared.broker import connect, make_app, publish, reserve, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.messages import ClassifyOptions

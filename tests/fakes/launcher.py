@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from feedmill.stack import Child, ended_by_signals
+from feedmill.processes import Child, ended_by_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
 #: Seconds that a worker may take to end in order.

@@ -20,7 +20,7 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as virtual
 from redis import Redis, RedisError, SSLConnection
 
-from feedmill.stack import Child, free_port
+from feedmill.processes import Child, free_port
 from shared import leases, transport
 from shared.leases import KEEP, RESERVE, marked
 from shared.transport import settings_for

@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from feedmill.cli import app
 from feedmill.dashboard import PASSED_ON
-from feedmill.stack import free_port
+from feedmill.processes import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
 from tests.unit.test_images import DOCKERFILES, accept, asks_its_port, settings_in, words_of
