@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from feedmill import processes
 from feedmill import stack as stack_module
 from feedmill.processes import Child
 from feedmill.stack import Stack
@@ -53,7 +54,7 @@ def test_last_words_are_of_this_start(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_module, "START_LIMIT", 0.0)
+    monkeypatch.setattr(processes, "START_LIMIT", 0.0)
     child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
     try:
         with pytest.raises(StackError, match=r"^child did not answer within 0 s\. "):
