@@ -1,5 +1,6 @@
 """Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handlers_of_others() -> Iterator[None]:
+    """What a command that ran in this process has added would write to a standard error that is closed by then."""
+    before = logging.root.handlers[:]
+    yield
+    for handler in logging.root.handlers[:]:
+        if handler not in before:
+            logging.root.removeHandler(handler)
 
 
 def _start(folders: pytest.TempPathFactory, *paths: str) -> RedisServer:
