@@ -15,6 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole processes first, in random order like the rest: a file that takes long, begun last, would run alone."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped and config.getoption("--strict-skips"):
