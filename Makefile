@@ -24,7 +24,7 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(if $(STRICT),--strict-skips)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice; hostile ones
 	$(BIN)/python -m tests.soak_reddit

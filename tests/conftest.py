@@ -1,5 +1,6 @@
 """Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ from tests.support import RedisServer, redis_servers, working
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole processes first, in random order like the rest: a file that takes long, begun last, would run alone."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -36,6 +42,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handlers_of_others() -> Iterator[None]:
+    """What a command that ran in this process has added would write to a standard error that is closed by then."""
+    before = logging.root.handlers[:]
+    yield
+    for handler in logging.root.handlers[:]:
+        if handler not in before:
+            logging.root.removeHandler(handler)
 
 
 def _start(folders: pytest.TempPathFactory, *paths: str) -> RedisServer:

@@ -30,13 +30,12 @@ from typing import Any
 
 from celery import Celery
 
-from feedmill.processes import Child
 from shared.broker import queue_depth
 from shared.keys import CELERY_RESULTS, COUNTERS, DEAD_LETTERS, RESULTS_STREAM, result_key
 from tests.fakes.differential_messages import REVOKED_STAMP, WAITING, Draw, Sending, everything, is_message
 from tests.fakes.differential_tasks import TOLD
 from tests.fakes.models import NLI, make_model
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import Forking, RedisServer, redis_servers, wait_until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -189,7 +188,7 @@ class Side:
     seconds: float
 
 
-def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Child:
+def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
     """A worker that loads its model; `work` waits for it."""
     folder.mkdir()
     clean = {variable: value for variable, value in os.environ.items() if not variable.startswith("FEEDMILL_")}
@@ -199,10 +198,10 @@ def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Child:
         "FEEDMILL_MODEL": str(model),
         "FEEDMILL_CACHE_FOLDER": str(folder),
     }
-    return Child(name, WORKERS[name], folder, clean | ENVIRONMENT | ours)
+    return Forking(name, WORKERS[name], folder, clean | ENVIRONMENT | ours)
 
 
-def work(worker: Child, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
+def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
     """Send a worker everything, wait for the last event, and end the worker in order."""
     worker.wait_until(lambda: " ready." in worker.said())
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
@@ -254,7 +253,7 @@ def revoke(app: Celery, ids: Sequence[str]) -> None:
 
 
 def told_now_and_then(
-    worker: Child, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]
+    worker: Forking, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]
 ) -> Callable[[], bool]:
     """Whether all is done; says on standard error how far it is."""
     first = [call.id for each in sendings for call in (each.calls[:1] if each.kind == "chain" else each.calls)]

@@ -5,8 +5,9 @@
 
 A worker imports torch and transformers for four seconds of CPU time, a command Celery and pydantic for one, and the
 tests start hundreds. A forked one is a process of its own in all that they ask of it: its memory, its connections, its
-signals, its files, its end. What it does not show is what is imported when, and its command line: tests/e2e/
-test_starting.py and test_demo.py start it as people do.
+signals, its files, its end. What it does not show is what is imported when, its command line, and how an application of
+somebody else's lacks Feedmill's task, which every one has where it is imported. tests/e2e/test_starting.py and
+test_demo.py start it as people do.
 """
 
 import atexit
@@ -35,6 +36,7 @@ REQUEST = 1 << 20
 #: interpreter; so is who sets NEW_INTERPRETER, for what the first lines above say.
 HARMLESS = (
     "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
+    "FLOWER_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
     "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_",
 )  # fmt: skip

@@ -35,7 +35,7 @@ from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
 from shared.leases import KEPT_ASIDE, marked
 from shared.transport import Channel, UndecodableError, decoded
 from tests.fakes.hostile_messages import HOSTILE, Hostile
-from tests.support import RedisServer, redis_servers, wait_until
+from tests.support import Process, RedisServer, redis_servers, start, wait_until
 from workers.message import Message
 from workers.task import named
 
@@ -104,7 +104,7 @@ def read(element: bytes) -> str:
 class Served:
     """A real worker on a redis-server of its own."""
 
-    def __init__(self, redis: RedisServer, worker: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, redis: RedisServer, worker: Process, log: Path) -> None:
         self._redis, self._worker, self._log = redis.client, worker, log
         self._app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
         self._app.conf.task_default_queue = "feedmill"
@@ -189,7 +189,7 @@ def serving(folder: Path) -> Iterator[Served]:
     log = folder / "worker.log"
     with log.open("wb") as output:
         command = [sys.executable, "-m", "tests.fakes.standin_worker", "standin"]
-        worker = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output)
+        worker = start(command, ROOT, os.environ | environment, output)
     try:
         served = Served(redis, worker, log)
         wait_until(lambda: served._lives() and " ready." in log.read_text(), "the worker is ready")

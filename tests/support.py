@@ -158,6 +158,17 @@ def _environment(folder: Path, **environment: str) -> dict[str, str]:
     return clean | ours | environment
 
 
+class Forking(Child):
+    """A child as the stack has it, forked where that makes no difference."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._earlier = 0
+        with self.log.open("ab") as log:
+            self.process = start(command, folder, environment, log)  # type: ignore[assignment]
+
+
 class Feedmill:
     """One run of the `feedmill` command, as an installed console script."""
 

@@ -42,8 +42,8 @@ FOREIGN: list[tuple[list[Any], dict[str, Any]]] = [
 ]
 #: One of whose posts none can be classified.
 HOPELESS = {"posts": [{"id": "t3_bad", "title": " ", "body": ""}]}
-#: Messages of our own.
-OURS = 10
+#: Messages of our own, and posts in each.
+OURS, POSTS = 10, 4
 MESSAGES = OURS + len(FOREIGN) + 1
 
 
@@ -110,8 +110,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def _send(stack: Stack) -> None:
-    settings = stack.settings.model_copy(update={"posts_per_message": 160 // OURS})
-    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(sample_posts())
+    settings = stack.settings.model_copy(update={"posts_per_message": POSTS})
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(sample_posts()[: OURS * POSTS])
     sender = Celery(broker=settings.broker_url, backend=settings.broker_url, set_as_current=False)
     sender.conf.task_send_sent_event = True
     for args, kwargs in FOREIGN:
@@ -134,8 +134,8 @@ def test_the_list_of_messages_in_a_browser(stack: Stack, tmp_path: Path) -> None
     page = visitor.see("/tasks", tmp_path)
     assert f"Showing 1 to {MESSAGES + 1} of {MESSAGES + 1} tasks" in page
     assert page.count("SUCCESS") == MESSAGES - 1
-    assert page.count("'16 of 16 posts classified'") == OURS
-    assert "{'posts': <16 posts: s001, s002, s003, …>" in page
+    assert page.count(f"'{POSTS} of {POSTS} posts classified'") == OURS
+    assert f"{{'posts': <{POSTS} posts: s001, s002, s003, …>" in page
     assert page.count(f"{WORKER_NODE[:-12]} {WORKER_NODE[-12:]}") == MESSAGES + 1  # Flower sets the end apart
     assert re.search(r"RECEIVED \{'posts': <1 post: t3_one>, 'labels': <2 labels: food, sports>\}", page)
     failed = visitor.see("/tasks?state=FAILURE", tmp_path)
@@ -159,7 +159,7 @@ def test_the_worker_in_a_browser(stack: Stack, tmp_path: Path) -> None:
     answers = make_app(stack.settings).control.inspect(destination=[WORKER_NODE]).stats()
     assert answers
     pool = answers[WORKER_NODE]["pool"]
-    assert pool["posts"] == 160 + len(FOREIGN)
+    assert pool["posts"] == OURS * POSTS + len(FOREIGN)
     # "Max concurrency" is Flower's way to write max-concurrency.
     for name in ("implementation", "device", "model", "token_budget", "posts", "failed", "messages", "batches", "rows"):
         assert f"{name.replace('_', ' ').capitalize()} {pool[name]} " in page

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shared.purge import purge
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
-from tests.support import RedisServer, feedmill, last_json, running, wait_until
+from tests.support import RedisServer, feedmill, last_json, run, running, wait_until
 from workers.pool import DevicePool
 
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -149,14 +148,10 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
     asked += ["--learning-rate", "0.001", "--epochs", "2"]
     assert feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path).returncode == 0
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "feedmill"]
-    said = subprocess.run(
+    said = run(
         [sys.executable, *launcher, *asked, "--out", "two", "--batch-size", "8"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
+        tmp_path,
+        os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("Effective batch 16 = 8 a device × 1 accumulated × 2 devices") == 1
