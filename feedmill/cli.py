@@ -52,7 +52,7 @@ from shared.purge import Purged
 from shared.purge import lift as lift_tombstones
 from shared.purge import purge as purge_posts
 from shared.purge import rewrite as rewrite_file
-from shared.settings import DAY
+from shared.settings import DAY, PREFIX, STACK_FILE
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -103,7 +103,7 @@ def demo(
 
 @app.command()
 def up(data_folder: DataFolder = None) -> None:
-    """Start a Redis, a worker and Flower, and keep them until Ctrl-C, with their data in a folder."""
+    """Start a Redis, a worker and Flower, and keep them until Ctrl-C or SIGTERM, with their data in a folder."""
     settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
@@ -116,11 +116,26 @@ def up(data_folder: DataFolder = None) -> None:
         try:
             for line in stack.start():
                 notes.print(f"[green]✓[/] {line}")
-            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything. In another terminal:")
-            notes.print("  feedmill enqueue posts.csv\n  feedmill results --follow")
+            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything, as SIGTERM does.")
+            notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(notes.print)
         finally:
             stack.stop()
+
+
+@app.command()
+def url(data_folder: DataFolder = None, redis_url: RedisUrl = None) -> None:
+    """Print the address of the Redis that the commands use, with its password, for other programs.
+
+    `FEEDMILL_REDIS_URL=$(feedmill url) python app.py` hands it to one.
+    """
+    settings = settings_of(data_folder=data_folder, redis_url=redis_url)
+    if settings.redis_url is None and not (settings.data_folder / STACK_FILE).exists():
+        raise SettingsError(
+            f"No `feedmill up` runs with its data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set: "
+            "start the one, or set the other."
+        )
+    typer.echo(settings.broker_url)
 
 
 @app.command()

@@ -6,11 +6,12 @@ The one file that knows Flower. What Feedmill does otherwise than the `celery fl
 - what it has seen is kept as JSON, where Flower writes a pickle;
 - the broker page names our queues whoever else works on this Redis; a worker's page shows the pool in its own words;
 - a failed message shows its reason in the list of messages;
+- a worker is asked about itself at its first heartbeat; Flower asks once, whoever is there as it starts;
 - arguments that other applications' task-sent events carry, which may be posts, are dropped.
 
-What it leans on in Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`; the handlers
-`Metrics`, `BrokerView`, `GetQueueLengths`, `WorkerView`; the options, which are Tornado's; and in Celery, that a `Task`
-of celery/events/state.py is made from its fields.
+What it leans on in Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its `started` and
+`update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths`, `WorkerView`; the options, which are
+Tornado's; and in Celery, that a `Task` of celery/events/state.py is made from its fields.
 """
 
 import fcntl
@@ -22,7 +23,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class Dashboard:
         with _told(address, port):
             events = MessageEvents(app, settings, options.max_tasks, options.max_workers)
             self._flower = Flower(capp=app, options=options, events=events, **tornado_settings)
+            events.met = self._flower.update_workers
             self._flower.add_handlers(".*", _handlers(options.url_prefix))
             port = self._flower.start_http_server()
         prefix = f"/{options.url_prefix.strip('/')}" if options.url_prefix else ""
@@ -103,7 +105,10 @@ class Dashboard:
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.asyncio_loop.add_signal_handler(number, loop.stop)
         try:
-            self._flower.start()
+            # As Flower.start does, without asking who is there: where nobody is yet, it warns that this failed.
+            self._flower.events.start()
+            self._flower.started = True
+            loop.start()
         finally:
             self._flower.stop()
 
@@ -146,13 +151,20 @@ def _with_reason(task: Any) -> Any:
 
 
 class MessageEvents(Events):  # type: ignore[misc]
-    """What Flower has seen: without posts, and kept from one run to the next."""
+    """What Flower has seen: without posts, and kept from one run to the next.
+
+    met: called in the loop's thread at the first heartbeat of a worker; while it says that it is online, it cannot
+        answer questions yet.
+    """
+
+    met: Callable[[], object]
 
     def __init__(self, app: Application, settings: Settings, max_tasks: int, max_workers: int) -> None:
         self.queues = Queues(settings)
         self._path = settings.data_folder / STATE_FILE
         self._lock = _locked(settings.data_folder)
         self._max_workers, self._max_tasks = max_workers, max_tasks
+        self._known: Any = LRUCache(max_workers)
         super().__init__(
             app,
             io_loop=tornado.ioloop.IOLoop.current(),
@@ -166,6 +178,12 @@ class MessageEvents(Events):  # type: ignore[misc]
         # Only another application's task-sent shows arguments as their sender does; the worker's own come next.
         if event["type"] == "task-sent" and self._is_ours(event):
             event = {name: value for name, value in event.items() if name not in ("args", "kwargs")}
+        node = str(event.get("hostname"))
+        if event["type"] == "worker-online":
+            self._known.pop(node, None)
+        elif event["type"] == "worker-heartbeat" and node not in self._known:
+            self._known[node] = True
+            self.io_loop.add_callback(self.met)
         super().on_event(event)
 
     def _is_ours(self, event: dict[str, Any]) -> bool:

@@ -162,7 +162,7 @@ def _seconds(flag: str, date: str | None) -> float | None:
 
 def _told(reading: Reading, pusher: Pusher, filters: Filters) -> str:
     told = [
-        f"{pusher.sent:,} posts sent (messages: {pusher.messages:,})",
+        f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
         f"{pusher.skipped:,} skipped as sent before",
         f"{reading.skipped:,} skipped as bad",
     ]

@@ -14,16 +14,16 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from feedmill.export_text import Csv, Format, Jsonl, TextFormat, Writer
+from feedmill.export_text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
 from feedmill.result_rows import Place, Row, RowReader, just_before, seconds_of
-from producers import exported
 from shared.errors import UserError, printable
 
 #: Of a folder: what its export was asked for, and how far it is. Readers of such folders pass over names with `_`.
@@ -43,11 +43,15 @@ FIRST_LINE = 2_000_000
 
 
 class Wanted(NamedTuple):
-    """Which results are exported: stored from `since` on and before `until`, seconds since 1970; of this label."""
+    """Which results are exported: stored from `since` on and before `until`, seconds since 1970; of this label.
+
+    latest: of each post the newest of these alone. For one file: a folder's parts are complete before it is known.
+    """
 
     since: float | None = None
     until: float | None = None
     label: str | None = None
+    latest: bool = False
 
     def of(self, rows: Sequence[Row]) -> Sequence[Row]:
         return rows if self.label is None else [row for row in rows if row.found["label"] == self.label]
@@ -75,17 +79,17 @@ class Target(Protocol):
         """It is not complete, and a later run goes on here."""
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
     """Raises UserError where a package is missing for it."""
     if name != "parquet":
-        return Csv() if name == "csv" else Jsonl()
+        return Csv(columns) if name == "csv" else Jsonl(columns)
     try:
         from feedmill.export_parquet import Parquet  # noqa: PLC0415 - pyarrow, which the extra `export` brings
     except ModuleNotFoundError as missing:
         if missing.name != "pyarrow":
             raise
         raise UserError("Parquet needs pyarrow: `pip install 'feedmill[export]'` brings it.") from None
-    return Parquet()
+    return Parquet(columns)
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def opened(
 
     What an earlier run of the same export wrote is gone on with. Raises UserError, and as Target does.
     """
-    state = {"version": VERSION, "format": form.name, **wanted._asdict()}
+    state = {"version": VERSION, "format": form.name, "columns": [*form.columns], **wanted._asdict()}
     with ExitStack() as stack:
         if in_parts or form.name == "parquet" or (out / STATE).is_file():
             if out.exists() and not out.is_dir():
@@ -139,7 +143,8 @@ def _held(path: Path) -> Iterator[None]:
 def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of an earlier run, None where there is none. Raises UserError where it is of another export."""
     try:
-        state = json.loads(path.read_bytes())
+        # What was not asked for before there was a choice.
+        state = {"columns": [*COLUMNS], "latest": False} | json.loads(path.read_bytes())
         asked = {name: state[name] for name in wanted}
         Place(**state["place"])
     except FileNotFoundError:
@@ -182,16 +187,25 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _without_purged(path: Path, beside: Path, form: Format, reader: RowReader) -> tuple[int, int]:
-    """Look for purged posts in a file; where there are any, `beside` is the file without them.
+def _without_purged(
+    path: Path, beside: Path, form: Format, reader: RowReader, latest: bool = False
+) -> tuple[int, int | None]:
+    """Look for purged posts in a file, and for all but each post's last row if only the latest are wanted.
 
-    Returns how many rows were left out, and how many are left, of which 0 says nothing where none was left out.
+    Where there are any, `beside` is the file without them. Returns how many rows of purged posts there were, and how
+    many are left in `beside`; None where the file is as it should be.
     """
     gone = reader.gone(form.ids(path))
-    if not gone:
-        return 0, 0
-    removed = sum(post_id in gone for post_id in form.ids(path))
-    return removed, form.copy(path, beside, gone)
+    rows = Counter(form.ids(path) if gone or latest else ())
+    if not gone and rows.total() == len(rows):
+        return 0, None
+    removed = sum(rows[post_id] for post_id in gone)
+
+    def kept(post_id: str) -> bool:
+        rows[post_id] -= 1  # how many come after this one
+        return post_id not in gone and not (latest and rows[post_id])
+
+    return removed, form.copy(path, beside, kept)
 
 
 class Folder:
@@ -259,9 +273,9 @@ class Folder:
         path = self._beside.with_name(f"part-{self._first}_{self._last}.{self._format.name}")
         copy = self._beside.with_suffix(".copy.tmp")
         removed, left = _without_purged(self._beside, copy, self._format, self._reader)
-        if removed:
+        if left is not None:
             copy.replace(self._beside)
-        if removed and not left:
+        if left == 0:
             self._beside.unlink()
         else:
             _publish(self._beside, path)
@@ -332,9 +346,10 @@ class File:
         # From here on a later run begins anew: the state is of a file that is about to be another.
         self._noted.unlink(missing_ok=True)
         copy = self._out.with_name(f".{self._out.name}.tmp")
-        self.removed, _ = _without_purged(self._partial, copy, self._format, self._reader)
-        self.written -= self.removed
-        _publish(copy if self.removed else self._partial, self._out)
+        latest = self._state["latest"]
+        self.removed, left = _without_purged(self._partial, copy, self._format, self._reader, latest)
+        self.written = self.written if left is None else left
+        _publish(self._partial if left is None else copy, self._out)
 
     def abandon(self) -> None:
         """Leave nothing behind that no later run goes on with."""
@@ -369,8 +384,8 @@ def purge(out: Path, reader: RowReader) -> int:
         raise UserError(f"There is no {out}.")
     form = _format_of_file(out)
     beside = out.with_name(f".{out.name}.tmp")
-    removed, _ = _without_purged(out, beside, form, reader)
-    if removed:
+    removed, left = _without_purged(out, beside, form, reader)
+    if left is not None:
         _publish(beside, out)
     return removed
 
@@ -380,11 +395,16 @@ def _format_of_file(path: Path) -> Format:
     with path.open("rb") as file:
         line = file.readline(FIRST_LINE)
     with suppress(ValueError):
-        if line.startswith(b"{") and exported.is_exported([column.lower() for column in json.loads(line)]):
+        if line.startswith(b"{") and _are_ours(json.loads(line)):
             return Jsonl()
-        if exported.is_exported(line.decode().strip().lower().split(",")):
+        if _are_ours(line.decode().strip().split(",")):
             return Csv()
     raise UserError(f"{printable(str(path))} is no export of results: it has not the columns of one.")
+
+
+def _are_ours(columns: Collection[str]) -> bool:
+    """Whether these may be an export's columns, all or some."""
+    return "id" in columns and set(columns) <= set(COLUMNS)
 
 
 def _sweep(out: Path, form: Format, reader: RowReader) -> int:
@@ -392,9 +412,9 @@ def _sweep(out: Path, form: Format, reader: RowReader) -> int:
     for path, _ in parts(out):
         beside = path.with_name(f".{path.name}.tmp")
         fewer, left = _without_purged(path, beside, form, reader)
-        if fewer and left:
+        if left:
             _publish(beside, path)
-        elif fewer:
+        elif left == 0:
             beside.unlink()
             path.unlink()
             with suppress(OSError):  # the day has other parts

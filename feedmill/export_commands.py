@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill import export
 from feedmill.export import Folder, Target, Wanted
+from feedmill.export_text import COLUMNS
 from feedmill.flags import RedisUrl, settings_of
 from feedmill.result_rows import Chunk, RowReader, seconds_of
 from producers.records import seconds_of_date
@@ -55,13 +56,24 @@ def export_results(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="A file; for Parquet, and with --follow, a folder of parts by day.")
     ],
-    form: Annotated[Form | None, typer.Option("--format", help="What to write.", show_default=False)] = None,
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--format", help="What to write, unless OUT ends in .csv, .jsonl or .parquet.", show_default=False
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to write, in this order: id,label,title. All unless given.")
+    ] = None,
     since: Annotated[
         str | None,
         typer.Option(metavar="DATE", help="Only results stored since: 2026-01-31, or 2026-01-31T12:30; UTC."),
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="DATE", help="Only results stored before then.")] = None,
     label: Annotated[str | None, typer.Option(help="Only posts of this label.")] = None,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Of each post its newest result alone; for one file.")
+    ] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with results as they come, until Ctrl-C.")] = False,
     part_rows: Annotated[
         int | None, typer.Option(help=f"Rows of a part, about: {export.PART_ROWS:,} unless given.", min=1)
@@ -80,11 +92,15 @@ def export_results(
 
     A run that was interrupted goes on where it stopped when it is started again.
     """
-    others = (form, since, until, label, part_rows, part_seconds)
-    if purge and (follow or any(other is not None for other in others)):
+    others = (form, columns, since, until, label, part_rows, part_seconds)
+    if purge and (follow or latest or any(other is not None for other in others)):
         raise UserError("--purge takes posts out of OUT, and exports nothing: give it alone.")
     if not purge and form is None:
-        raise UserError("Say what to write: --format parquet, csv or jsonl.")
+        form = _form_of(out)
+    if latest and (follow or form is Form.PARQUET):
+        raise UserError("--latest is for one file, csv or jsonl: of parts it is not known what comes later.")
+    if latest and label is not None:
+        raise UserError("A post's newest result may have another label: leave out --latest, or --label.")
     if follow and until is not None:
         raise UserError("--follow goes on with what comes: leave out --until, or --follow.")
     if part_seconds is not None and not (follow and part_seconds > 0):
@@ -97,10 +113,10 @@ def export_results(
             removed = export.purge(out, RowReader(redis))
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
-        wanted = Wanted(_seconds("--since", since), _seconds("--until", until), label)
+        wanted = Wanted(_seconds("--since", since), _seconds("--until", until), label, latest)
         if wanted.since is not None and wanted.until is not None and wanted.since >= wanted.until:
             raise UserError(f"--since {since} is not before --until {until}: no result is from between them.")
-        writes = export.format_of(str(form))
+        writes = export.format_of(str(form), COLUMNS if columns is None else _columns(columns))
         if part_rows is not None and not (follow or form is Form.PARQUET):
             raise UserError("--part-rows is for exports in parts: Parquet, or --follow.")
         reader = RowReader(redis, wanted.until)
@@ -114,6 +130,29 @@ def export_results(
             run = _Run(reader, target, wanted, ending, notes, follow, part_seconds or PART_SECONDS)
             run.all()
     raise typer.Exit(run.tell(out, as_json))
+
+
+def _form_of(out: Path) -> Form:
+    """What OUT's ending says. Raises UserError."""
+    try:
+        return Form(out.suffix.lower().removeprefix("."))
+    except ValueError:
+        raise UserError(
+            "Say what to write: --format parquet, csv or jsonl, or an OUT that ends in .parquet, .csv or .jsonl."
+        ) from None
+
+
+def _columns(given: str) -> tuple[str, ...]:
+    """The columns that are named, in any case of their letters. Raises UserError."""
+    known = {column.lower(): column for column in COLUMNS}
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name.lower() not in known:
+            raise UserError(f"--columns: {name!r:.80} is no column; there are {', '.join(COLUMNS)}.")
+    columns = tuple(dict.fromkeys(known[name.lower()] for name in names))
+    if "id" not in columns:
+        raise UserError("--columns: id has to be among them: by it posts are found that are purged later.")
+    return columns
 
 
 class _Asked:

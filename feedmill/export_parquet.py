@@ -1,12 +1,11 @@
 """An export's rows as Parquet, by pyarrow, which the extra `export` brings; imported late, since few have it."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic_core import to_json
 
@@ -39,7 +38,6 @@ TYPES = {
     "classified_at": TIME,
     "queued_seconds": pa.float64(),
 }
-SCHEMA = pa.schema([pa.field(column, TYPES[column]) for column in COLUMNS])
 #: A group of rows, which readers skip or read as a whole, is closed at so many rows, or so many bytes.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows that are held together when a file is copied.
@@ -48,48 +46,55 @@ COPIED_AT_ONCE = 5000
 REPEATING = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
 
 
+def schema_of(columns: Sequence[str]) -> Any:
+    return pa.schema([pa.field(column, TYPES[column]) for column in columns])
+
+
 class Parquet:
     """Columns of Arrow's types, compressed with zstd; scores are a map."""
 
     name = "parquet"
 
+    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
+        self.columns = columns
+
     def create(self, path: Path) -> Writer:
-        return _ParquetWriter(path)
+        return _ParquetWriter(path, self.columns)
 
     def ids(self, path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(COPIED_AT_ONCE, columns=["id"]):
                 yield from batch.column(0).to_pylist()
 
-    def copy(self, path: Path, target: Path, without: Collection[str]) -> int:
-        left_out = pa.array(sorted(without), TEXT)
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
         rows = 0
-        with pq.ParquetFile(path) as file, _open(target) as copied:
+        with pq.ParquetFile(path) as file, _open(target, schema_of(file.schema_arrow.names)) as copied:
             for batch in file.iter_batches(COPIED_AT_ONCE):
-                kept = batch.filter(pc.invert(pc.is_in(batch.column("id"), left_out)))
-                copied.write_batch(kept)
-                rows += kept.num_rows
+                left = batch.filter(pa.array([kept(post_id) for post_id in batch.column("id").to_pylist()]))
+                copied.write_batch(left)
+                rows += left.num_rows
         return rows
 
 
-def _open(path: Path) -> Any:
-    return pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=REPEATING)
+def _open(path: Path, schema: Any) -> Any:
+    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, use_dictionary=REPEATING)
 
 
 class _ParquetWriter:
-    def __init__(self, path: Path) -> None:
-        self._file = _open(path)
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._columns = columns
+        self._file = _open(path, schema_of(columns))
         self._held: list[Any] = []
 
     def add(self, rows: Sequence[Row]) -> None:
-        self._held.append(batch_of(rows))
+        self._held.append(batch_of(rows, self._columns))
         many = sum(batch.num_rows for batch in self._held) >= GROUP_ROWS
         if many or sum(batch.nbytes for batch in self._held) >= GROUP_BYTES:
             self._write()
 
     def _write(self) -> None:
         if self._held:
-            self._file.write_table(pa.Table.from_batches(self._held, SCHEMA))
+            self._file.write_table(pa.Table.from_batches(self._held))
             self._held.clear()
 
     def close(self) -> None:
@@ -97,7 +102,7 @@ class _ParquetWriter:
         self._file.close()
 
 
-def batch_of(rows: Sequence[Row]) -> Any:
+def batch_of(rows: Sequence[Row], chosen: Sequence[str] = COLUMNS) -> Any:
     """Rows as Arrow's columns. Column by column: a tenth of what it takes row by row."""
     posts, found = [row.post for row in rows], [row.found for row in rows]
     scores = [each["scores"] for each in found]
@@ -130,7 +135,7 @@ def batch_of(rows: Sequence[Row]) -> Any:
     }
     arrays = {column: pa.array(values, TYPES[column]) for column, values in columns.items()}
     arrays["scores"] = pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(values, pa.float64()))
-    return pa.RecordBatch.from_arrays([arrays[column] for column in COLUMNS], schema=SCHEMA)
+    return pa.RecordBatch.from_arrays([arrays[column] for column in chosen], schema=schema_of(chosen))
 
 
 def _microseconds(seconds: float | None) -> int | None:

@@ -1,7 +1,7 @@
 """An export's rows as CSV and as JSONL, and what every format says in its columns."""
 
 import csv
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -27,8 +27,7 @@ COLUMNS = (
     "queued_seconds",
 )
 #: Columns of CSV whose text came from somebody; the others hold numbers, dates, digests or JSON of ours.
-ESCAPED = [column in {"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"}
-           for column in COLUMNS]  # fmt: skip
+ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
 
 
 class Writer(Protocol):
@@ -41,17 +40,19 @@ class Writer(Protocol):
 
 
 class Format(Protocol):
-    """How rows lie in a file."""
+    """How rows lie in a file; what is read of one follows from the file."""
 
     name: str
+    #: Those of `COLUMNS` that are written, in their order: `id` is among them, by which purged posts are found.
+    columns: Sequence[str]
 
     def create(self, path: Path) -> Writer: ...
 
     def ids(self, path: Path) -> Iterable[str]:
         """The posts' ids, in order."""
 
-    def copy(self, path: Path, target: Path, without: Collection[str]) -> int:
-        """Write the same file without some posts; returns how many rows are left."""
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+        """Write the same file with some of its rows: each post's id is asked about, in order. Returns how many."""
 
 
 class TextFormat(Format, Protocol):
@@ -66,33 +67,37 @@ class Jsonl:
 
     name = "jsonl"
 
+    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
+        self.columns = columns
+
     def create(self, path: Path) -> Writer:
         return self.open(path.open("wb"))
 
     def open(self, file: BinaryIO) -> Writer:
-        return _JsonlWriter(file)
+        return _JsonlWriter(file, self.columns)
 
     def ids(self, path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             for line in file:
                 yield from_json(line)["id"]
 
-    def copy(self, path: Path, target: Path, without: Collection[str]) -> int:
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
         rows = 0
         with path.open("rb") as file, target.open("wb") as copied:
             for line in file:
-                if from_json(line)["id"] not in without:
+                if kept(from_json(line)["id"]):
                     copied.write(line)
                     rows += 1
         return rows
 
 
 class _JsonlWriter:
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
         self._file = file
+        self._columns = columns
 
     def add(self, rows: Sequence[Row]) -> None:
-        records = (dict(zip(COLUMNS, _values(row), strict=True)) for row in rows)
+        records = ({column: values[column] for column in self._columns} for values in map(_values, rows))
         self._file.write(b"".join(to_json(record) + b"\n" for record in records))
 
     def close(self) -> None:
@@ -104,51 +109,58 @@ class Csv:
 
     name = "csv"
 
+    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
+        self.columns = columns
+
     def create(self, path: Path) -> Writer:
         return self.open(path.open("wb"))
 
     def open(self, file: BinaryIO) -> Writer:
-        return _CsvWriter(file)
+        return _CsvWriter(file, self.columns)
 
     def ids(self, path: Path) -> Iterator[str]:
-        return (exported.unescaped(row[0]) for row in self._rows(path))
+        rows = self._rows(path)
+        place = next(rows, ["id"]).index("id")
+        return (exported.unescaped(row[place]) for row in rows)
 
-    def copy(self, path: Path, target: Path, without: Collection[str]) -> int:
-        rows = 0
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+        count = 0
         with target.open("w", encoding="utf-8", newline="") as copied:
             lines = csv.writer(copied)
-            lines.writerow(COLUMNS)
-            for row in self._rows(path):
-                if exported.unescaped(row[0]) not in without:
+            rows = self._rows(path)
+            lines.writerow(columns := next(rows))
+            place = columns.index("id")
+            for row in rows:
+                if kept(exported.unescaped(row[place])):
                     lines.writerow(row)
-                    rows += 1
-        return rows
+                    count += 1
+        return count
 
     def _rows(self, path: Path) -> Iterator[list[str]]:
+        """The first is the columns' names."""
         # Not above the longest text that a post may have, escaped; csv's own limit is below.
         csv.field_size_limit(2_000_000)
         with path.open(encoding="utf-8", newline="") as file:
-            rows = csv.reader(file, strict=True)
-            next(rows, None)
-            yield from rows
+            yield from csv.reader(file, strict=True)
 
 
 class _CsvWriter:
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
         self._text = TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         self._lines = csv.writer(self._text)
+        self._columns = [(column, column in ESCAPED) for column in columns]
         if file.tell() == 0:
-            self._lines.writerow(COLUMNS)
+            self._lines.writerow(columns)
 
     def add(self, rows: Sequence[Row]) -> None:
-        self._lines.writerows(map(_cells, rows))
+        self._lines.writerows(map(self._cells, rows))
+
+    def _cells(self, row: Row) -> list[str]:
+        values = _values(row)
+        return [_cell(values[column], escape) for column, escape in self._columns]
 
     def close(self) -> None:
         self._text.close()
-
-
-def _cells(row: Row) -> list[str]:
-    return [_cell(value, escape) for value, escape in zip(_values(row), ESCAPED, strict=True)]
 
 
 def _cell(value: Any, escape: bool) -> str:
@@ -161,35 +173,35 @@ def _cell(value: Any, escape: bool) -> str:
     return repr(value)  # of a float the shortest text that is read as the same
 
 
-def _values(row: Row) -> tuple[Any, ...]:
-    """A row's columns, in the order of `COLUMNS`."""
+def _values(row: Row) -> dict[str, Any]:
+    """All columns of a row."""
     post, found = row.post, row.found
     label = found["label"]
-    return (
-        post["id"],
-        post.get("topic"),
-        post.get("title", ""),
-        post.get("body", ""),
-        post.get("subreddit"),
-        post.get("score"),
-        post.get("url"),
-        _date(post.get("created_utc")),
-        post.get("permalink"),
-        _date(post.get("edited_utc")),
-        post.get("stickied", False),
-        post.get("nsfw", False),
-        post.get("spoiler", False),
-        post.get("extra"),
-        label,
-        found["scores"][label],
-        found["scores"],
-        found["model"],
-        found["revision"],
-        found["weights"],
-        found["fingerprint"],
-        _date(found["classified_at"]),
-        found["queued_seconds"],
-    )
+    return {
+        "id": post["id"],
+        "Topic": post.get("topic"),
+        "Title": post.get("title", ""),
+        "Body": post.get("body", ""),
+        "Subreddit": post.get("subreddit"),
+        "Score": post.get("score"),
+        "URL": post.get("url"),
+        "Date": _date(post.get("created_utc")),
+        "permalink": post.get("permalink"),
+        "edited": _date(post.get("edited_utc")),
+        "stickied": post.get("stickied", False),
+        "nsfw": post.get("nsfw", False),
+        "spoiler": post.get("spoiler", False),
+        "extra": post.get("extra"),
+        "label": label,
+        "label_score": found["scores"][label],
+        "scores": found["scores"],
+        "model": found["model"],
+        "revision": found["revision"],
+        "weights": found["weights"],
+        "fingerprint": found["fingerprint"],
+        "classified_at": _date(found["classified_at"]),
+        "queued_seconds": found["queued_seconds"],
+    }
 
 
 def _date(seconds: float | None) -> str | None:

@@ -269,7 +269,8 @@ def _one_pass(
                 pass
         except RedditFault as fault:
             notes.print(f"the second look at earlier posts failed ({fault}); it comes again")
-    typer.echo(f"{pusher.sent:,} posts sent (messages: {pusher.messages:,}), {pusher.skipped:,} skipped as sent before")
+    sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
+    typer.echo(f"{sent}, {pusher.skipped:,} skipped as sent before")
     raise typer.Exit(1 if problems else 0)
 
 

@@ -89,6 +89,11 @@ class Report:
         return self.labels.total()
 
     @property
+    def is_of_reddit(self) -> bool:
+        """Whether there is anything to say of subreddits, and of what was missed of them."""
+        return any(self.subreddits) or bool(self.gaps)
+
+    @property
     def shown_labels(self) -> list[str]:
         """Those that have a colour, the most frequent first."""
         return [label for label, _ in self.labels.most_common(COLOURS)]

@@ -16,12 +16,9 @@ from shared.results import HOUR
 def save(report: Report, folder: Path, notes: Console) -> list[Path]:
     """Draw them into a folder; returns those that were saved: none where matplotlib is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawings = {
-        "posts.png": _draw_posts,
-        "subreddits.png": _draw_subreddits,
-        "scores.png": _draw_scores,
-        "waits.png": _draw_waits,
-    }
+    drawings = {"posts.png": _draw_posts, "scores.png": _draw_scores, "waits.png": _draw_waits}
+    if report.is_of_reddit:
+        drawings["subreddits.png"] = _draw_subreddits
     saved = []
     for name, draw in drawings.items():
         if not charts.save(folder / name, lambda figure, draw=draw: draw(figure, report), notes):  # type: ignore[misc]

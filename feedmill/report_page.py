@@ -65,9 +65,9 @@ def page(report: Report) -> str:
         _figures(report),
         _over_time(report, colours),
         f'<div class="two">{_labels(report, colours)}{_scores(report)}</div>',
-        _subreddits(report, colours),
+        *([_subreddits(report, colours)] if report.is_of_reddit else []),
         f'<div class="two">{_throughput(report)}{_waits(report)}</div>',
-        f'<div class="two">{_dead(report)}{_gaps(report)}</div>',
+        f'<div class="two">{_dead(report)}{_gaps(report)}</div>' if report.is_of_reddit else _dead(report),
     )
     hours = "1 hour" if report.hours == 1 else f"{report.hours:,} hours"
     return (
@@ -104,14 +104,15 @@ def _section(name: str, title: str, said: str, *content: str) -> str:
 
 def _figures(report: Report) -> str:
     waits = Column(0, waits=[wait for column in report.columns for wait in column.waits])
-    figures = (
+    figures = [
         (f"{report.posts:,}", "posts classified"),
         (f"{report.posts / report.hours:,.0f}", "an hour"),
         (_rate(max((column.busiest for column in report.columns), default=0.0)), "a second in the busiest minute"),
         (_seconds(waits.wait(50)), "from sending to the result, median"),
         (f"{report.reasons.total():,}", "dead letters" if report.reasons.total() != 1 else "dead letter"),
-        (f"{len(report.gaps):,}", "gaps" if len(report.gaps) != 1 else "gap"),
-    )
+    ]
+    if report.is_of_reddit:
+        figures.append((f"{len(report.gaps):,}", "gaps" if len(report.gaps) != 1 else "gap"))
     cards = "".join(f"<div><b>{value}</b>{what}</div>" for value, what in figures)
     return f'<div class="figures" id="figures">{cards}</div>'
 

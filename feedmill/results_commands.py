@@ -75,13 +75,19 @@ def results(
     since, after = 0.0 if from_start else None, CLAIM_AFTER if claim_after is None else claim_after
     reader = open_reader(redis, group, consumer, wanted, since, shown, after)
     with _ending_quietly(), told_plainly(settings):
-        if failed:
-            letters = ResultsStore(redis, settings).dead_letters(shown)
-            _print([letter.model_dump_json() if as_json else _failure(letter) for letter in letters])
-        elif follow or group is not None:
+        if follow or group is not None:
             _show(reader, follow, as_json)
+            return
+        count = LIMIT + 1 if limit is None else limit  # the one tells whether there are more
+        if failed:
+            letters = ResultsStore(redis, settings).dead_letters(count)
+            lines = [letter.model_dump_json() if as_json else _failure(letter) for letter in letters]
         else:
-            _print([_line(result, as_json) for result in newest(redis, shown, wanted)])
+            lines = [_line(result, as_json) for result in newest(redis, count, wanted)]
+        more = limit is None and len(lines) > LIMIT
+        _print(lines[1:] if more else lines)
+        if more and not as_json:
+            typer.echo(f"the newest {LIMIT}; --limit N shows more", err=True)
 
 
 @contextmanager

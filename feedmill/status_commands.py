@@ -54,32 +54,38 @@ def status(
 
 
 def _told(seen: watch.Status) -> str:
-    lines = [
-        f"queue    {seen.queue.waiting:,} messages waiting, {seen.queue.held:,} held by workers",
-        f"results  {seen.results.stored:,} stored, {seen.results.repeated:,} came again, "
-        f"{seen.results.failed:,} failed",
+    facts = [
+        ("queue", _queue(seen)),
+        *(("", line) for line in _queues(seen)),
+        ("results", _results(seen)),
+        ("dead letters", _dead_letters(seen)),
     ]
-    if seen.oldest_seconds is not None:
-        lines.insert(1, f"         the oldest was sent {_span(seen.oldest_seconds)} ago")
-    lines[1:1] = [f"         {line}" for line in _queues(seen)]
-    if dead := _dead_letters(seen):
-        lines.append(f"dead     {dead}")
     if not seen.workers:
-        lines.append("workers  none answers: `feedmill worker` starts one, `feedmill up` everything")
+        facts.append(("workers", "none answers: `feedmill worker` starts one, `feedmill up` everything"))
     if seen.reddit:
-        lines.append(f"reddit   {ingest_commands.described(seen.reddit)}")
+        facts.append(("reddit", ingest_commands.described(seen.reddit)))
     if seen.gaps:
-        lines.append(f"gaps     {seen.gaps:,}: `feedmill ingest gaps` lists them")
+        facts.append(("gaps", f"{seen.gaps:,}: `feedmill ingest gaps` lists them"))
     # A block for each: a table of all this is wider than many a terminal.
     for node, pool in seen.workers.items():
-        lines += [
-            f"worker   {node} on {_device(pool)}",
-            f"         {pool['model']}, queue {', '.join(pool['queues'])}",
-            f"         {pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting; lately "
-            f"{pool['recent']['posts_per_second']:.1f} posts/s, device busy {pool['recent']['device_busy']:.2f}",
-            f"         padding efficiency {pool['padding_efficiency']:.2f}",
+        recent = pool["recent"]
+        facts += [
+            ("worker", f"{node} on {_device(pool)}"),
+            ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
+            ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
+            ("", f"lately {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
+            ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
         ]
-    return "\n".join(lines)
+    return "\n".join(f"{name:<12}  {told}" for name, told in facts)
+
+
+def _queue(seen: watch.Status) -> str:
+    oldest = "" if seen.oldest_seconds is None else f" · oldest sent {_span(seen.oldest_seconds)} ago"
+    return f"{seen.queue.waiting:,} messages waiting · {seen.queue.held:,} held by workers{oldest}"
+
+
+def _results(seen: watch.Status) -> str:
+    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} again, already known"
 
 
 def _queues(seen: watch.Status) -> list[str]:
@@ -95,10 +101,10 @@ def _queues(seen: watch.Status) -> list[str]:
 
 
 def _dead_letters(seen: watch.Status) -> str:
-    """How many there are, and whether some were lost; "" where there were none."""
+    """How many there are, and whether some were lost."""
     trimmed = f", and {seen.results.dead_trimmed:,} before them were trimmed" if seen.results.dead_trimmed else ""
     there = seen.dead_letters or trimmed
-    return f"{seen.dead_letters:,}{trimmed} · `feedmill dead list`" if there else ""
+    return f"{seen.dead_letters:,}{trimmed} · `feedmill dead list`" if there else "0"
 
 
 def _watch(settings: Settings, as_json: bool) -> None:
@@ -142,13 +148,12 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
         return Group(head, Text(), Text(seen, style="red"))
     found = seen.status
     facts = Table.grid(padding=(0, 2))
-    oldest = "" if found.oldest_seconds is None else f" · the oldest sent {_span(found.oldest_seconds)} ago"
-    facts.add_row("queue", f"{found.queue.waiting:,} waiting · {found.queue.held:,} held by workers{oldest}")
+    facts.add_row("queue", _queue(found))
     for line in _queues(found):
         facts.add_row("", Text(line, no_wrap=True, overflow="ellipsis"))
     pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
-    facts.add_row("results", f"{pace} a minute · {found.results.stored:,} stored · {found.results.answered:,} answered")
-    facts.add_row("dead letters", _dead_letters(found) or "0")
+    facts.add_row("results", f"{pace} a minute · {_results(found)}")
+    facts.add_row("dead letters", _dead_letters(found))
     if found.reddit:
         facts.add_row("reddit", printable(ingest_commands.described(found.reddit)))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")

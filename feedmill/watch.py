@@ -227,4 +227,4 @@ def _reddit(told: dict[str, Any] | None, ever: bool) -> tuple[bool, str]:
         )
     if ever:
         return False, f"no word of the daemon for {STATUS_TTL} s: `feedmill ingest reddit` starts it"
-    return True, "no daemon has read it yet"
+    return True, "not in use; `feedmill ingest reddit` would read it"

@@ -40,6 +40,9 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     assert "(kept without it)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert again.stdout == "0 posts sent (messages: 0), 2 skipped as sent before, 1 skipped as bad\n"
+    path.write_text('{"id": 3, "title": "z"}\n')
+    another = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert another.stdout == "1 post sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n"
 
 
 def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError as RedisFault
 
 from feedmill.processes import free_port
 from shared.settings import STACK_FILE
-from tests.support import RedisServer, redis_servers, run, wait_until
+from tests.support import RedisServer, feedmill, redis_servers, run, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for marked, text in found if marked == language]
 
 
-@pytest.mark.parametrize("how", ["stack.json", "environment"])
+@pytest.mark.parametrize("how", ["url", "environment"])
 def test_sending_from_another_application(served: RedisServer, tmp_path: Path, how: str) -> None:
     environment = os.environ | {"HOME": str(tmp_path)}
     if how == "environment":
@@ -33,6 +33,8 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
         folder = tmp_path / ".local" / "share" / "feedmill"
         folder.mkdir(parents=True)
         (folder / STACK_FILE).write_text(json.dumps({"redis_url": served.url}))
+        address = feedmill("url", cwd=tmp_path, HOME=str(tmp_path))
+        environment["FEEDMILL_REDIS_URL"] = address.stdout.strip()
     said = run([sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))], tmp_path, environment)
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from tests.support import Feedmill, RedisServer, body_of, feedmill, last_json, p
 FORMATS = ["parquet", "csv", "jsonl"]
 
 
-def fill(redis: RedisServer, *post_ids: str, **fields: Any) -> list[Post]:
+def fill(redis: RedisServer, *post_ids: str, fingerprint: str = "f", **fields: Any) -> list[Post]:
     posts = [Post(id=post_id, title=f"title of {post_id}", body="=a body\r\n", **fields) for post_id in post_ids]
     results = [
         Result(
@@ -32,7 +33,7 @@ def fill(redis: RedisServer, *post_ids: str, **fields: Any) -> list[Post]:
                 model="m",
                 revision=None,
                 weights="00",
-                fingerprint="f",
+                fingerprint=fingerprint,
                 classified_at=1.0,
                 worker="w",
                 device="cpu",
@@ -166,6 +167,19 @@ def test_purging_what_was_exported(redis: RedisServer, tmp_path: Path) -> None:
         assert exported(tmp_path / out, name) == ["1", "3"]
 
 
+def test_for_a_colleague(redis: RedisServer, tmp_path: Path) -> None:
+    """What it has, of each post once; the ending of its name says what it is."""
+    fill(redis, "1", "2")
+    fill(redis, "1", fingerprint="with other labels")
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    said = feedmill("export", "--columns", "id,label, TITLE", "--latest", "food.CSV", cwd=tmp_path, **url)
+    assert (said.returncode, said.stdout) == (0, "2 rows written to food.CSV\n"), said.stderr
+    assert (tmp_path / "food.CSV").read_bytes() == b"id,label,Title\r\n2,food,title of 2\r\n1,food,title of 1\r\n"
+    assert feedmill("export", "--columns", "id,scores", "food.parquet", cwd=tmp_path, **url).returncode == 0
+    (part,) = parts(tmp_path / "food.parquet")
+    assert pq.read_schema(part[0]).names == ["id", "scores"]
+
+
 def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
     fill(redis, "1")
     url = {"FEEDMILL_REDIS_URL": redis.url}
@@ -182,7 +196,23 @@ def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("out",), "Say what to write: --format parquet, csv or jsonl."),
+        (
+            ("out",),
+            "Say what to write: --format parquet, csv or jsonl, or an OUT that ends in .parquet, .csv or .jsonl.",
+        ),
+        (("--columns", "id,titel", "out.csv"), "--columns: 'titel' is no column; there are id, Topic, Title, "),
+        (
+            ("--columns", "label", "out.csv"),
+            "--columns: id has to be among them: by it posts are found that are purged",
+        ),
+        (
+            ("--latest", "out.parquet"),
+            "--latest is for one file, csv or jsonl: of parts it is not known what comes later.",
+        ),
+        (
+            ("--latest", "--label", "food", "out.csv"),
+            "A post's newest result may have another label: leave out --latest",
+        ),
         (("--format", "csv", "--since", "soon", "out"), "--since: 'soon' is no date; write it as 2026-01-31"),
         (
             ("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"),

@@ -103,6 +103,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         list(made.start())
         _send(made)
         visitor = visitor_of(made)
+        # Nobody has asked Flower to ask it yet, as a worker's page does.
+        wait_until(lambda: "stats" in visitor.json("/api/workers").get(WORKER_NODE, {}), "Flower knows the worker")
         wait_until(lambda: _ended(visitor) == MESSAGES, "Flower has seen all messages end")
         yield made
     finally:
@@ -163,6 +165,10 @@ def test_the_worker_in_a_browser(stack: Stack, tmp_path: Path) -> None:
     # "Max concurrency" is Flower's way to write max-concurrency.
     for name in ("implementation", "device", "model", "token_budget", "posts", "failed", "messages", "batches", "rows"):
         assert f"{name.replace('_', ' ').capitalize()} {pool[name]} " in page
+
+
+def test_nobody_is_asked_while_nobody_is_there(stack: Stack) -> None:
+    assert "Inspect method" not in (stack.settings.data_folder / "flower.log").read_text()
 
 
 def test_the_queue_in_a_browser(stack: Stack, tmp_path: Path) -> None:

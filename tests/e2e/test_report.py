@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from feedmill.report import gather
+from feedmill.report_page import page
 from producers.reddit.state import Gap, State
 from shared.messages import Classification, DeadLetter, Post
 from shared.purge import purge
@@ -141,8 +143,19 @@ def test_a_report_of_nothing(redis: RedisServer, tmp_path: Path, chromium: str) 
     said = feedmill("report", "--hours", "1", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (said.returncode, said.stdout.split(":")[0]) == (1, "0 posts of 1 hour")
     found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
-    assert tuple(found["sections"]) == SECTIONS
+    assert tuple(found["sections"]) == tuple(name for name in SECTIONS if name not in ("subreddits", "gaps"))
     assert found["width"] == 390
+
+
+def test_without_reddit_there_is_nothing_of_it(redis: RedisServer) -> None:
+    store, settings = ResultsStore(redis.client, Settings()), Settings()
+    store.write([result("1", subreddit=None)])
+    shown = page(gather(redis.client, settings, hours=1))
+    assert "<b>1</b>posts classified" in shown
+    for words in ('id="subreddits"', 'id="gaps"', "gaps</div>"):
+        assert words not in shown
+    State(redis.client).begin({}, [Gap("cooking", time.time() - 60, time.time(), time.time())])
+    assert "1</b>gap<" in page(gather(redis.client, settings, hours=1))
 
 
 def test_a_report_of_a_year(redis: RedisServer, tmp_path: Path, chromium: str) -> None:

@@ -80,7 +80,11 @@ def test_the_newest_that_are_wanted(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     store = stored(redis, *map(str, range(30)))
     store.write([result("b1", "books"), result("b2", "books", 0.2, "Python"), result("\x1b[31m")])
-    assert len(feedmill("results", cwd=tmp_path, **url).stdout.splitlines()) == 20
+    shortened = feedmill("results", cwd=tmp_path, **url)
+    assert (len(shortened.stdout.splitlines()), shortened.stderr) == (20, "the newest 20; --limit N shows more\n")
+    assert feedmill("results", "--label", "books", cwd=tmp_path, **url).stderr == ""
+    as_json = feedmill("results", "--json", cwd=tmp_path, **url)
+    assert (shown(as_json.stdout)[0], as_json.stderr) == ("13", "")
     newest = feedmill("results", "--limit", "2", cwd=tmp_path, **url).stdout
     assert newest == "b2           books            0.20  t\n\\x1b[31m     food             0.90  t\n"
     for flags, ids in (
@@ -338,7 +342,10 @@ def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
         "results", "--failed", "--json", "--limit", "1", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     ).stdout
     assert json.loads(newest) == letters[1].model_dump()
-    assert "dead     2 · `feedmill dead list`" in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+    assert (
+        "dead letters  2 · `feedmill dead list`"
+        in feedmill("status", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).stdout
+    )
 
 
 def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:

@@ -289,6 +289,40 @@ def test_only_a_label(tmp_path: Path, server: RedisServer, reader: RowReader) ->
     assert exported(tmp_path / "out.csv") == ["2"]
 
 
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+def test_of_each_post_the_latest(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / f"out.{name}"
+    add(server, NOON, "1", "2", "3")
+    add(server, NOON + 1, "3", "1", label="books")
+    add(server, NOON + 2, "1", "4", label="games")
+    purge_posts(server.client, Settings(), ["4"])
+    assert run(out, reader, name, Wanted(latest=True)).written == 3
+    assert exported(out) == ["2", "3", "1"]
+    assert [label in out.read_text() for label in ("food", "books", "games")] == [True] * 3
+    assert list(tmp_path.iterdir()) == [out]
+    add(server, NOON + 3, "2", label="books")
+    run(out, reader, name, Wanted(latest=True))
+    assert exported(out) == ["3", "1", "2"]
+
+
+@pytest.mark.usefixtures("small_fetches")
+def test_of_each_post_the_latest_though_it_was_interrupted(
+    tmp_path: Path, server: RedisServer, reader: RowReader
+) -> None:
+    add(server, NOON, *map(str, range(60)))
+    wanted = Wanted(latest=True)
+    with opened(tmp_path / "out.csv", format_of("csv"), wanted, reader) as target:
+        chunk = reader.fetch(target.place)
+        target.add(chunk.rows, chunk.place)
+        target.stop(chunk.place)
+    add(server, NOON + 1, "0", "59")
+    with pytest.raises(UserError, match="belongs to an export with another --latest"):
+        run(tmp_path / "out.csv", reader, "csv")
+    target = run(tmp_path / "out.csv", reader, "csv", wanted)
+    assert (target.resumed, target.written) == (True, 60)
+    assert exported(tmp_path / "out.csv") == [*map(str, range(1, 59)), "0", "59"]
+
+
 # Purged posts.
 
 
@@ -352,6 +386,19 @@ def test_purging_one_file(tmp_path: Path, server: RedisServer, reader: RowReader
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_purging_chosen_columns(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
+    out = tmp_path / f"out.{name}"
+    add(server, NOON, "1", "2")
+    with opened(out, format_of(name, ["Title", "id"]), Wanted(), reader) as target:
+        for chunk in reader.chunks(target.place):
+            target.add(chunk.rows, chunk.place)
+        target.close(chunk.place)
+    purge_now(server, "1")
+    assert purge(out, reader) == 1
+    assert exported(out) == ["2"]
+
+
 # Mistakes.
 
 
@@ -405,6 +452,17 @@ def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader:
     for name, wanted, flag in (("csv", Wanted(), "format"), ("parquet", Wanted(since=1.0), "since")):
         with pytest.raises(UserError, match=f"belongs to an export with another --{flag}"):
             run(tmp_path / "out", reader, name, wanted)
+    with (
+        pytest.raises(UserError, match="belongs to an export with another --columns"),
+        opened(tmp_path / "out", format_of("parquet", ["id", "label"]), Wanted(), reader),
+    ):
+        pass
+    # As it was noted before there were columns to choose.
+    noted = json.loads((tmp_path / "out" / STATE).read_text())
+    (tmp_path / "out" / STATE).write_text(
+        json.dumps({name: noted[name] for name in noted.keys() - {"columns", "latest"}})
+    )
+    assert run(tmp_path / "out", reader, "parquet").resumed
     (tmp_path / "out" / STATE).write_text("{}")
     with pytest.raises(UserError, match="should say how far an export is, but cannot be read"):
         run(tmp_path / "out", reader, "parquet")

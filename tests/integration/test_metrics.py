@@ -152,7 +152,7 @@ def test_all_is_well(settings: Settings) -> None:
     assert all(well for well, _ in found.values())
     assert found[Part.WORKERS][1] == "one@here"
     assert found[Part.ROWS][1] == "the oldest in a worker waits for 1.5 s"
-    assert found[Part.REDDIT][1] == "no daemon has read it yet"
+    assert found[Part.REDDIT][1] == "not in use; `feedmill ingest reddit` would read it"
 
 
 def test_no_worker(settings: Settings, workers: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ def screen(seen: Any, settings: Settings) -> str:
 def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     for number in range(20):
         workers[f"feedmill-{number}@a-machine-with-quite-a-long-name.example.org"] = POOL
-    redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 99})
+    redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 90, "repeated": 9})
     redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
     State(redis.client).begin({}, [Gap("cooking", 1.0, 2.0, 3.0)])
     State(redis.client).tell({
@@ -280,11 +280,24 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 12 + len(workers)
-    for words in ("0 waiting", "12,345,678 stored", "1, and 12,345 before them were trimmed · `feedmill dead list`",
-                  "1 · `feedmill ingest gaps`", "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
+    for words in ("0 messages waiting", "12,345,678 stored · 99 again, already known",
+                  "1, and 12,345 before them were trimmed · `feedmill dead list`", "1 · `feedmill ingest gaps`",
+                  "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
     assert "no worker answers: `feedmill worker` starts one" in screen(Lookout(settings).look(), settings)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_look_and_the_screen_have_the_same_words(redis: RedisServer, settings: Settings, app: Celery) -> None:
+    send(app, 2, sent_at=time.time() - 3000)
+    redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
+    seen = Lookout(settings).look()
+    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+        lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
+        assert lines["queue"].strip() == "2 messages waiting · 0 held by workers · oldest sent 50 min ago"
+        assert lines["results"].strip().removeprefix("… a minute · ") == "22 stored · 22 again, already known"
+        assert lines["dead letters"].strip() == "0"
 
 
 @pytest.mark.usefixtures("workers")

@@ -19,7 +19,7 @@ from feedmill.tuning_report import TuningReport
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
 from shared.messages import PostError
-from shared.settings import Settings
+from shared.settings import STACK_FILE, Settings
 from shared.training import TrainOptions
 from workers import tuning
 
@@ -50,6 +50,21 @@ def test_packages_of_two_installations(tmp_path: Path) -> None:
         f"feedmill: the package 'shared' should come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
         "Start `feedmill` as installed, or leave the folder that holds the other one.\n",
     )
+
+
+def test_an_address_that_nothing_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
+    error = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)]).exception
+    assert isinstance(error, UserError)
+    assert str(error) == (
+        f"No `feedmill up` runs with its data in {tmp_path}, and FEEDMILL_REDIS_URL is not set: start the one, or set "
+        "the other."
+    )
+    (tmp_path / STACK_FILE).write_text('{"redis_url": "redis://:p@127.0.0.1:1/0"}')
+    for given, url in (([], "redis://:p@127.0.0.1:1/0"), (["--redis-url", "redis://there/0"], "redis://there/0")):
+        said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path), *given])
+        assert (said.exit_code, said.stdout) == (0, f"{url}\n")
 
 
 def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
