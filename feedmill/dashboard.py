@@ -44,7 +44,7 @@ from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError as RedisFault
 
 from shared.broker import CLASSIFY_TASK, Application, make_app
-from shared.errors import UserError
+from shared.errors import UserError, clause
 from shared.metrics import connect_briefly
 from shared.serving import PERIOD, queues
 from shared.settings import Settings
@@ -122,7 +122,7 @@ def _configure(settings: Settings, address: str, port: int, password: str | None
     try:
         options.parse_command_line(["", *(f"--{name}={value}" for name, value in given.items() if value)], final=False)
     except (tornado.options.Error, ValueError) as error:
-        raise UserError(f"One of the FLOWER_ variables cannot be read: {error}.") from None
+        raise UserError(f"One of the FLOWER_ variables cannot be read: {clause(error)}.") from None
     options.address, options.port = address, port
     options.basic_auth = [] if password is None else [f"{settings.flower_user}:{password}"]
     options.format_task = _with_reason
@@ -141,7 +141,7 @@ def _told(address: str, port: int) -> Iterator[None]:
             f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port, or another --address."
         ) from None
     except ValueError as error:  # a certificate that is not there
-        raise UserError(f"Flower cannot start: {error}.") from None
+        raise UserError(f"Flower cannot start: {clause(error)}.") from None
 
 
 def _with_reason(task: Any) -> Any:

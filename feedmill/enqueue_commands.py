@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill.file_reading import Reading
 from feedmill.flags import (
+    IdColumn,
     Labels,
     MultiLabel,
     Priority,
@@ -44,6 +45,7 @@ def enqueue(
         str,
         typer.Argument(metavar="FILE", help="JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."),
     ],
+    id_column: IdColumn = None,
     subreddit: Annotated[
         list[str] | None, typer.Option(help="Only posts of these: a,b,c, or once for each.", show_default=False)
     ] = None,
@@ -90,11 +92,11 @@ def enqueue(
     refuse = settings.when_full == "refuse"
     pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
     with told_plainly(settings):
-        position = _position(redis, file, purpose(settings, options), filters)
+        position = _position(redis, file, purpose(settings, options), filters, id_column)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"going on at record {start + 1:,}, where the last run stopped (--again starts over)")
-        reading = Reading(file, notes, filters, start)
+        reading = Reading(file, notes, filters, start, id_column, shows_ids=True)
         with _Bar(reading, pusher, notes):
             if position:
                 _push(reading, pusher, position, settings.posts_per_message)
@@ -123,11 +125,11 @@ def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_messag
             pusher.once_there_is_memory(partial(position.save, reading.records))
 
 
-def _position(redis: Redis, file: str, sent_for: str, filters: Filters) -> Position | None:
+def _position(redis: Redis, file: str, sent_for: str, filters: Filters, id_column: str | None) -> Position | None:
     """None where the file cannot be read twice, or not at all, which its reading then says."""
     if not is_file(file):
         return None
-    wanted = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
+    wanted = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
     try:
         return Position(redis, file, sent_for, *wanted)
     except OSError:

@@ -7,8 +7,8 @@ from rich.markup import escape
 
 from producers.exported import Labelled
 from producers.files import Source
-from producers.records import EVERYTHING, BadRecord, Filters, Item, LeftOut
-from shared.errors import InputError
+from producers.records import EVERYTHING, NAMES, BadRecord, Filters, Item, LeftOut
+from shared.errors import InputError, printable
 from shared.messages import Post
 
 #: Bad records shown one by one; the rest are counted.
@@ -21,13 +21,24 @@ class Reading:
     """A file that breaks off costs none of the posts before: the error waits for `end`.
 
     filters: what is wanted of the file. start: records at its beginning that are passed over.
+    id_column: the posts' id, by a name of its own. shows_ids: posts are looked for by them, so it is said where a
+    file has none.
     """
 
-    def __init__(self, file: str, notes: Console, filters: Filters = EVERYTHING, start: int = 0) -> None:
+    def __init__(
+        self,
+        file: str,
+        notes: Console,
+        filters: Filters = EVERYTHING,
+        start: int = 0,
+        id_column: str | None = None,
+        shows_ids: bool = False,
+    ) -> None:
         self._notes = notes
+        self._shows_ids = shows_ids
         self._broken: InputError | None = None
         #: The file: its size, and how much of it was read.
-        self.source = Source(file, filters, start)
+        self.source = Source(file, filters, start, id_column)
         #: Records read, those passed over included; those left out by the filters, and since they are gone from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
         #: Records with something wrong, and those of them that were skipped.
@@ -71,6 +82,9 @@ class Reading:
         """What each record gives, or None."""
         try:
             for item in items:
+                if self._shows_ids and self.source.columns_to_choose is not None:
+                    self._shows_ids = False
+                    self._tell_ids(self.source.columns_to_choose)
                 if isinstance(item, BadRecord):
                     self._tell(item)
                     if not item.skipped:  # its post comes next
@@ -82,6 +96,12 @@ class Reading:
             self.complete = True
         except InputError as error:
             self._broken = error
+
+    def _tell_ids(self, columns: list[str]) -> None:
+        told = f"{self.source.name}: no column is an id ({', '.join(NAMES['id'])}), so ids are made of the text"
+        if columns:
+            told += f"; --id-column takes one of: {printable(', '.join(columns)):.200}"
+        self._notes.print(escape(told))
 
     def _tell(self, bad: BadRecord) -> None:
         self.wrong += 1

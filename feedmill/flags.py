@@ -43,6 +43,10 @@ ToModel = Annotated[
     ),
 ]
 ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue to send to.", show_default=False)]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Column, or key, that is the posts' id; else id or post_id.", show_default=False),
+]
 Priority = Annotated[
     int | None, typer.Option(help="Whose turn it is: 0, which is the default, before 9.", show_default=False)
 ]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feedmill import charts
 from feedmill.file_reading import Reading
-from feedmill.flags import Device, Dtype, Engine, Kind, Labels, Model, Template, settings_of
+from feedmill.flags import Device, Dtype, Engine, IdColumn, Kind, Labels, Model, Template, settings_of
 from feedmill.offline_commands import load_model
 from shared.errors import DeviceLost, InputError, ModelError, UserError, printable
 from shared.messages import ClassifyOptions, Post
@@ -106,6 +106,7 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = None,
     limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    id_column: IdColumn = None,
     png: Annotated[Path | None, typer.Option(help="Draw the confusion matrix.", show_default=False)] = None,
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write each post's prediction.", show_default=False)
@@ -119,7 +120,7 @@ def evaluate(
         raise UserError("--png and --csv are of one model: name one --model, or leave them out.")
     _check_writable(csv_file, png)
     console, notes = _consoles()
-    reading = Reading(file, notes)
+    reading = Reading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("None of the posts has a topic: add the true labels as the field `topic`.")

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from feedmill.file_reading import Reading
-from feedmill.flags import AsJson, Device, Dtype, Engine, Kind, Labels, Model, MultiLabel, Template, settings_of
+from feedmill.flags import (
+    AsJson,
+    Device,
+    Dtype,
+    Engine,
+    IdColumn,
+    Kind,
+    Labels,
+    Model,
+    MultiLabel,
+    Template,
+    settings_of,
+)
 from shared.errors import DeviceFull, DeviceLost, InputError, PostRefused, RequestRefused, UserError, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
@@ -28,6 +40,8 @@ app = typer.Typer()
 FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
 #: Labels that the table shows of each post, and of a single text.
 SHOWN, SHOWN_OF_ONE = 3, 16
+#: Cells that an id takes, at least; and those that the ones after it are held free for, at most.
+ID_CELLS, MOST_ID_CELLS = 12, 40
 #: Cells of the longest bar.
 BAR = 30
 
@@ -47,6 +61,7 @@ def classify(
     device: Device = None,
     dtype: Dtype = None,
     limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    id_column: IdColumn = None,
     as_json: AsJson = False,
 ) -> None:
     """Classify a text, or a file's posts, right here: to try a model. No queue; nothing is stored."""
@@ -55,8 +70,12 @@ def classify(
     )
     options = ClassifyOptions(multi_label=multi_label)
     if what == "-" or _is_file(what):
-        reading = Reading(what, Console(stderr=True, soft_wrap=True, highlight=False))
-        failed = _show_posts(classified(islice(reading.posts(), limit), settings, options), as_json)
+        notes = Console(stderr=True, soft_wrap=True, highlight=False)
+        reading = Reading(what, notes, id_column=id_column, shows_ids=True)
+        posts = islice(reading.posts(), limit)
+        # Before the model is loaded, which takes seconds: there may be none.
+        first = list(islice(posts, 1))
+        failed = _show_posts(classified(chain(first, posts), settings, options), as_json) if first else 0
         reading.end()
         raise typer.Exit(1 if failed or reading.skipped else 0)
     ((post, outcome),) = classified([_post(what)], settings, options)
@@ -79,11 +98,9 @@ def load_model(settings: Settings) -> "Classifier":
     return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
 
 
-def classified(
-    posts: Iterable[Post], settings: Settings, options: ClassifyOptions, loaded: "Classifier | None" = None
-) -> Iterator[tuple[Post, Outcome]]:
+def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
     """Each post with its outcome, by the model that the settings name. Raises UserError."""
-    loaded = loaded or load_model(settings)
+    loaded = load_model(settings)
     from workers import offline  # noqa: PLC0415
     from workers.calibration import calibrate  # noqa: PLC0415
 
@@ -131,17 +148,18 @@ def _as_json(post: Post, outcome: Outcome) -> str:
 
 def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
     """Print posts as they are classified; how many could not be."""
-    failed = 0
+    failed, cells = 0, ID_CELLS
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
+        cells = max(cells, min(len(post.id), MOST_ID_CELLS))
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
             best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:SHOWN])
             title = " ".join((post.title or post.body).split())
-            typer.echo(printable(f"{post.id:<12.12} {best:<48} {title:.60}"))
+            typer.echo(printable(f"{post.id:<{cells}} {best:<48} {title:.60}"))
         else:
-            typer.echo(printable(f"{post.id:<12.12} failed: {outcome.error}"))
+            typer.echo(printable(f"{post.id:<{cells}} failed: {outcome.error}"))
     return failed
 
 

@@ -19,7 +19,7 @@ from feedmill.flags import AsJson, RedisUrl, settings_of
 from feedmill.processes import ended_by_signals
 from feedmill.watch import Finding, Lookout, Part, Seen
 from shared.broker import told_plainly
-from shared.errors import printable
+from shared.errors import clause, printable
 from shared.metrics import RedisFigures, connect_briefly, serve
 from shared.settings import Settings
 
@@ -137,7 +137,7 @@ def _looks(settings: Settings) -> Iterator[Seen | str]:
         try:
             yield lookout.look()
         except (RedisFault, OperationalError) as fault:
-            yield f"Redis at {settings.redis_address} does not answer ({fault})"
+            yield f"Redis at {settings.redis_address} does not answer ({clause(fault)})"
         time.sleep(max(0.0, began + REFRESH - time.monotonic()))
 
 

@@ -16,7 +16,7 @@ from feedmill.result_rows import Place, RowReader
 from producers.exported import Labelled, labelled_of
 from producers.records import BadRecord
 from shared.broker import connect
-from shared.errors import InputError, RedisError, UserError, printable
+from shared.errors import InputError, RedisError, UserError, clause, printable
 from shared.messages import Post
 from shared.readers import told_plainly
 from shared.settings import Settings
@@ -163,7 +163,7 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
                             raise InputError(f"{found.where} is no row of an export: {found.reason}.")
                         yield found
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(f"{printable(path)} cannot be read as an export in Parquet: {error}.") from None
+        raise InputError(f"{printable(path)} cannot be read as an export in Parquet: {clause(error)}.") from None
 
 
 def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:

@@ -14,14 +14,27 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from io import BufferedReader, TextIOWrapper
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic_core import from_json
 
 from producers import exported
-from producers.records import EVERYTHING, NAMES, BadRecord, Filters, Item, LeftOut, is_removed, post_of, with_plain_keys
+from producers.records import (
+    EVERYTHING,
+    FIELD_NAMES,
+    NAMES,
+    BadRecord,
+    Filters,
+    Item,
+    LeftOut,
+    has_id,
+    is_removed,
+    plain_key,
+    post_of,
+    with_plain_keys,
+)
 from producers.unpack import CHUNK, CountedFile, unpacked
 from shared.errors import InputError, json_problem, printable
 
@@ -32,6 +45,8 @@ MAX_RECORD = 2_000_000
 NO_TEXT = 0.3
 #: Characters that no text has, and the one that stands for bytes that are none.
 UNKNOWN = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
+#: Of a record with bytes that are no UTF-8: to guess what they were would change the text, and tell nobody.
+NOT_UTF8 = "not UTF-8; save the file as UTF-8, or try `iconv -f cp1252 -t utf-8 FILE | feedmill enqueue -`"
 
 #: A record as it was read, or why it could not be, or that it need not be.
 Record = dict[str, Any] | str | LeftOut
@@ -45,13 +60,18 @@ class Source:
     """A file's posts, in order, and how far they are read; "-" is standard input.
 
     start: how many records are passed over, from the beginning: nothing is said of them.
+    id_column: which column, or key, is the posts' id; None finds it by its name.
     """
 
-    def __init__(self, path: str, filters: Filters = EVERYTHING, start: int = 0) -> None:
+    def __init__(self, path: str, filters: Filters = EVERYTHING, start: int = 0, id_column: str | None = None) -> None:
         self._path = path
-        self._name = "stdin" if path == "-" else printable(path)
+        #: What it is called where something is said of it.
+        self.name = "stdin" if path == "-" else printable(path)
         self._filters = filters
         self._start = start
+        self._id_column = None if id_column is None else plain_key(id_column)
+        #: Where no column is an id, those which mean nothing else; None where one is. The first record tells.
+        self.columns_to_choose: list[str] | None = None
         self._file: CountedFile | None = None
         #: Bytes of the file as it lies there; None where that is not known.
         self.size = Path(path).stat().st_size if is_file(path) else None
@@ -74,42 +94,59 @@ class Source:
 
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == EVERYTHING
+        looked = self._start > 0
         try:
             with ExitStack() as opened:
                 for place, record in self._records(opened):
                     if isinstance(record, LeftOut):
                         yield record
                     elif isinstance(record, str):
-                        yield BadRecord(f"{self._name}:{place}", record)
+                        yield BadRecord(f"{self.name}:{place}", record)
                     else:
                         fields = with_plain_keys(record)
+                        if not looked:
+                            self._look_for_ids(fields)
+                            looked = True
                         if not (wants_all or self._filters.admit(fields)):
                             yield LeftOut.BY_FILTERS
                         elif is_removed(fields):
                             yield LeftOut.REMOVED
                         else:
-                            place_of_it = f"{self._name}:{place}"
+                            place_of_it = f"{self.name}:{place}"
                             if exported.is_exported(fields):
                                 yield from read_export(fields, place_of_it)
                             else:
-                                yield from post_of(fields, place_of_it)
+                                yield from post_of(fields, place_of_it, self._id_column)
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}.") from None
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{self._name} cannot be read to its end: {error}.") from None
+            raise InputError(f"{self.name} cannot be read to its end: {error}.") from None
+
+    def _look_for_ids(self, first: dict[str, Any]) -> None:
+        """Raises InputError where the first record has no such column as was asked for."""
+        if self._id_column is None:
+            if not has_id(first):
+                self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
+        elif exported.is_exported(first):
+            raise InputError(f"{self.name} is an export of results, which has ids of its own: leave out --id-column.")
+        elif self._id_column not in first:
+            raise InputError(
+                f"{self.name} has no column {printable(self._id_column)}. Its columns: "
+                f"{printable(', '.join(first)):.200}. Name one of them with --id-column, or leave it out."
+            )
 
     def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:
         """(place, record) for each record, in the format that the file's first character tells."""
-        binary = unpacked(self._open(opened), self._name, opened)
+        binary = unpacked(self._open(opened), self.name, opened)
         head = binary.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
         if head.startswith(b"PAR1"):
-            raise InputError(f"{self._name} is Parquet. Give the same as JSONL or CSV, as docs/export.md shows.")
+            raise InputError(f"{self.name} is Parquet. Give the same as JSONL or CSV, as docs/export.md shows.")
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
         if not is_array and not is_lines:
             beginning = head.decode(errors="replace")
             if len(UNKNOWN.findall(beginning)) > NO_TEXT * len(beginning):
                 raise InputError(
-                    f"{self._name} holds no text in UTF-8: an archive, a spreadsheet, or text in another encoding, "
+                    f"{self.name} holds no text in UTF-8: an archive, a spreadsheet, or text in another encoding, "
                     "such as UTF-16? Give it as JSONL, a JSON array or CSV, in UTF-8."
                 )
             # A damaged first line must not cost the lines after it.
@@ -119,8 +156,10 @@ class Source:
         # In an export every line end within a text is kept as it is; elsewhere \r\n and \r count as \n.
         is_export = exported.is_exported(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
         newline = "" if is_export else None
-        text = opened.enter_context(TextIOWrapper(binary, encoding="utf-8-sig", errors="replace", newline=newline))
-        records: Iterator[tuple[Place, Record]] = _json_array(text) if is_array else _csv(text, self._name)
+        text = opened.enter_context(
+            TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+        )
+        records: Iterator[tuple[Place, Record]] = _json_array(text) if is_array else _csv(text, self.name)
         return islice(records, self._start, None)
 
     def _open(self, opened: ExitStack) -> BufferedReader:
@@ -170,13 +209,15 @@ def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _json_record(line: bytes) -> Record:
-    # Twice as fast as Python's own, which takes more, such as bytes that are no UTF-8, and says better what is wrong.
+    # Twice as fast as Python's own, which takes more, such as halves of characters, and says better what is wrong.
     try:
         return _object(from_json(line, cache_strings="keys"))
     except ValueError:
         pass
     try:
-        return _object(json.loads(line.decode(errors="replace")))
+        return _object(json.loads(line.decode()))
+    except UnicodeDecodeError:
+        return NOT_UTF8
     except (ValueError, RecursionError) as error:
         return f"not JSON: {json_problem(error)}"
 
@@ -205,7 +246,7 @@ def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
                 return
             held += more
             continue
-        yield place, _object(value)
+        yield place, _object(value) if _is_utf8(held[:end]) else NOT_UTF8
         element += 1
         line += held.count("\n", 0, end)
         held = held[end:]
@@ -215,7 +256,7 @@ def _object(value: object) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else f"expected an object with a post's fields, got {value!r:.80}"
 
 
-def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
+def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
     header_line = text.readline(CHUNK)
     if not header_line.strip():
         raise InputError(f"{name} is empty.")
@@ -231,25 +272,44 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[int, Record]]:
     rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter, strict=True)
     while True:
         line = rows.line_num + 2  # the header was line 1
+        row: list[str] = []
+        problem = None
         try:
             row = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            ended = "a quotation mark is opened here and never closed; the rest of the file is not read"
-            yield line, ended if "unexpected end" in str(error) else f"not CSV: {error}"
-            continue
+            if "unexpected end" in str(error):
+                problem = "a quotation mark is opened here and never closed; the rest of the file is not read"
+            else:
+                problem = f"not CSV: {error}; is a quotation mark missing, or one within a text not written twice?"
         if len(row) > len(header):
-            yield line, f"{len(row)} fields under {len(header)} columns; is a quotation mark missing?"
+            problem = f"{len(row)} fields under {len(header)} columns; is a quotation mark missing?"
+        elif not _is_utf8("".join(row)):
+            problem = NOT_UTF8
+        if problem:
+            # Reading goes on after the last line that was taken for a part of the row, whatever it was.
+            last = rows.line_num + 1
+            yield line if line == last else f"{line}-{last}", problem
         elif row:
-            yield line, dict(zip(header, map(exported.unescaped, row) if is_exported else row, strict=False))
+            cells = map(exported.unescaped, row) if is_exported else row
+            yield line, dict(zip_longest(header, cells, fillvalue=""))
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether its bytes were: those that were not stand in it as halves of characters (`surrogateescape`)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _columns(header_line: str) -> tuple[str, list[str]]:
     """(delimiter, column names) of a CSV file's first line."""
     delimiter = max(",;\t", key=header_line.count)
     names = next(csv.reader([header_line], delimiter=delimiter), [])
-    return delimiter, [name.strip().lower().replace(" ", "_") for name in names]
+    return delimiter, [plain_key(name) for name in names]
 
 
 def _posts_columns(header_line: str) -> bool:

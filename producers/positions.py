@@ -25,7 +25,7 @@ class Position:
     Raises OSError. The methods raise redis.exceptions.RedisError.
     """
 
-    def __init__(self, redis: Redis, path: str, *way: str) -> None:
+    def __init__(self, redis: Redis, path: str, *way: str | None) -> None:
         with Path(path).open("rb") as file:
             beginning = file.read(BEGINNING)
         self._redis = redis

@@ -15,7 +15,7 @@ from shared.messages import GONE, Post, digest
 
 #: The names that people's files have for a post's fields, in the order in which they are tried.
 NAMES: dict[str, tuple[str, ...]] = {
-    "id": ("id", "post_id", "name", "fullname"),
+    "id": ("id", "post_id"),
     "topic": ("topic", "label", "category"),
     "title": ("title", "headline", "subject"),
     "body": ("body", "selftext", "text", "description", "content"),
@@ -30,6 +30,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "spoiler": ("spoiler",),
     "extra": ("extra",),
 }
+#: All of them.
+FIELD_NAMES = frozenset(name for names in NAMES.values() for name in names)
+#: Where dumps have a post's fullname. In other people's files these are somebody's names, and many posts have the same.
+FULLNAMES = ("name", "fullname")
 #: Fields that a post can do without.
 DISPENSABLE = frozenset(NAMES) - {"id", "title", "body"}
 #: Times, as people write them in many ways.
@@ -121,10 +125,15 @@ def subreddit_name(text: str) -> str:
     return text.strip().lower().removeprefix("/").removeprefix("r/").removesuffix("/")
 
 
+def plain_key(name: str) -> str:
+    """A column's name, written as `NAMES` are: "Created UTC" is "created_utc"."""
+    return name.strip().lower().replace(" ", "_")
+
+
 def with_plain_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with its keys written as `NAMES` are: "Created UTC" is "created_utc"."""
+    """The record with its keys written as `NAMES` are."""
     if not record.keys() <= PLAIN_KEYS:
-        named = {key.strip().lower().replace(" ", "_"): value for key, value in record.items()}
+        named = {plain_key(key): value for key, value in record.items()}
         if named.keys() != record.keys():
             return named
         if len(PLAIN_KEYS) < MAX_PLAIN_KEYS:
@@ -155,12 +164,26 @@ def is_removed(record: dict[str, Any]) -> bool:
     )
 
 
-def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
-    """The post of a record, after what is wrong with it. Text is what counts: no post is lost for its score."""
+def has_id(record: dict[str, Any]) -> bool:
+    """Whether a record has an id of its own, or a place for one; else `post_of` makes it of the text."""
+    return any(name in record for name in NAMES["id"]) or _own_id(record) is not None
+
+
+def post_of(record: dict[str, Any], where: str, id_column: str | None = None) -> Iterator[Post | BadRecord]:
+    """The post of a record, after what is wrong with it. Text is what counts: no post is lost for its score.
+
+    id_column: the key of the id, whatever others the record has, written as `NAMES` are; None finds it.
+    """
     if _is_comment(record):
         yield BadRecord(where, "a comment; only posts are read")
         return
-    fields = _fields(record)
+    if id_column is None:
+        own_id = _own_id(record)
+    elif (own_id := record.get(id_column)) is None or own_id == "":
+        own_id = None
+        reason = f"nothing stands under {printable(id_column)}, so its id is made of its text"
+        yield BadRecord(where, reason, skipped=False)
+    fields = _fields(record, own_id)
     while True:
         try:
             post = Post.parse(fields)
@@ -184,8 +207,8 @@ def _is_comment(record: dict[str, Any]) -> bool:
     return isinstance(parent, str) and parent.startswith(("t1_", "t3_")) and _first(record, "title") is None
 
 
-def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    """A record under a post's own names."""
+def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
+    """A record under a post's own names. Without an id of its own it gets one that is the same each time it is read."""
     fields = {field: value for field in NAMES if (value := _first(record, field)) is not None}
     if str(fields.get("edited_utc")).strip().lower() in FLAGS:
         del fields["edited_utc"]
@@ -193,26 +216,27 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         fields[field] = _seconds(fields[field])
     if isinstance(address := fields.get("permalink"), str) and REDDIT_PATH.match(address):
         fields["permalink"] = f"https://www.reddit.com{address}"
-    fields["id"] = _id(record, fields)
+    if own_id is None:
+        own_id = f"text-{digest(str(fields.get('title', '')), str(fields.get('body', '')))}"
+    fields["id"] = own_id
     return fields
 
 
-def _id(record: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """A post's id: of one from Reddit its fullname, whatever the file it is in; else as it stands.
+def _own_id(record: dict[str, Any]) -> Any:
+    """The id that a record has: of a post from Reddit its fullname, whatever the file it is in; else as it stands.
 
-    A record without any gets one that is the same each time it is read.
+    None where it has none.
     """
-    for name in ("name", "fullname"):
+    for name in FULLNAMES:
         if isinstance(fullname := record.get(name), str) and REDDIT_FULLNAME.fullmatch(fullname):
             return fullname
-    if "id" in fields:
+    if (given := _first(record, "id")) is not None:
         # `selftext` is what Reddit's API alone calls a body.
-        from_api = "selftext" in record and REDDIT_ID.fullmatch(str(fields["id"]))
-        return f"t3_{fields['id']}" if from_api else fields["id"]
+        return f"t3_{given}" if "selftext" in record and REDDIT_ID.fullmatch(str(given)) else given
     for address in ("permalink", "url"):
-        if found := REDDIT_ADDRESS.search(str(fields.get(address, ""))):
+        if found := REDDIT_ADDRESS.search(str(_first(record, address))):
             return f"t3_{found[1].lower()}"
-    return f"text-{digest(str(fields.get('title', '')), str(fields.get('body', '')))}"
+    return None
 
 
 def _seconds(value: object) -> object:

@@ -23,7 +23,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared import encoding
-from shared.errors import RedisError, printable
+from shared.errors import RedisError, clause, printable
 from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.refusals import causes_of, is_denied, is_full
@@ -176,7 +176,7 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
         hint = f"If it speaks TLS there, {PREFIX}REDIS_URL is to begin with rediss://."
     elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
         hint = "Does it speak TLS on this port? Nothing is sent to it without."
-    return f"does not answer ({fault}). {hint}"
+    return f"does not answer ({clause(fault)}). {hint}"
 
 
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
@@ -186,13 +186,13 @@ def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Setting
         return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
     if is_denied(fault):
         return (
-            f"does not let user {found.user or 'default'} do this ({causes.get(NoPermissionError) or fault}). "
+            f"does not let user {found.user or 'default'} do this ({clause(causes.get(NoPermissionError) or fault)}). "
             "docs/redis.md tells which user may do what."
         )
     if ReadOnlyError in causes:
         return f"is a replica, and lets nobody write. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
     if "MISCONF" in str(fault):
-        return f"cannot save its data, and so takes nothing more ({fault})"
+        return f"cannot save its data, and so takes nothing more ({clause(fault)})"
     if AuthenticationError in causes:
         return (
             f"answers, but {'refuses the password' if found.password else 'wants a password, and none is set'}. "

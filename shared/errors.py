@@ -168,6 +168,11 @@ def json_problem(error: ValueError | RecursionError, unit: str = "column") -> st
     return str(error)
 
 
+def clause(error: BaseException) -> str:
+    """What an error says, to stand within a sentence: without the full stop that some end with."""
+    return str(error).removesuffix(".")
+
+
 #: Characters that move a terminal's cursor or change its state, and halves of characters, which cannot be printed.
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError as RedisFault
 from redis.retry import Retry
 
 from shared.broker import SENT_AT, connect, queue_depth, queue_lists
-from shared.errors import UserError
+from shared.errors import UserError, clause
 from shared.results import ResultsStore
 from shared.serving import queues
 from shared.settings import PREFIX, Settings
@@ -197,7 +197,7 @@ class RedisFigures:
         try:
             self._redis.ping()
         except RedisFault as fault:
-            return [f"Redis at {self._settings.redis_address} does not answer ({fault})"]
+            return [f"Redis at {self._settings.redis_address} does not answer ({clause(fault)})"]
         return []
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from redis.exceptions import NoPermissionError
 
+from shared.errors import clause
+
 #: What Redis says, in an error of no kind of its own, of a script that does what its user may not.
 DENIED_SCRIPT = "user executing the script can't"
 #: And of a key that holds something else than the command is for; within a script in the midst of other words.
@@ -13,9 +15,9 @@ WRONG_TYPE = "WRONGTYPE"
 def hopeless(fault: BaseException) -> str | None:
     """What somebody has to mend before Redis takes it, for people; None where waiting may do."""
     if is_denied(fault):
-        return f"its user may not do this ({fault}). docs/redis.md tells which user may do what."
+        return f"its user may not do this ({clause(fault)}). docs/redis.md tells which user may do what."
     if any(WRONG_TYPE in str(cause) for cause in causes_of(fault)):
-        return f"a key is there already, and is not Feedmill's ({fault}). Give Feedmill a database of its own."
+        return f"a key is there already, and is not Feedmill's ({clause(fault)}). Give Feedmill a database of its own."
     return None
 
 

@@ -69,7 +69,6 @@ def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | No
     file, key = _place(classifier, settings)
     known = _entry(file, key).get("token_budget")
     if isinstance(known, int) and known > 0:
-        logger.info("token budget %d, as measured before (%s)", known, file)
         return TokenBudget(known, file, key)
     return None
 

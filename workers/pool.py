@@ -114,7 +114,11 @@ class DevicePool(BasePool):
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         logger.info(
-            "%s classifies by %s, loaded in %.1f s", classifier.weights.name, classifier.kind, time.monotonic() - began
+            "%s classifies by %s, loaded in %.1f s; token budget %d",
+            classifier.weights.name,
+            classifier.kind,
+            time.monotonic() - began,
+            budget.tokens,
         )
         self.pipeline = Pipeline(
             classifier,

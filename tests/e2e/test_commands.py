@@ -80,6 +80,23 @@ def test_a_dump_with_filters(redis: RedisServer, tmp_path: Path) -> None:
     assert "The filters leave out every record" in none.stderr
 
 
+def test_a_key_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "tickets.csv").write_text("ticket,channel,text\nT-1,mail,x\nT-2,web,y\n")
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    wrong = feedmill("enqueue", "tickets.csv", "--id-column", "tickets", cwd=tmp_path, **url)
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "feedmill: tickets.csv has no column tickets. Its columns: ticket, channel, text. Name one of them with "
+        "--id-column, or leave it out.\n"
+    )
+    said = feedmill("enqueue", "tickets.csv", "--id-column", "ticket", cwd=tmp_path, **url)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert sent_ids(redis) == ["T-1", "T-2"]
+    found = feedmill("enqueue", "tickets.csv", cwd=tmp_path, **url)
+    assert found.stdout.startswith("2 posts sent")
+    assert "tickets.csv: no column is an id (id, post_id), so ids are made of the text" in found.stderr
+
+
 def sent_ids(redis: RedisServer) -> list[str]:
     messages: list[Any] = redis.client.lrange("feedmill", 0, -1)
     return sorted(post["id"] for message in messages for post in body_of(message)[1]["posts"])
@@ -256,7 +273,7 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
     said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
     assert said.returncode == 2
     assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
-    assert "feedmill up" in said.stderr
+    assert "Connection refused). Start the embedded stack with `feedmill up`" in said.stderr
     assert "Traceback" not in said.stderr
     assert "hunter2" not in said.stderr
 

@@ -60,14 +60,18 @@ def test_evaluate(tmp_path: Path) -> None:
     samples = [json.loads(line) for line in Path(SAMPLES).read_text().splitlines()[:32]]
     samples[0]["topic"] = samples[0]["topic"].upper()
     odd = [{"id": "x1", "title": "No topic"}, {"id": "x2", "title": "Another's topic", "topic": "knitting"}]
-    path.write_text("".join(json.dumps(post) + "\n" for post in [*samples, *odd]))
-    said = feedmill("evaluate", str(path), "--csv", "predictions.csv", "--png", "confusion.png", "--json", cwd=tmp_path)
+    records = [post | {"Key": f"key {number}"} for number, post in enumerate([*samples, *odd])]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    said = feedmill(
+        "evaluate", str(path), "--id-column", "Key", "--csv", "predictions.csv", "--png", "confusion.png", "--json",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["left_out"], list(found["labels"])) == (32, 2, list(TOPICS))
     assert "Left out: 2 posts whose topic is missing, or none of the labels." in said.stdout
     predictions = rows(tmp_path / "predictions.csv")
-    assert [line["id"] for line in predictions] == [post["id"] for post in samples]
+    assert [line["id"] for line in predictions] == [f"key {number}" for number in range(32)]
     assert [line["topic"] for line in predictions] == [post["topic"].lower() for post in samples]
     assert found["accuracy"] == sum(line["topic"] == line["label"] for line in predictions) / 32
     assert found["accuracy"] > 0.5

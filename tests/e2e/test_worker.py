@@ -266,7 +266,8 @@ def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
         measured = re.search(r"token budget (\d+): 512: \d+, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert f"token budget {measured[1]}, as measured before" in worker.text()
+        assert f"; token budget {measured[1]}\n" in worker.text()
+        assert "measuring" not in worker.text()
 
 
 def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from feedmill.enqueue_commands import _position
 from producers.positions import POSITION_TTL, Position
+from producers.records import EVERYTHING
 from shared.broker import connect
 from shared.keys import find
 from shared.settings import Settings
@@ -62,3 +64,11 @@ def test_a_relative_path_is_the_same_file(settings: Settings, path: Path, monkey
     position(settings, path).save(7)
     monkeypatch.chdir(path.parent)
     assert position(settings, Path(path.name)).load() == 7
+
+
+def test_with_another_column_of_ids_a_file_is_read_anew(settings: Settings, path: Path) -> None:
+    redis = connect(settings)
+    positions = [_position(redis, str(path), "", EVERYTHING, column) for column in ("ticket", "ticket", "text", None)]
+    first, *_ = found = [position for position in positions if position]
+    first.save(1)
+    assert [position.load() for position in found] == [1, 1, 0, 0]

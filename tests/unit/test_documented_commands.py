@@ -50,6 +50,7 @@ RUN_BY = {
     "deploy --show": "e2e/test_deploy.py test_a_worker_goes_over_and_all_who_ask_are_told",
     "enqueue": "e2e/test_commands.py test_enqueue_skips_bad_lines_and_says_so",
     "enqueue --again": "e2e/test_commands.py test_again_starts_over",
+    "enqueue --id-column": "e2e/test_commands.py test_a_key_of_ones_own",
     "enqueue --labels": "e2e/test_commands.py test_from_a_file_to_results",
     "enqueue --labels --model": "e2e/test_several_models.py test_a_dead_letter_says_which_queue_it_came_out_of",
     "enqueue --priority": "e2e/test_acl.py test_the_producer_sends_to_another_model",

@@ -85,3 +85,18 @@ def test_comments_do_not_flood_the_terminal(tmp_path: Path) -> None:
     *lines, last = shown.getvalue().splitlines()
     assert len(lines) == BAD_RECORDS_SHOWN
     assert last == "… and 980 more records with something wrong"
+
+
+def test_a_file_without_ids_is_told_once(tmp_path: Path) -> None:
+    """To whoever looks for posts by their ids, and to nobody else."""
+    path = tmp_path / "posts.csv"
+    path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
+    for id_column, shows_ids, told in [
+        (None, True, "no column is an id (id, post_id), so ids are made of the text; --id-column takes one of: "),
+        (None, False, ""),
+        ("ticket", True, ""),
+    ]:
+        shown = io.StringIO()
+        read = Reading(str(path), Console(file=shown, width=200), id_column=id_column, shows_ids=shows_ids)
+        assert len(list(read.posts())) == 2
+        assert shown.getvalue() == (told and f"{path}: {told}ticket, channel\n")

@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.files import MAX_RECORD, Source, read
+from producers.files import MAX_RECORD, NOT_UTF8, Source, read
 from producers.records import BadRecord, Filters, Item, LeftOut, with_plain_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
@@ -131,6 +131,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes],
         ({"title": "x", "id": "post-7", "selftext": ""}, "id", "post-7"),
         ({"title": "x", "id": "1abc2", "body": ""}, "id", "1abc2"),
         ({"title": "x", "id": "1abc2", "name": "Jo"}, "id", "1abc2"),
+        ({"title": "x", "post_id": 0, "fullname": "Jo Doe"}, "id", "0"),
         ({"title": "x", "permalink": "/r/x/comments/1/t/"}, "permalink", "https://www.reddit.com/r/x/comments/1/t/"),
         ({"title": "x", "permalink": "/x"}, "permalink", "/x"),
         ({"title": "x", "edited": False}, "edited_utc", None),
@@ -164,6 +165,71 @@ def test_without_an_id_the_same_text_gets_the_same_id(tmp_path: Path) -> None:
     first, other, again = posts(tmp_path, 'title\n"one, two"\nthree\n"one, two"\n')
     assert first.id == again.id != other.id
     assert first.id.startswith("text-")
+
+
+def test_a_name_is_a_column_like_any_other(tmp_path: Path) -> None:
+    """Two posts of one person are two posts."""
+    first, other = posts(tmp_path, "name,title\nJo,x\nJo,y\n")
+    assert first.id != other.id
+    assert first.id.startswith("text-")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "Ticket Nr;id;name;Title\nT-1;5;t3_abc;x\n;6;;y\nT-3;7;;z",
+        jsonl({"ticket nr": "T-1", "id": 5, "name": "t3_abc", "title": "x"}, {"id": 6, "title": "y"})
+        + jsonl({"ticket_nr": "T-3", "title": "z"}),
+    ],
+    ids=["csv", "lines"],
+)
+def test_another_column_can_be_the_id(tmp_path: Path, data: str) -> None:
+    path = tmp_path / "tickets"
+    path.write_text(data)
+    first, said, second, third = Source(str(path), id_column="Ticket Nr").items()
+    assert [getattr(post, "id", None) for post in (first, third)] == ["T-1", "T-3"]
+    assert said == BadRecord(
+        f"{path}:{3 if data.startswith('T') else 2}",
+        "nothing stands under ticket_nr, so its id is made of its text",
+        skipped=False,
+    )
+    assert isinstance(second, Post)
+    assert second.id.startswith("text-")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("ticket,title\n1,x\n", r"/file has no column channel\. Its columns: ticket, title\. Name one of them with"),
+        ('{"ticket": 1, "title": "x"}', r"has no column channel\. Its columns: ticket, title\. Name one of them with"),
+        ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", "is an export of results, which has ids of"),
+    ],
+)
+def test_a_column_that_is_not_there(tmp_path: Path, data: str, words: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(data)
+    with pytest.raises(InputError, match=words):
+        list(Source(str(path), id_column="channel").items())
+
+
+@pytest.mark.parametrize(
+    ("data", "columns"),
+    [
+        ("ticket,,title,channel\n1,0,x\n", ["ticket", "channel"]),
+        ("title\nx\n", []),
+        ('{"ticket": 1, "text": "x"}\n{"id": 2, "text": "y"}', ["ticket"]),
+        ("id,title\n,x\n", None),
+        ("name,title\nt3_1abc2,x\n", None),
+        ("permalink,title\n/r/x/comments/1abc2/t/,x\n", None),
+        ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", None),
+    ],
+)
+def test_which_columns_could_be_the_id(tmp_path: Path, data: str, columns: list[str] | None) -> None:
+    path = tmp_path / "file"
+    path.write_text(data)
+    source = Source(str(path))
+    list(source.items())
+    assert source.columns_to_choose == columns
 
 
 def test_csv_with_quotes_and_lines(tmp_path: Path) -> None:
@@ -258,15 +324,58 @@ def test_deep_nesting_is_a_bad_line(tmp_path: Path) -> None:
     assert len(bad) == 1
 
 
-def test_bytes_that_are_no_utf8_do_not_lose_the_post(tmp_path: Path) -> None:
-    (post,) = posts(tmp_path, b'{"id": 1, "title": "caf\xe9"}')
-    assert post.title == "caf�"
+@pytest.mark.parametrize(
+    ("data", "ids", "bad_lines"),
+    [
+        ('id;title;Größe\r\n1;x;5\r\n2;Käse;6\r\n3;"two\r\nnaïve lines";7\r\n4;y;8\r\n', ["1", "4"], ["3", "4-5"]),
+        ('{"id": 1, "title": "x"}\n{"id": 2, "title": "Käse"}\n{"id": 3, "größe": 5}\n', ["1"], ["2", "3"]),
+        (
+            '[{"id": 1, "title": "x"},\n{"id": 2, "title": "Käse"},\n{"id": 3, "title": "y"}]',
+            ["1", "3"],
+            ["2 (element 2)"],
+        ),
+    ],
+    ids=["csv", "lines", "array"],
+)
+def test_bytes_that_are_no_utf8_make_a_bad_line(
+    tmp_path: Path, data: str, ids: list[str], bad_lines: list[str]
+) -> None:
+    """As Excel saves a CSV: nothing is guessed, and what is plain is read."""
+    good, bad = both(tmp_path, data.encode("cp1252"))
+    assert [post.id for post in good] == ids
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == bad_lines
+    assert {record.reason for record in bad} == {NOT_UTF8}
+    assert all(record.skipped for record in bad)
+
+
+@pytest.mark.parametrize("data", ["id,title\n1,�\n", '{"id": 1, "title": "�"}', '[{"id": 1, "title": "�"}]'])
+def test_what_another_program_replaced_stays(tmp_path: Path, data: str) -> None:
+    (post,) = posts(tmp_path, data)
+    assert post.title == "�"
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "lines"),
+    [
+        ('1,"x\n2,"y"\n3,z\n', ["3"], ["2-3"]),
+        ('1,"a "b" c"\n2,y\n', ["2"], ["2"]),
+        ('1,"x\n2,y",z\n4,w\n', ["4"], ["2-3"]),
+    ],
+    ids=["unclosed", "not doubled", "too many fields"],
+)
+def test_lines_that_a_quotation_mark_costs_are_named(
+    tmp_path: Path, rows: str, ids: list[str], lines: list[str]
+) -> None:
+    good, bad = both(tmp_path, f"id,title\n{rows}")
+    assert [post.id for post in good] == ids
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == lines
+    assert "is a quotation mark missing" in bad[0].reason
 
 
 def test_a_quotation_mark_that_is_never_closed_is_told(tmp_path: Path) -> None:
     good, bad = both(tmp_path, 'id,title\n1,x\n2,"y\n3,z\n')
     assert [post.id for post in good] == ["1"]
-    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3"]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3-4"]
     assert "never closed" in bad[0].reason
 
 
@@ -521,8 +630,9 @@ def test_no_line_is_rejected_that_is_wanted(record: dict[str, object], spaced: b
         '{"id": 1, "title": "x"}\n\nnope\n{"id": 2, "title": "y", "score": "•"}\n  \n{"id": 3, "title": "z"}\n[4]',
         '[{"id": 1, "title": "x"}, 5,\n {"id": 2, "title": "y", "score": "•"}, {"id": 3, "title": "z"}, [4]]',
         "id,title,score\n1,x,\n5,y,1,1\n\n2,y,•\n3,z,\n4,,\n",
+        'id,title,score\n1,x,\n"5" y,z\n2,y,\n6,"z\n7"w,\n4,v,\n',
     ],
-    ids=["lines", "array", "csv"],
+    ids=["lines", "array", "csv", "quoted"],
 )
 def test_going_on_where_it_stopped(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
     """Each record ends with one item that is not "kept without"; those passed over are not told again."""

@@ -18,7 +18,7 @@ from feedmill.training_job import within
 from feedmill.tuning_report import TuningReport
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
-from shared.messages import PostError
+from shared.messages import Classification, Post, PostError
 from shared.settings import STACK_FILE, Settings
 from shared.training import TrainOptions
 from workers import tuning
@@ -99,6 +99,46 @@ def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
     options = TrainOptions.parse({"from": "posts.jsonl", "out": "out", "base": "../base"})
     with pytest.raises(UserError, match=r"base: '\.\./base' leads out of the folder for trainings\."):
         within(options, Settings(training_folder=tmp_path))
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("data", "words", "status"),
+    [
+        ("foo,bar\n1,2\n", "as CSV it has no column for a title or a body", None),
+        ("nope\n{}\n", "posts.jsonl:1: not JSON", 1),
+    ],
+)
+def test_a_file_without_posts_is_told_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    data: str,
+    words: str,
+    status: int | None,
+) -> None:
+    monkeypatch.setattr(offline_commands, "load_model", Mock(side_effect=AssertionError))
+    (tmp_path / "posts.jsonl").write_text(data)
+    said = CliRunner().invoke(app, ["classify", "posts.jsonl"])
+    assert words in f"{said.stderr}{said.exception}"
+    assert getattr(said.exception, "code", None) == status
+
+
+def test_ids_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Results are looked for by them."""
+    best = Mock(spec=Classification, label="food", scores={"food": 0.5})
+    ids = ["1", f"text-{'a' * 32}", "2", "b" * 128]
+    posts = [Post(id=post_id, title="Bread") for post_id in ids]
+    outcomes: list[Any] = [best, best, PostError(id="2", error="why"), best]
+    assert offline_commands._show_posts(zip(posts, outcomes, strict=True), as_json=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == ids
+    assert [line.partition(" ")[2].lstrip() for line in lines] == [
+        f"{'food 0.50':<48} Bread",
+        f"{'food 0.50':<48} Bread",
+        "failed: why",
+        f"{'food 0.50':<48} Bread",
+    ]
+    assert lines[2].startswith("2" + " " * 37 + "failed")
 
 
 def test_several_models_and_one_chart() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import ModelError, SettingsError
+from shared.errors import ModelError, SettingsError, clause
 from shared.messages import digest
 from shared.settings import Settings
 from workers.device import CORES, Device
@@ -78,7 +78,7 @@ class OnnxEngine:
             )
         except Exception as error:
             raise ModelError(
-                f"ONNX Runtime cannot load {graph}: {error}. Delete its folder to export it anew."
+                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete its folder to export it anew."
             ) from error
         self.provider: str = self._session.get_providers()[0]
         if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
