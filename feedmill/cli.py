@@ -124,12 +124,12 @@ def up(data_folder: DataFolder = None) -> None:
 
 
 @app.command()
-def url(data_folder: DataFolder = None, redis_url: RedisUrl = None) -> None:
+def url(data_folder: DataFolder = None) -> None:
     """Print the address of the Redis that the commands use, with its password, for other programs.
 
     `FEEDMILL_REDIS_URL=$(feedmill url) python app.py` hands it to one.
     """
-    settings = settings_of(data_folder=data_folder, redis_url=redis_url)
+    settings = settings_of(data_folder=data_folder)
     if settings.redis_url is None and not (settings.data_folder / STACK_FILE).exists():
         raise SettingsError(
             f"No `feedmill up` runs with its data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set: "

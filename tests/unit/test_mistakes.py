@@ -62,8 +62,11 @@ def test_an_address_that_nothing_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "the other."
     )
     (tmp_path / STACK_FILE).write_text('{"redis_url": "redis://:p@127.0.0.1:1/0"}')
-    for given, url in (([], "redis://:p@127.0.0.1:1/0"), (["--redis-url", "redis://there/0"], "redis://there/0")):
-        said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path), *given])
+    for given, url in (
+        ({}, "redis://:p@127.0.0.1:1/0"),
+        ({"FEEDMILL_REDIS_URL": "redis://there/0"}, "redis://there/0"),
+    ):
+        said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
         assert (said.exit_code, said.stdout) == (0, f"{url}\n")
 
 
