@@ -262,13 +262,8 @@ def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
 ) -> None:
     # An empty variable is an unset one.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
-<<<<<<< HEAD
         assert f"{MEASURING}, once for this device and model" in worker.text()
-        measured = re.search(r"token budget (\d+): 512: \d+, ", worker.text())
-=======
-        assert "measuring the token budget, once for this device and model" in worker.text()
         measured = re.search(r"token budget (\d+), the best of \(tokens/s\): \d+ at 512, ", worker.text())
->>>>>>> h-files
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
         assert f"; token budget {measured[1]}\n" in worker.text()
