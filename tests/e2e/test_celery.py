@@ -22,7 +22,7 @@ from celery.canvas import Signature
 from celery.exceptions import TimeoutError as NotYet
 from celery.result import AsyncResult
 
-from tests.support import RedisServer, redis_servers, start, wait_until
+from tests.support import RedisServer, end, redis_servers, start, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -192,9 +192,7 @@ class Scene:
     def stop(self) -> None:
         self._receiver.should_stop = True
         self._listener.join(10)
-        if self.worker.poll() is None:
-            self.worker.kill()
-            self.worker.wait()
+        end(self.worker)
         backend: Any = self.app.backend
         backend.remove_pending_result = lambda result: result  # a result that is deleted later looks for its Redis
         self.redis.stop()
