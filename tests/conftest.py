@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from celery.result import AsyncResult
 
 from shared.settings import Settings
 from tests.support import RedisServer, redis_servers, working
@@ -42,6 +43,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_result_looks_for_its_redis() -> Iterator[None]:
+    """Celery's unsubscribe when they are forgotten: at any time, in another test, for 20 s where that Redis is gone."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(AsyncResult, "__del__")
+        yield
 
 
 @pytest.fixture(autouse=True)

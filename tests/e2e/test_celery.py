@@ -193,8 +193,6 @@ class Scene:
         if self.worker.poll() is None:
             self.worker.kill()
             self.worker.wait()
-        backend: Any = self.app.backend
-        backend.remove_pending_result = lambda result: result  # a result that is deleted later looks for its Redis
         self.redis.stop()
 
 
