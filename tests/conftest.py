@@ -1,12 +1,12 @@
 """Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from celery.result import AsyncResult
 
 from shared.settings import Settings
 from tests.support import RedisServer, redis_servers, working
@@ -19,11 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole processes first, in random order like the rest: a file that takes long, begun last, would run alone."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
-
-
-def pytest_collection_finish() -> None:
-    """What is imported is here to stay: looking through it for garbage takes a tenth of a second each time."""
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -48,6 +43,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_result_looks_for_its_redis() -> Iterator[None]:
+    """Celery's unsubscribe when they are forgotten: at any time, in another test, for 20 s where that Redis is gone."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(AsyncResult, "__del__")
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """What tests share: waiting for a condition by name, a real redis-server, and `feedmill` as a process."""
 
 import atexit
-import gc
 import json
 import os
 import signal
@@ -78,8 +77,6 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        # Celery's results that nobody holds any more take leave of their Redis; later they would look for it in vain.
-        gc.collect()
         self.client.close()
         self._child.stop(10)
 
