@@ -192,15 +192,7 @@ class Scene:
     def stop(self) -> None:
         self._receiver.should_stop = True
         self._listener.join(10)
-<<<<<<< HEAD
         end(self.worker)
-        backend: Any = self.app.backend
-        backend.remove_pending_result = lambda result: result  # a result that is deleted later looks for its Redis
-=======
-        if self.worker.poll() is None:
-            self.worker.kill()
-            self.worker.wait()
->>>>>>> h-fast
         self.redis.stop()
 
 
