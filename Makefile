@@ -24,7 +24,7 @@ demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
 long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice; hostile ones
 	$(BIN)/python -m tests.soak_reddit
@@ -41,7 +41,7 @@ long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight s
 coverage: $(VENV)/test ## The tests once more, with the branches counted that they take: at least 95% of each package's
 	rm -rf build/coverage*
 	@mkdir -p build
-	$(BIN)/coverage run -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m tests.branches
 
 dist: $(VENV)/test ## Build the wheel and the sdist, and try each in an environment of its own

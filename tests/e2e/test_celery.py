@@ -132,10 +132,13 @@ class Scene:
             wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the worker is held")
             yield
 
+    def has_its_model(self) -> None:
+        """A stock worker's child that was killed is replaced by one that loads it: no part of a limit of time, or rate."""
+        self.send(post("before")).get(timeout=60)
+
     def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
         """A message whose forward pass has begun, and ends when the gate is opened."""
-        # A stock worker's child that was killed is replaced by one that has to load the model: no part of a time limit.
-        self.send(post("before")).get(timeout=60)
+        self.has_its_model()
         sent: AsyncResult[Any] = self.send(slow(gate), **options)
         wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "its forward pass has begun")
         return sent
@@ -481,6 +484,7 @@ def _(scene: Scene) -> str:
 
 @row("`rate_limit`")
 def _(scene: Scene) -> str:
+    scene.has_its_model()
     scene.order("rate_limit", task_name="feedmill.classify", rate_limit="1/s")
     sent = [scene.send(post()) for _ in range(4)]
     scene.settled(*sent)
