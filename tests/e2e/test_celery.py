@@ -133,7 +133,7 @@ class Scene:
             yield
 
     def has_its_model(self) -> None:
-        """A stock worker's child that was killed is replaced by one that loads it: no part of a limit of time, or rate."""
+        """A stock worker's child that was killed is replaced by one that loads it: no part of what is measured."""
         self.send(post("before")).get(timeout=60)
 
     def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
