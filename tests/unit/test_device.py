@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared.errors import SettingsError
-from workers.device import Device, choose
+from workers.device import Device, choose, for_training
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
@@ -65,3 +65,9 @@ def test_an_engine_that_does_not_run_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(SettingsError, match="FEEDMILL_ENGINE: onnx runs on CUDA or on the CPU, not on mps"):
         choose(engine="onnx")
+
+
+def test_half_precision_is_not_trained_in_where_it_was_not_tried() -> None:
+    apple = Device(torch.device("mps"), torch.float32, "for a test")
+    assert for_training(apple) == (torch.float32, "mixed precision was not tried on Apple GPUs")
+    assert for_training(apple, "bfloat16") == (torch.bfloat16, "precision as set")

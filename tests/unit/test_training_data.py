@@ -87,6 +87,7 @@ def test_early_stopping_holds_posts_back() -> None:
     ("examples", "options", "words"),
     [
         ([], {}, "No post is left to train on"),
+        ([], {"labels": "soft"}, "No post is left to train on"),
         ([example(1), example(2)], {}, "All posts have the label 'a': there is nothing to tell apart."),
         (
             [example(1), example(2), example(3, "b")],
