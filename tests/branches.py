@@ -14,7 +14,7 @@ from rich.table import Table
 
 #: Of a package's branches, the share that is taken.
 LEAST = 0.95
-FIGURES = Path("build/coverage.json")
+FIGURES = Path("build/branches.json")
 
 
 def main() -> int:
