@@ -164,10 +164,11 @@ class Backlog:
                 alone = not self._busy and not self.at_work.window
                 self._apart = apart = self._apart and bool(rows)
                 self._busy += bool(rows)
+                batch = Batch(self.at_work, rows, 1 if alone or apart else self._lanes, apart) if rows else None
             for message in starting:
                 self._on_started(message)
-            if rows:
-                return Batch(self.at_work, rows, 1 if alone or apart else self._lanes, apart)
+            if batch:
+                return batch
         return None
 
     def done(self) -> None:
