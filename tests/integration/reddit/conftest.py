@@ -1,0 +1,38 @@
+"""A loopback Reddit, and a house on it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from producers.reddit import daemon
+from tests.fakes.clock import SimulatedClock
+from tests.fakes.reddit import Reddit as LoopbackReddit
+from tests.integration.reddit.house import DAY, TOPICS, House
+from tests.support import RedisServer
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def loopback(request: pytest.FixtureRequest, clock: SimulatedClock) -> Iterator[LoopbackReddit]:
+    """With all subreddits of TOPICS, each with a post of yesterday."""
+    with LoopbackReddit(clock=clock.time, window=None, listing_cap=getattr(request, "param", 1000)) as reddit:
+        for names in TOPICS.values():
+            for name in names:
+                reddit.add_subreddit(name)
+                reddit.publish(name, title=f"an old post of {name}", created_utc=clock.time() - DAY)
+        yield reddit
+
+
+@pytest.fixture
+def house(
+    redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[House]:
+    # Days pass here: what a daemon tells of itself every ten seconds would be most of what it does in them.
+    monkeypatch.setattr(daemon, "TELL", 50.0)
+    house = House(redis, clock, loopback)
+    yield house
+    house.close()

@@ -1,0 +1,89 @@
+"""All that a daemon stands on: a real Redis, real PRAW, the loopback Reddit; only time is simulated."""
+
+from typing import Any
+
+import pytest
+
+from producers.push import Pusher
+from producers.reddit.budget import Budget
+from producers.reddit.client import Reddit
+from producers.reddit.daemon import Daemon
+from producers.reddit.state import State
+from producers.reddit.topics import Topics
+from shared.broker import connect, make_app
+from shared.messages import Classification, ClassifyOptions, Post, fingerprint
+from shared.results import Result
+from shared.settings import Settings
+from tests.fakes.clock import SimulatedClock
+from tests.fakes.reddit import Reddit as LoopbackReddit
+from tests.support import RedisServer, body_of
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
+
+#: For tests that fill listings: they end after 200 items instead of 1,000, and cost a fifth.
+short_listings = pytest.mark.parametrize("loopback", [200], indirect=True, ids=["short"])
+
+
+class House:
+    """All that a daemon stands on, and daemons one after the other: a new one is the process started again."""
+
+    def __init__(self, redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit) -> None:
+        credentials = {
+            "reddit_client_id": "id",
+            "reddit_client_secret": "secret",
+            "reddit_user_agent": "linux:test:1 (by /u/nobody)",
+            "reddit_url": loopback.url,
+            "reddit_timeout": 2.0,
+        }
+        self.settings = Settings.model_validate({"redis_url": redis.url} | credentials)
+        self.redis = redis
+        self.clock = clock
+        self.loopback = loopback
+        self.topics = Topics(active=2, topics=TOPICS)
+        self.state = State(redis.client)
+        self._open: list[Reddit] = []
+
+    def reddit(self) -> Reddit:
+        reddit = Reddit(self.settings, Budget(self.clock, 90), self.topics.topic_of)
+        self._open.append(reddit)
+        return reddit
+
+    def daemon(self, depth: int = 1000, **settings: Any) -> Daemon:
+        chosen = self.settings.model_copy(update=settings)
+        budget = Budget(self.clock, chosen.reddit_requests_per_minute)
+        client = connect(chosen)
+        pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
+        reddit = Reddit(chosen, budget, self.topics.topic_of)
+        self._open.append(reddit)
+        return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth)
+
+    def run(self, daemon: Daemon, seconds: float) -> None:
+        """Let simulated time pass."""
+        until = self.clock.monotonic() + seconds
+        while (left := until - self.clock.monotonic()) > 0:
+            self.clock.wait(min(daemon.step(), left))
+
+    def publish(self, name: str, count: int = 1, **fields: Any) -> list[str]:
+        number = len(self.loopback.ledger.published)
+        return [self.loopback.publish(name, title=f"post {number + each}", **fields) for each in range(count)]
+
+    def queued(self) -> list[dict[str, Any]]:
+        """The posts in the queue, in the order in which they were sent."""
+        messages: list[Any] = self.redis.client.lrange("feedmill", 0, -1)
+        return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
+
+    def ids(self) -> list[str]:
+        return [post["id"] for post in self.queued()]
+
+    def close(self) -> None:
+        for reddit in self._open:
+            reddit.close()
+
+
+def result(post: Post, label: str = "x") -> Result:
+    found = Classification(
+        id=post.id, label=label, scores={label: 1.0}, model="m", revision=None, weights="w",
+        fingerprint=fingerprint(post, "r"), classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    return Result(post, found)

@@ -1,0 +1,203 @@
+"""What goes wrong, at Reddit, at Redis and here, costs no post."""
+
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+
+import pytest
+from pydantic import SecretStr
+
+from producers.reddit.budget import Budget
+from producers.reddit.state import State
+from producers.reddit.things import Fault
+from shared.errors import CredentialsError
+from tests.fakes.clock import SimulatedClock
+from tests.fakes.reddit import Reddit as LoopbackReddit
+from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "too_many", "too_many_bare", "too_many_word", "too_many_date", "server_error_500", "server_error_503", "html",
+        "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body", "reset_fractional", "remaining_nan",
+        "used_missing", "empty_listing", "no_data", "truncated_json", "sticky_head", "slow_body",
+    ],
+)  # fmt: skip
+def test_a_fault_costs_no_post(house: House, fault: str) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.next(fault, times=2, where="/r/", seconds=3)
+    expected = house.publish("cooking", 3) + house.publish("tennis", 250)
+    house.run(daemon, 20 * MINUTE)
+    assert house.loopback.ledger.faults[fault] == 2
+    assert set(house.ids()) >= set(expected)
+    assert len(house.ids()) == len(set(house.ids()))
+    assert daemon.status()["failing"] == []
+    assert daemon.hindrance == ""
+
+
+def test_a_dead_anchor_costs_no_post(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.next("dead_anchor", times=2)
+    expected = house.publish("tennis", 450)
+    house.run(daemon, 20 * MINUTE)
+    assert house.loopback.ledger.faults["dead_anchor"] == 2
+    assert set(house.ids()) >= set(expected)
+
+
+def test_one_subreddit_that_fails_stops_no_other(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("server_error_500", where="cooking")
+    kept = house.publish("cooking", 2)
+    others = house.publish("baking", 2) + house.publish("tennis", 2)
+    house.run(daemon, 5 * MINUTE)
+    assert set(others) <= set(house.ids())
+    assert daemon.status()["failing"] == ["cooking"]
+    house.loopback.faults.clear()
+    house.run(daemon, 20 * MINUTE)
+    assert set(kept) <= set(house.ids())
+    assert daemon.status()["failing"] == []
+
+
+def test_a_429_is_waited_for_as_long_as_it_says(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.next("too_many", seconds=300)
+    begun = house.loopback.ledger.total
+    house.run(daemon, 400)
+    times = [request.at for request in list(house.loopback.ledger.requests)[begun:]]
+    assert times[1] - times[0] >= 300
+    assert times[1] - times[0] < 320
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1e9"}, {"retry-after": "1e9"}]
+)
+def test_reddit_cannot_have_us_wait_for_ever(house: House, headers: dict[str, str]) -> None:
+    budget = Budget(house.clock, 60)
+    budget.learn(headers)
+    if "retry-after" in headers:
+        budget.pause(1e9)
+    assert 0 < budget.pending() <= HOUR
+
+
+def test_retry_after_nothing_is_no_invitation(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("too_many", seconds=0)
+    begun = house.loopback.ledger.total
+    house.run(daemon, 10 * MINUTE)
+    assert house.loopback.ledger.total - begun < 15
+
+
+def test_the_budget_that_reddit_states_is_kept_to(house: House, clock: SimulatedClock) -> None:
+    with LoopbackReddit(clock=clock.time, window=600, budget=25) as strict:
+        for names in TOPICS.values():
+            for name in names:
+                strict.add_subreddit(name)
+                strict.publish(name, title="one")
+        daemon = house.daemon(reddit_url=strict.url, reddit_poll_interval=5.0)
+        house.run(daemon, HOUR)
+        assert strict.ledger.over_budget == 0
+        assert strict.ledger.total > 6 * 15
+
+
+def test_while_reddit_is_away_it_waits_longer_and_longer(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = house.daemon(reddit_url="http://127.0.0.1:9")  # the port "discard", where nothing listens
+    house.run(daemon, HOUR)
+    assert "no connection" in daemon.hindrance
+    assert 5 <= len([record for record in caplog.records if "no connection" in record.message]) <= 20
+
+
+def test_the_last_word_is_fresh_while_reddit_is_waited_for(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.faults.always("too_many", seconds=1800)
+    house.run(daemon, 20 * MINUTE)
+    told = house.state.told()
+    assert told
+    assert house.clock.time() - told["at"] < MINUTE
+
+
+def test_an_answer_that_drips_is_cut_off(house: House) -> None:
+    """A byte now and then keeps every single read from timing out."""
+    asked: list[str] = []
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b" ")
+                    Event().wait(0.05)
+
+        def log_message(self, *_: object) -> None:
+            """Not to the test's output."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    house.settings = house.settings.model_copy(
+        update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 0.3}
+    )
+    try:
+        with pytest.raises(Fault, match="does not end"):
+            house.reddit().page(["cooking"])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("client", [("id", "wrong"), ("wrong", "secret")])
+def test_credentials_that_reddit_refuses(house: House, client: tuple[str, str]) -> None:
+    client_id, client_secret = map(SecretStr, client)
+    daemon = house.daemon(reddit_client_id=client_id, reddit_client_secret=client_secret)
+    with pytest.raises(CredentialsError, match="refuses the client id or its secret") as refused:
+        house.run(daemon, MINUTE)
+    assert "wrong" not in str(refused.value)
+
+
+def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    expected = house.publish("cooking", 3)
+    house.redis.client.config_set("maxmemory", 1)
+    try:
+        house.run(daemon, 5 * MINUTE)
+        assert "Redis" in daemon.hindrance
+    finally:
+        house.redis.client.config_set("maxmemory", 0)
+    house.run(daemon, 5 * MINUTE)
+    assert set(expected) <= set(house.ids())
+    assert daemon.hindrance == ""
+
+
+def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.redis.client.config_set("maxmemory", 1)
+    try:
+        house.publish("cooking")
+        house.run(daemon, HOUR / 2)
+    finally:
+        house.redis.client.config_set("maxmemory", 0)
+    assert len([record for record in caplog.records if "does not answer" in record.message]) == 1
+    house.run(daemon, 5 * MINUTE)
+    assert daemon.hindrance == ""
+
+
+def test_a_mistake_of_ours_in_one_job_ends_no_other(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    expected = house.publish("cooking")
+    with monkeypatch.context() as patched:
+        patched.setattr(State, "due", lambda *_: 1 / 0)
+        house.run(daemon, 5 * MINUTE)
+    assert set(expected) <= set(house.ids())
+    assert daemon.faults["unexpected"] > 1

@@ -1,0 +1,115 @@
+"""What is held until it is sent: a full queue, and an end at any step."""
+
+from typing import Any
+
+import pytest
+
+from producers.push import Pusher
+from producers.reddit import daemon as daemon_module
+from producers.reddit.state import State
+from shared import broker
+from shared.broker import queue_depth
+from shared.messages import Post
+from shared.results import ResultsStore
+from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
+
+
+def test_a_full_queue_is_waited_for_and_nothing_is_lost(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "MAX_HELD", 40)
+    daemon = house.daemon(queue_limit=4, queue_resume=2, posts_per_message=2)
+    house.run(daemon, 2 * MINUTE)
+    expected = set(house.ids())
+    for _ in range(10):
+        expected |= set(house.publish("cooking", 10))
+        house.run(daemon, 3 * MINUTE)
+    assert queue_depth(house.redis.client, "feedmill").waiting == 4
+    assert daemon.status()["paused"]
+    assert 40 <= daemon.status()["held"] <= 60
+    seen: set[str] = set()
+    while not expected <= seen:
+        seen |= set(house.ids())
+        house.redis.client.delete("feedmill")
+        house.run(daemon, MINUTE)
+        assert queue_depth(house.redis.client, "feedmill").waiting <= 4
+    assert daemon.status()["held"] == 0
+    assert not daemon.status()["paused"]
+
+
+def test_polls_come_more_rarely_while_the_queue_is_full(house: House) -> None:
+    daemon = house.daemon(queue_limit=1, posts_per_message=1)
+    house.run(daemon, 2 * MINUTE)
+    begun = house.loopback.ledger.total
+    house.run(daemon, 20 * MINUTE)
+    assert 8 <= house.loopback.ledger.total - begun <= 14
+
+
+def test_what_is_held_when_it_is_killed_is_read_again(house: House) -> None:
+    daemon = house.daemon(queue_limit=1, posts_per_message=2)
+    expected = house.publish("cooking", 30)
+    house.run(daemon, 5 * MINUTE)
+    assert daemon.status()["held"] > 0
+    house.run(house.daemon(queue_limit=1000), 5 * MINUTE)
+    assert set(expected) <= set(house.ids())
+    assert len(house.ids()) == len(set(house.ids()))
+
+
+class Killed(BaseException):
+    pass
+
+
+#: The order of commits, step by step: each a method or function.
+STEPS: dict[str, tuple[Any, str]] = {
+    "note gaps": (State, "begin"),
+    "publish": (broker, "publish"),
+    "mark as sent": (Pusher, "_remember"),
+    "mark as known": (State, "commit"),
+    "advance the watermark": (State, "advance"),
+}
+
+ONCE = ("note gaps", "at the third")
+
+
+@short_listings
+@pytest.mark.parametrize(
+    ("step", "when"),
+    # Gaps are noted once in this story.
+    [(step, when) for step in STEPS for when in ("before", "after", "at the third") if (step, when) != ONCE],
+)
+def test_killed_at_any_step_nothing_is_lost_or_stored_twice(
+    house: House, step: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    house.clock.wait(HOUR)
+    expected = house.publish("cooking", 120) + house.publish("baking", 2)
+    out_of_reach = house.publish("tennis", 80)
+    house.clock.wait(HOUR)
+    expected += house.publish("tennis", 200)
+    owner, name = STEPS[step]
+    real = getattr(owner, name)
+    calls = []
+
+    def killing(*arguments: Any) -> Any:
+        calls.append(1)
+        if when == "before" or (when == "at the third" and len(calls) == 3):
+            raise Killed
+        done = real(*arguments)
+        if when == "after":
+            raise Killed
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killing)
+        with pytest.raises(Killed):
+            house.run(house.daemon(), HOUR)
+    house.run(house.daemon(), 10 * MINUTE)
+    store = ResultsStore(house.redis.client, house.settings)
+    for post in house.queued():
+        store.write([result(Post.parse(post))])
+    stored = [entry.post.id for entry in store.latest(10_000)]
+    assert set(expected) <= set(stored)
+    assert len(stored) == len(set(stored))
+    assert not set(out_of_reach) & set(stored)
+    (gap,) = house.state.gaps()
+    published = house.loopback.ledger.published
+    assert gap.since < published[out_of_reach[0]].created_utc
+    assert gap.until == published[expected[-200]].created_utc + 1

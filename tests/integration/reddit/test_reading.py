@@ -1,0 +1,226 @@
+"""Which posts are read, how they are sent, and which are out of reach."""
+
+from typing import Any
+
+import pytest
+
+from producers.reddit.client import Reddit
+from producers.reddit.state import LOOKS
+from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
+
+
+def test_new_posts_are_sent_once_and_in_order(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    old = house.ids()
+    assert len(old) == 4  # of the two subreddits of each topic that are read
+    new = []
+    for name in ("cooking", "tennis", "baking"):
+        new += house.publish(name)
+        house.run(daemon, 2 * MINUTE)
+    assert house.ids() == old + new
+    house.run(daemon, HOUR / 2)
+    assert house.ids() == old + new
+
+
+def test_a_post_carries_what_reddit_says_of_it(house: House) -> None:
+    daemon = house.daemon()
+    fullname = house.loopback.publish(
+        "Cooking", title="Fish & chips <3", body="a > b", url=None, score=7, over_18=True, spoiler=True
+    )
+    house.run(daemon, 2 * MINUTE)
+    (post,) = [post for post in house.queued() if post["id"] == fullname]
+    assert post["title"] == "Fish & chips <3"
+    assert post["body"] == "a > b"
+    assert (post["topic"], post["subreddit"], post["score"]) == ("food", "cooking", 7)
+    assert (post["nsfw"], post["spoiler"], post.get("stickied", False)) == (True, True, False)
+    assert post["permalink"].startswith("https://www.reddit.com/r/")
+    assert post["created_utc"] == house.loopback.ledger.published[fullname].created_utc
+    assert not {"author", "author_fullname"} & set(post)
+
+
+def test_it_goes_on_where_it_stopped(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    before = house.ids()
+    missed = house.publish("cooking", 150) + house.publish("tennis", 3)
+    house.clock.wait(3 * HOUR)
+    house.run(house.daemon(depth=1), 2 * MINUTE)
+    assert sorted(house.ids()) == sorted(before + missed)
+    assert house.state.gaps() == []
+
+
+def test_several_subreddits_are_one_request(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    begun = house.loopback.ledger.total
+    house.run(daemon, 10 * MINUTE)
+    assert 18 <= house.loopback.ledger.total - begun <= 23  # two topics, ten minutes
+    paths = [request.path for request in list(house.loopback.ledger.requests)[begun:]]
+    assert set(paths) == {"/r/cooking+baking/new", "/r/tennis+chess/new"}
+
+
+def test_only_so_many_posts_are_read_to_begin_with(house: House) -> None:
+    for second in range(300):
+        for name in ("cooking", "baking"):
+            house.publish(name, created_utc=house.clock.time() - HOUR + second)
+    daemon = house.daemon(depth=100, reddit_poll_interval=HOUR)
+    house.run(daemon, 8 * HOUR)  # also through a walk of the whole listing
+    assert sum(post["topic"] == "food" for post in house.queued()) == 100
+
+
+def test_an_edited_post_is_sent_again_as_such(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (fullname,) = house.publish("cooking", body="before")
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.edit(fullname, "after")
+    house.loopback.score(fullname, 99)
+    house.run(daemon, 2 * MINUTE)
+    found = [post for post in house.queued() if post["id"] == fullname]
+    assert [post["body"] for post in found] == ["before", "after"]
+    assert "edited_utc" in found[1]
+    house.run(house.daemon(), 2 * MINUTE)
+    assert house.ids().count(fullname) == 2
+
+
+def test_a_post_that_appears_minutes_late_is_found_at_once(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 240)
+    newer: list[str] = []
+    for _ in range(100):
+        house.clock.wait(1)
+        newer += house.publish("cooking", 3)
+    house.run(daemon, 2 * MINUTE)
+    assert newer[-1] in house.ids()
+    assert late not in house.ids()
+    house.run(daemon, 2 * MINUTE)
+    assert late in house.ids()
+
+
+def test_a_post_that_was_held_back_for_hours_is_found(house: House) -> None:
+    """By a spam filter, until a moderator let it in; it then stands where it would have stood."""
+    daemon = house.daemon(reddit_poll_interval=HOUR / 2)
+    house.run(daemon, 2 * MINUTE)
+    late = house.publish("cooking", visible_from=house.clock.time() + 3 * HOUR)
+    for _ in range(12):
+        house.publish("cooking", 20)
+        house.run(daemon, HOUR)
+    assert house.ids().count(late[0]) == 1
+
+
+@short_listings
+def test_a_post_held_back_beside_a_busy_neighbour_is_found(house: House) -> None:
+    """In the joint listing it lies deeper than the places that Reddit gives."""
+    daemon = house.daemon(reddit_poll_interval=900.0)
+    house.publish("cooking", 5)
+    house.run(daemon, 20 * MINUTE)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
+    for _ in range(14):
+        house.publish("baking", 50)
+        house.run(daemon, HOUR)
+    assert house.ids().count(late) == 1
+
+
+def test_deep_walks_come_in_time_when_the_process_is_started_again_and_again(house: House) -> None:
+    house.run(house.daemon(reddit_poll_interval=600.0), HOUR)
+    (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
+    house.clock.wait(MINUTE)
+    house.publish("cooking", 250)
+    for _ in range(3):
+        house.run(house.daemon(reddit_poll_interval=600.0), 3 * HOUR)
+    assert house.ids().count(late) == 1
+
+
+def test_more_posts_than_a_listing_holds_are_a_gap(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    known = house.publish("cooking", 5)
+    house.run(house.daemon(), 2 * MINUTE)
+    until = house.clock.time()
+    house.clock.wait(HOUR)
+    begins = house.clock.time()
+    for minute in range(12):
+        house.publish("cooking", 100, created_utc=begins + minute)
+    quiet = house.publish("baking", 2)
+    house.clock.wait(HOUR)
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (gap,) = house.state.gaps()
+    assert gap.subreddit == "cooking"
+    assert gap.since <= until
+    assert int(gap.until) == begins + 2 + 1  # the first two hundred are pushed out; of the third hundred's second all
+    assert set(house.ids()) >= {*known, *quiet}
+    assert len([post for post in house.queued() if post["created_utc"] >= begins]) == 1000 + len(quiet)
+    assert daemon.gaps == 1
+    house.run(house.daemon(), 10 * MINUTE)
+    assert house.state.gaps() == [gap]
+
+
+def test_what_is_too_much_for_one_listing_is_read_from_each(house: House) -> None:
+    house.run(house.daemon(), 2 * MINUTE)
+    expected = set(house.publish("cooking", 700) + house.publish("baking", 700))
+    house.clock.wait(HOUR)
+    house.run(house.daemon(), 2 * MINUTE)
+    assert set(house.ids()) >= expected
+    assert house.state.gaps() == []
+
+
+def test_a_post_of_the_future_does_not_stand_for_what_comes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    (odd,) = house.publish("cooking")
+    real = Reddit._item
+    future = house.clock.time() + 30 * DAY
+    monkeypatch.setattr(
+        Reddit, "_item", lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said)
+    )
+    house.run(daemon, 5 * MINUTE)
+    later = house.publish("cooking", 250)
+    house.run(daemon, 5 * MINUTE)
+    assert set(later) <= set(house.ids())
+    assert (house.state.track("cooking").watermark or 0) <= house.clock.time()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"created_utc": None}, {"created_utc": 1e300}, {"name": ["t3_x"]}, {"name": "t3_\ud800"}, {"selftext": 5},
+        {"name": None, "id": None}, {"subreddit": None},
+    ],
+)  # fmt: skip
+def test_a_broken_post_costs_no_other(house: House, broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    others = house.publish("cooking", 3)
+    (odd,) = house.publish("cooking")
+    real = Reddit._item
+    monkeypatch.setattr(
+        Reddit, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
+    )
+    house.run(daemon, 5 * MINUTE)
+    assert set(others) <= set(house.ids())
+    assert daemon.status()["failing"] == []
+    later = house.publish("baking")
+    house.run(daemon, 2 * LOOKS[0])
+    assert later[0] in house.ids()
+    assert daemon.status()["looked"] >= 3
+
+
+def test_a_post_is_not_refused_for_its_score_and_one_without_text_is_counted(house: House) -> None:
+    daemon = house.daemon()
+    house.run(daemon, 2 * MINUTE)
+    house.loopback.publish("cooking", title="far", url="http://x/" + "y" * 5000)
+    house.loopback.publish("cooking", title=" ")
+    house.run(daemon, 5 * MINUTE)
+    assert "far" in [post["title"] for post in house.queued()]
+    assert daemon.status()["refused"] == 1
+
+
+def test_only_reading_is_asked_for(house: House) -> None:
+    house.run(house.daemon(), MINUTE)
+    assert {request.path for request in house.loopback.ledger.requests if request.path.startswith("/api/v1")} == {
+        "/api/v1/access_token"
+    }
+    assert {request.user_agent.split(" PRAW")[0] for request in house.loopback.ledger.requests} == {
+        "linux:test:1 (by /u/nobody)"
+    }

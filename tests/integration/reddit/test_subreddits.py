@@ -1,0 +1,128 @@
+"""Which subreddits of a topic are read: those that close, open, sleep or never were."""
+
+import pytest
+
+from producers.reddit.topics import Topics
+from tests.integration.reddit.house import DAY, HOUR, MINUTE, TOPICS, House, short_listings
+
+
+def test_all_names_are_checked_with_one_request(house: House) -> None:
+    house.run(house.daemon(), MINUTE)
+    asked = [request for request in house.loopback.ledger.requests if request.path.rstrip("/") == "/api/info"]
+    assert len([request for request in asked if "sr_name" in request.query]) == 1
+
+
+def test_a_missing_name_and_a_sleeping_one(house: House) -> None:
+    house.loopback.add_subreddit("asleep")
+    house.loopback.publish("asleep", title="long ago", created_utc=house.clock.time() - 60 * DAY)
+    house.topics = Topics(active=1, topics={"food": ("nothere", "asleep", "cooking"), "rest": ("gone1", "gone2")})
+    daemon = house.daemon()
+    house.run(daemon, 5 * MINUTE)
+    reasons = {name: (entry.reason, entry.by) for name, entry in house.state.replaced().items()}
+    assert reasons == {
+        "nothere": ("missing", "cooking"), "asleep": ("asleep", None),
+        "gone1": ("missing", None), "gone2": ("missing", None),
+    }  # fmt: skip
+    assert daemon.status()["subreddits"] == 1
+    assert {post["subreddit"] for post in house.queued()} == {"cooking"}
+
+
+def test_one_that_cannot_be_read_is_replaced_and_comes_back(house: House) -> None:
+    house.loopback.set_kind("cooking", "banned")
+    house.loopback.set_kind("tennis", "private")
+    daemon = house.daemon(reddit_poll_interval=250.0)
+    house.run(daemon, 5 * MINUTE)
+    replaced = house.state.replaced()
+    assert {name: (entry.reason, entry.by) for name, entry in replaced.items()} == {
+        "cooking": ("banned", "recipes"),
+        "tennis": ("private", "golf"),
+    }
+    assert replaced["cooking"].since == pytest.approx(house.clock.time(), abs=5 * MINUTE)
+    expected = house.publish("recipes") + house.publish("golf")
+    house.run(daemon, 5 * MINUTE)
+    assert set(expected) <= set(house.ids())
+    house.loopback.set_kind("cooking", "public")
+    back = house.publish("cooking")
+    house.run(daemon, DAY)
+    assert set(house.state.replaced()) == {"tennis"}
+    assert back[0] in house.ids()
+
+
+def test_a_topic_with_none_left_is_tried_again_soon(house: House) -> None:
+    for name in TOPICS["food"]:
+        house.loopback.set_kind(name, "private")
+    daemon = house.daemon()
+    house.run(daemon, 5 * MINUTE)
+    for name in TOPICS["food"]:
+        house.loopback.set_kind(name, "public")
+    house.run(daemon, 30 * MINUTE)
+    assert "cooking" in {post["subreddit"] for post in house.queued()}
+
+
+@pytest.mark.parametrize("kind", ["banned", "private", "quarantined", "gated"])
+def test_one_that_closes_while_it_is_read_is_replaced(house: House, kind: str) -> None:
+    daemon = house.daemon(reddit_poll_interval=HOUR)
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.set_kind("cooking", kind)
+    house.run(daemon, DAY + HOUR)
+    entry = house.state.replaced()["cooking"]
+    assert (entry.reason, entry.by) == (kind, "recipes")
+
+
+@short_listings
+def test_what_was_posted_while_it_was_closed_is_read_when_it_opens(house: House) -> None:
+    """Joint listings say nothing of a subreddit that closes; what they say of the others must not count for it."""
+    daemon = house.daemon(reddit_poll_interval=HOUR / 2)
+    house.publish("cooking")
+    house.run(daemon, 5 * MINUTE)
+    house.loopback.set_kind("cooking", "private")
+    house.run(daemon, HOUR)
+    inside = []
+    for _ in range(12):
+        inside += house.publish("cooking", 6)
+        house.publish("baking")
+        house.run(daemon, HOUR)
+    house.run(daemon, DAY)
+    assert "cooking" in house.state.replaced()
+    house.loopback.set_kind("cooking", "public")
+    house.publish("cooking", 100)
+    house.run(daemon, DAY)
+    assert "cooking" not in house.state.replaced()
+    assert set(inside) <= set(house.ids())
+
+
+@short_listings
+def test_while_it_was_closed_between_two_checks_nothing_is_lost(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=HOUR / 2)
+    house.publish("cooking")
+    house.run(daemon, 20 * MINUTE)
+    house.loopback.set_kind("cooking", "private")
+    inside = []
+    for _ in range(8):
+        inside += house.publish("cooking", 5)
+        house.publish("baking", 40)
+        house.run(daemon, HOUR)
+    house.loopback.set_kind("cooking", "public")
+    for _ in range(20):
+        house.publish("baking", 20)
+        house.run(daemon, HOUR)
+    assert set(inside) <= set(house.ids())
+
+
+@short_listings
+def test_of_what_came_while_it_was_closed_the_gap_begins_when_it_closed(house: House) -> None:
+    daemon = house.daemon(reddit_poll_interval=HOUR / 2)
+    house.publish("cooking")
+    house.run(daemon, HOUR)
+    closed = house.clock.time()
+    house.loopback.set_kind("cooking", "private")
+    for _ in range(10):
+        house.run(daemon, HOUR)
+        house.publish("cooking", 28)
+        house.publish("baking")
+    assert "cooking" in house.state.replaced()
+    house.loopback.set_kind("cooking", "public")
+    house.run(daemon, DAY)
+    (gap,) = house.state.gaps()
+    assert gap.subreddit == "cooking"
+    assert gap.since <= closed
