@@ -11,14 +11,20 @@ from celery.result import AsyncResult
 from shared.settings import Settings
 from tests.support import RedisServer, redis_servers, working
 
+#: Files that take more than half a minute alone.
+LONGEST = (
+    "test_celery", "test_celery_suite", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
+    "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
+)  # fmt: skip
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole processes first, in random order like the rest: a file that takes long, begun last, would run alone."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """The longest files first, then whole processes; else in random order: one that is begun last would run alone."""
+    items.sort(key=lambda item: (item.path.stem not in LONGEST, "e2e" not in item.path.parts))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
