@@ -9,7 +9,8 @@ import pytest
 from celery.result import AsyncResult
 
 from shared.settings import Settings
-from tests.support import RedisServer, redis_servers, working
+from tests.forkserver import ForkServer
+from tests.support import FORK_SERVER, RedisServer, redis_servers, working
 
 #: Files that take more than half a minute alone.
 LONGEST = (
@@ -20,6 +21,14 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the tests, they share one fork server, which imports while they collect."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        server = ForkServer()
+        os.environ[FORK_SERVER] = server.address
+        config.add_cleanup(server.stop)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

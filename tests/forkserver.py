@@ -1,7 +1,7 @@
 """A process of Python's in a tenth of a second: forked from one that has imported everything.
 
     server = ForkServer()
-    process = server.start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, output, errors)
+    process = Forks(server.address).start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, …)
 
 A worker imports torch and transformers for four seconds of CPU time, a command Celery and pydantic for one, and the
 tests start hundreds. A forked one is a process of its own in all that they ask of it: its memory, its connections, its
@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
+
+from feedmill.processes import die_with
 
 #: Longest request, in bytes: the environment is most of it.
 REQUEST = 1 << 20
@@ -83,21 +85,39 @@ class Forked:
 
 
 class ForkServer:
-    """The process that has imported everything; it ends with this one."""
+    """The process that has imported everything. It ends with this one; others may ask it, too."""
 
     def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self.address = str(Path(self._folder.name) / "socket")
+        parent = os.getpid()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "tests.forkserver", str(listener.fileno())],
+                pass_fds=[listener.fileno()],
                 cwd=Path(__file__).parent.parent,
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - it takes no lock: two system calls
             )
 
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Forks:
+    """Processes that a fork server of this address starts."""
+
+    def __init__(self, address: str) -> None:
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.connect(address)
+
     @staticmethod
-    def takes(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    def take(command: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Whether this may be forked: Python of this environment, where imports would not have seen another one."""
         changed = {name for name, _ in ENVIRONMENT.items() ^ environment.items()}
         ours = Path(command[0]).parent == Path(sys.executable).parent
@@ -113,9 +133,18 @@ class ForkServer:
             socket.send_fds(self._requests, [request], [theirs.fileno(), stdin, output, errors])
         return Forked(ours)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._requests.close()
-        self._process.wait()
+
+
+def _listen(listener: socket.socket) -> list[str]:
+    """Serve each who connects, for as long as this process lives; returns in the processes that are asked for."""
+    while True:
+        requests, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return _serve(requests)
+        requests.close()
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -178,7 +207,7 @@ def main() -> None:
     del sys.path[0]  # the working directory, which `-m` has put there
     gc.freeze()  # what a collection touches, a forked process would have to copy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait need nobody to wait for them
-    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _run(_listen(socket.socket(fileno=int(sys.argv[1]))))
 
 
 def _run(command: Sequence[str]) -> NoReturn:

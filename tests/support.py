@@ -22,12 +22,14 @@ from redis import Redis
 from feedmill.prerequisites import installed_redis_server, server_version
 from feedmill.processes import Child, free_port
 from shared.messages import Post
-from tests.forkserver import Forked, ForkServer
+from tests.forkserver import Forked, Forks, ForkServer
 
 PASSWORD = "test-password"
 #: The installed command, and a process of it, or of any other.
 FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
+#: The variable that holds the fork server's address, where several processes share the tests.
+FORK_SERVER = "PYTEST_FORK_SERVER"
 #: Real posts for tests that look beyond the project's own; not part of the project.
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
@@ -269,16 +271,22 @@ def start(
     with ExitStack() as files:
         given = stdin or files.enter_context(Path(os.devnull).open("rb"))
         ends = [each.fileno() for each in (given, output, errors or output)]
-        if ForkServer.takes(command, environment):
-            return fork_server().start(command, cwd, environment, *ends)
+        if Forks.take(command, environment):
+            return forks().start(command, cwd, environment, *ends)
         return subprocess.Popen(command, stdin=given, stdout=output, stderr=errors or output, cwd=cwd, env=environment)
 
 
 @cache
-def fork_server() -> ForkServer:
-    server = ForkServer()
-    atexit.register(server.stop)
-    return server
+def forks() -> Forks:
+    """Processes of the run's fork server (tests/conftest.py), or of one of this process's own."""
+    address = os.environ.get(FORK_SERVER)
+    if not address:
+        server = ForkServer()
+        atexit.register(server.stop)
+        address = server.address
+    forks = Forks(address)
+    atexit.register(forks.close)
+    return forks
 
 
 def processes_in(folder: Path) -> list[str]:
