@@ -18,6 +18,10 @@ LONGEST = (
     "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
 )  # fmt: skip
 
+# When they are forgotten, Celery's results unsubscribe: at any time, in another test or after the last, for 20 s where
+# that Redis is gone.
+del AsyncResult.__del__
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
@@ -58,14 +62,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             monkeypatch.delenv(name)
     monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path / "no-stack"))
     monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _no_result_looks_for_its_redis() -> Iterator[None]:
-    """Celery's unsubscribe when they are forgotten: at any time, in another test, for 20 s where that Redis is gone."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delattr(AsyncResult, "__del__")
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,7 @@ def stamps(self: Any, _: Any) -> Any:
 
 @app.task(name="feedmill.classify", base=Batches, flush_every=32, flush_interval=0.1)
 def classify(requests: list[Any]) -> None:
+    redis.mset({f"batch:{request.id}": requests[0].id for request in requests})
     batch = [post for request in requests for post in request.kwargs["posts"]]
     for post in batch:
         if post.get("title", "").startswith("slow "):
