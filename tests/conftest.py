@@ -36,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, then whole processes; else in random order: one that is begun last would run alone."""
-    items.sort(key=lambda item: (item.path.stem not in LONGEST, "e2e" not in item.path.parts))
+    """The longest files first, unit tests last; else in random order. A long file that is begun last would run alone."""
+    items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
