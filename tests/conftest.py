@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, unit tests last; else in random order. A long file that is begun last would run alone."""
+    """The longest files first, unit tests last, else in random order: a long file begun last would run alone."""
     items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
 
 
