@@ -221,7 +221,7 @@ def main() -> None:
     import workers.run  # noqa: F401, PLC0415
 
     del sys.path[0]  # the working directory, which `-m` has put there
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # weakref's own
         finalizer.atexit = False  # else torch would take its operators apart at each process's end
     gc.freeze()  # what a collection touches, a forked process would have to copy
     _run(_listen(socket.socket(fileno=int(sys.argv[1]))))
