@@ -2,11 +2,14 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery.result import AsyncResult
+from redis.connection import Connection, SSLConnection
 
 from shared.settings import Settings
 from tests.forkserver import ForkServer
@@ -21,6 +24,26 @@ LONGEST = (
 # When they are forgotten, Celery's results unsubscribe: at any time, in another test or after the last, for 20 s where
 # that Redis is gone.
 del AsyncResult.__del__
+
+#: Sockets of redis-py's connections, which close them when they are forgotten. Celery's are forgotten in cycles, and
+#: Python may finalize the socket first: kept here until it is closed, it is not taken for one that nobody closes.
+SOCKETS: set[socket.socket] = set()
+
+
+def _keep_sockets(kind: Any) -> None:
+    connect = kind._connect
+
+    def connect_and_keep(self: Any) -> socket.socket:
+        made: socket.socket = connect(self)
+        SOCKETS.difference_update([each for each in list(SOCKETS) if each.fileno() == -1])
+        SOCKETS.add(made)
+        return made
+
+    kind._connect = connect_and_keep
+
+
+for kind in (Connection, SSLConnection):
+    _keep_sockets(kind)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
