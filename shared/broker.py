@@ -16,7 +16,7 @@ from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError  # type: ignore[attr-defined]  # the stubs are older
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, ResponseError
+from redis.exceptions import AuthenticationError, InvalidResponse, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 from redis.retry import Retry
@@ -25,10 +25,12 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from shared import encoding
 from shared.errors import RedisError, clause, printable
 from shared.keys import UNDECODABLE
+from shared.leases import MAX_DECODED, MAX_MESSAGE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.refusals import causes_of, is_denied, is_full
+from shared.refusals import cannot_save, causes_of, is_denied, is_full, is_replica
+from shared.replay import Connections
 from shared.settings import PREFIX, Settings
-from shared.transport import MAX_MESSAGE, settings_for
+from shared.transport import settings_for
 
 #: The one task. Producers send it by this name; only workers hold its code.
 CLASSIFY_TASK = "feedmill.classify"
@@ -114,7 +116,7 @@ def _to_sentinels(settings: Settings) -> dict[str, Any]:
 def reserve(app: Application) -> None:
     """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
     settings = app.settings
-    encoding.bound(MAX_MESSAGE)
+    encoding.bound(MAX_MESSAGE, MAX_DECODED)
     app.conf.update(
         settings_for(settings.broker_url, tls(settings)),
         broker_transport_options={
@@ -133,16 +135,37 @@ def connect(settings: Settings) -> Redis:
         "socket_connect_timeout": 5,
         "socket_timeout": 30,
         "health_check_interval": 30,
+        "redis_connect_func": Connections(),
     }
     found = settings.redis
     if found.scheme != "sentinel":
-        return Redis.from_url(settings.broker_url, **options, **(tls(settings) or {}))
+        client = Redis.from_url(settings.broker_url, **options, **(tls(settings) or {}))
+        client.connection_pool.connection_class = _leaving_replicas(client.connection_pool.connection_class)
+        return client
     # Once each: while one Sentinel is tried again and again, the next one knows the answer.
     asking = _to_sentinels(settings) | {"retry": Retry(NoBackoff(), 0)}
     options |= {"username": found.user, "password": found.password, "db": found.database}
     sentinel: Any = Sentinel
-    client: Redis = sentinel(found.hosts, sentinel_kwargs=asking, **options).master_for(settings.redis_master)
-    return client
+    master: Redis = sentinel(found.hosts, sentinel_kwargs=asking, **options).master_for(settings.redis_master)
+    return master
+
+
+def _leaving_replicas(kind: Any) -> Any:
+    """Return a class of connections that end where Redis says that it is a replica, as redis-py's to Sentinels do.
+
+    Behind a name or a proxy, the next connection leads to the new master, while the old one would live for ever.
+    """
+
+    class Connection(kind):  # type: ignore[misc]  # whichever redis-py chose
+        def read_response(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().read_response(*args, **kwargs)
+            except ResponseError as error:
+                if is_replica(error):
+                    self.disconnect()
+                raise
+
+    return Connection
 
 
 @contextmanager
@@ -150,7 +173,7 @@ def told_plainly(settings: Settings) -> Iterator[None]:
     """Turns a Redis that cannot be reached or trusted, or refuses, into RedisError, a sentence for people."""
     try:
         yield
-    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError) as fault:
+    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
         if (said := plainly(fault, settings)) is None:
             raise
         raise RedisError(said) from None
@@ -171,6 +194,8 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
         if re.search("AuthenticationError|NOAUTH|WRONGPASS", str(lost)):
             return f"cannot be asked for: its Sentinels want their own password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
         return f"is not to be found: no Sentinel answers that knows this master. Set {PREFIX}REDIS_MASTER to its name."
+    if InvalidResponse in causes:
+        return f"answers, but not as Redis does ({clause(fault)}). Is this its port? Set {PREFIX}REDIS_URL."
     hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
     if settings.redis.scheme == "redis" and re.search("closed|reset", str(fault)):
         hint = f"If it speaks TLS there, {PREFIX}REDIS_URL is to begin with rediss://."
@@ -189,9 +214,9 @@ def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Setting
             f"does not let user {found.user or 'default'} do this ({clause(causes.get(NoPermissionError) or fault)}). "
             "docs/redis.md tells which user may do what."
         )
-    if ReadOnlyError in causes:
+    if is_replica(fault):
         return f"is a replica, and lets nobody write. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
-    if "MISCONF" in str(fault):
+    if cannot_save(fault):
         return f"cannot save its data, and so takes nothing more ({clause(fault)})"
     if AuthenticationError in causes:
         return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from shared.errors import clause
 
@@ -26,6 +26,21 @@ def is_full(fault: BaseException) -> bool:
     return any("maxmemory" in str(cause) for cause in causes_of(fault))
 
 
+def takes_no_writes(fault: BaseException) -> bool:
+    """Return whether Redis answers, but refuses every write: full, a replica, or unable to save."""
+    return is_full(fault) or is_replica(fault) or cannot_save(fault)
+
+
+def cannot_save(fault: BaseException) -> bool:
+    """Return whether Redis said that it cannot save what is written, or has too few replicas that could."""
+    return any(word in str(cause) for cause in causes_of(fault) for word in ("MISCONF", "NOREPLICAS"))
+
+
+def is_replica(fault: BaseException) -> bool:
+    """Return whether Redis said that it is a replica; Redis 6.2 says so of a script in the midst of other words."""
+    return any(isinstance(cause, ReadOnlyError) or "-READONLY" in str(cause) for cause in causes_of(fault))
+
+
 def is_denied(fault: BaseException) -> bool:
     """Whether Redis said that its user may not do this."""
     return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in causes_of(fault))
@@ -33,6 +48,8 @@ def is_denied(fault: BaseException) -> bool:
 
 def causes_of(fault: BaseException | None) -> Iterator[BaseException]:
     """The error itself, and what it came of: redis-py and kombu make errors of their own of TLS's."""
-    while fault is not None:
+    seen: set[int] = set()
+    while fault is not None and id(fault) not in seen:  # an error can be made its own cause
+        seen.add(id(fault))
         yield fault
         fault = fault.__cause__ or fault.__context__

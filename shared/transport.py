@@ -7,12 +7,19 @@ lists into a hash of what is held and gives each a *lease*, in one step. `Leases
 Waiting takes nothing: CLIENT TRACKING has Redis say when one of the lists changes. Acknowledgements travel with the
 next reservation, one packet a turn of the event loop.
 
+Reserved messages wait in a *line* until they are delivered. Delivery pauses while the delivered messages take
+`held_bytes` of memory, so a few small messages that unpack to gigabytes are decoded one after the other. And a message
+whose lease ended twice before, because its worker vanished, is delivered while nothing else is claimed, and nothing
+after it until it ends: if the next worker vanishes as well, the message is the reason.
+
+A consumer that works on messages past the end of their connection claims each one (`claim`); the others go back to
+their queue when the connection ends.
+
 Options besides kombu's, all of `broker_transport_options`: the names of the three keys (`reserved_key`, …),
 `undecodable_limit`, `reserve_limit` (messages a reservation), `reserve_bytes` (a reservation ends with the message
-that reaches it), `held_bytes` (with as many in hand nothing more is reserved), `left_behind_timeout` (seconds for which
-what came over a lost connection is held for those who still refer to it). `visibility_timeout` is the seconds of a
-lease, `unacked_restore_interval` those between two looks for leases that ended. Leases are renewed while the process
-lives, a busy event loop or not: they may be short.
+that reaches it), `held_bytes` (see above). `visibility_timeout` is the seconds of a lease, `unacked_restore_interval`
+those between two looks for leases that ended. Leases are renewed while the process lives, a busy event loop or not:
+they may be short.
 
 What is overridden, and why (tests/integration/test_transport.py fails when kombu changes one of them):
 
@@ -20,7 +27,7 @@ What is overridden, and why (tests/integration/test_transport.py fails when komb
   `_update_brpop_polling`: a reply is always read, since no reservation exceeds the credit. `get`: wakes each second,
   and sends acknowledgements where no event loop does.
 - `QoS.append`, `ack`, `reject`, `restore_unacked`, `restore_unacked_once`, `restore_by_tag`, `restore_visible`: the
-  book is `Leases`; closing gives back what nothing refers to any more, instead of everything.
+  book is `Leases`; closing gives back what is not claimed, instead of everything.
 - `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
   know what is not to be acknowledged. `_update_queue_cycle`: waits for the lists of today's queues. `decode_body`:
   tells what cannot be decoded. `_queue_bind`, `_delete`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and
@@ -35,8 +42,8 @@ import json
 import logging
 import ssl
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from queue import Empty
 from time import monotonic
@@ -47,9 +54,12 @@ from kombu.transport.virtual import QoS as _VirtualQoS
 from kombu.utils.json import loads
 from kombu.utils.url import parse_url
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from shared.leases import RESERVE, Leases, leases_of
+from shared.encoding import is_too_large, memory_of
+from shared.lease_scripts import RESERVE
+from shared.leases import MAX_DECODED, MAX_MESSAGE, Leases, count_in, leases_of
+from shared.refusals import is_full
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +71,8 @@ VirtualQoS: Any = _VirtualQoS
 REARM = 5.0
 
 
-#: Bytes of one message, at most, as it lies in its list and as it is unpacked: a thousand of the longest posts that
-#: Reddit takes. What is made of them takes many times as much memory, and it is made before anybody looks at it.
-MAX_MESSAGE = 64 * 2**20
+#: Ended leases after which a message is handled alone. One may be chance: a vanished worker held many messages.
+LAPSES_BEFORE_ALONE = 2
 #: What kombu and Celery take for granted of a message's other parts, where they are there.
 PARTS = {"headers": dict, "content-type": str, "content-encoding": str}
 
@@ -76,6 +85,8 @@ def decoded(message: bytes) -> dict[str, Any]:
     """Raises UndecodableError. kombu's own types in JSON are rare, and looking for them slow."""
     if len(message) > MAX_MESSAGE:
         raise UndecodableError(f"{len(message):,} bytes; at most {MAX_MESSAGE:,} are read")
+    if is_too_large(message, MAX_DECODED):
+        raise UndecodableError(f"its objects would take more than {MAX_DECODED:,} bytes of memory")
     try:
         text = message.decode()
         found = loads(text) if '"__type__"' in text else json.loads(text)
@@ -89,6 +100,67 @@ def decoded(message: bytes) -> dict[str, Any]:
         raise UndecodableError(f"its {wrong[0]} is of another type than a message's")
     delivery.pop("consumer_tag", None)  # a broker's to say: that of a consumer which acknowledges nothing would stay
     return found  # type: ignore[no-any-return]  # what it holds is the sender's
+
+
+def is_handled_alone(message: Mapping[str, Any]) -> bool:
+    """Return whether a message was with a worker that vanished so often that the message may be the reason."""
+    return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
+
+
+def claim(message: Any) -> bool:
+    """Hold a delivered message past the end of its connection, until it is acknowledged, rejected or unclaimed.
+
+    False for one that has to be handled alone, and had to wait since it was delivered, while anything else is claimed.
+    """
+    leases, tag = getattr(message.channel, "leases", None), message.delivery_tag
+    if leases is None or tag not in leases.held:  # kombu's own transport has none
+        return True
+    suspicious = count_in(message.delivery_info, "lapse_count") >= LAPSES_BEFORE_ALONE and not leases.is_alone(tag)
+    if suspicious and leases.are_claimed():
+        leases.waiting_alone.add(tag)
+        return False
+    leases.waiting_alone.discard(tag)
+    leases.claim(tag)
+    if suspicious:
+        leases.note_alone(tag)
+    return True
+
+
+def is_held(message: Any) -> bool:
+    """Return whether a message was neither acknowledged nor given back; True of any that is not held under a lease."""
+    leases = getattr(message.channel, "leases", None)
+    return leases is None or message.delivery_tag in leases.held
+
+
+def put_off(message: Any) -> None:
+    """Note that a delivered message waits for something else before it is begun."""
+    if leases := getattr(message.channel, "leases", None):
+        leases.put_off(message.delivery_tag)
+
+
+def is_alone(message: Any) -> bool:
+    """Return whether this is the message that is handled alone."""
+    leases = getattr(message.channel, "leases", None)
+    return bool(leases and leases.is_alone(message.delivery_tag))
+
+
+def end_alone(message: Any) -> None:
+    """Note that a message proved harmless, if it is the one that is handled alone. Raises redis' errors."""
+    if leases := getattr(message.channel, "leases", None):
+        leases.end_alone(message.delivery_tag)
+
+
+def queued_size(message: Any) -> int:
+    """Bytes of a held message as it lay in its list; 0 where that is not known."""
+    leases = getattr(message.channel, "leases", None)
+    found = leases and leases.held.get(message.delivery_tag)
+    return found.queued if found else 0
+
+
+def unclaim(message: Any) -> None:
+    """Give up a claim: the message goes back to its queue when its connection ends."""
+    if leases := getattr(message.channel, "leases", None):
+        leases.unclaim(message.delivery_tag)
 
 
 class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
@@ -106,7 +178,7 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         return free if free is None or free >= min(self.channel.reserve_limit, self.prefetch_count // 4) else 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        self.channel.leases.hold(delivery_tag, message)
+        self.channel.leases.deliver(delivery_tag, memory_of(message.body))
         VirtualQoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -116,7 +188,8 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         """Requeued messages go to the far end, as with kombu: next out, a task that rejects would spin."""
         if requeue:
-            self.channel.leases.give_back([delivery_tag], command="LPUSH")
+            self.channel.leases.unclaim(delivery_tag)
+            self.channel.leases.let_go([delivery_tag], command="LPUSH")
             VirtualQoS.ack(self, delivery_tag)
         else:
             self.ack(delivery_tag)
@@ -130,15 +203,12 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         self.channel.leases.give_back([tag], command="LPUSH" if leftmost else "RPUSH")
 
     def restore_unacked_once(self, *_: Any) -> None:
-        """Let go. What something still refers to is being worked on; the rest goes back now, or by its lease."""
+        """Give back what is not claimed; the rest is being worked on."""
         self._on_collect.cancel()
         self._flush()
-        leases, tags = self.channel.leases, list(reversed(self._delivered))
+        tags = list(reversed(self._delivered))
         self._delivered.clear()
-        leases.left_behind.update(dict.fromkeys(tags, monotonic()))
-        with suppress(RedisError, OSError):
-            leases.flush()
-            leases.give_back([tag for tag in tags if (message := leases.held.get(tag)) and message() is None])
+        self.channel.leases.let_go(tags)
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
         """The leases' thread does, whatever the event loop is busy with."""
@@ -172,6 +242,8 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
         return delivered
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
+        if any(channel._deliver_line() for channel in tuple(self._channels) if channel.active_queues):
+            return None
         try:
             return super().get(callback, 1 if timeout is None else min(timeout, 1))
         finally:
@@ -189,7 +261,6 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     reserved_index_key = "reserved_index"
     undecodable_key = "undecodable"
     undecodable_limit = 1000
-    left_behind_timeout = 3600
     reserve_limit = 64
     reserve_bytes = 1024 * 1024
     held_bytes = 128 * 1024 * 1024
@@ -205,7 +276,6 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         "reserved_index_key",
         "undecodable_key",
         "undecodable_limit",
-        "left_behind_timeout",
         "reserve_limit",
         "reserve_bytes",
         "held_bytes",
@@ -229,12 +299,18 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         #: What each reply that is still to come answers: kind, and what is needed then.
         self._expected: deque[tuple[str, Any]] = deque()
+        #: Messages that are reserved and not delivered yet: queue, tag, the message as it came, and decoded.
+        self._line: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
         self._unleased: set[str] = set()
         super().__init__(*args, **kwargs)
 
     def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
         parameters: dict[str, Any] = super()._connparams(asynchronous)
         return parameters | {"protocol": 3} if asynchronous else parameters
+
+    def _is_connected(self) -> bool:
+        client = self.__dict__.get("client")
+        return bool(client and client.connection and client.connection._sock)
 
     @cached_property
     def leases(self) -> Leases:
@@ -255,7 +331,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         self.leases.start(self)
         while True:
             tags = self.leases.prefix()
-            lists, keys, arguments = self._reservation(tags, [queue], 1)
+            lists, keys, arguments = self._reservation(tags, [queue], 1, 1)
             runs, messages = self.leases.reserve(keys, arguments)
             with self.conn_or_acquire() as client:
                 self._maybe_update_queues_expire(client, queue)
@@ -283,16 +359,22 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             return sum(pipe.execute())
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
-        try:
+        with self._suppressing_full(f"cannot note that {queue!r} is bound to {exchange!r}"):
             super()._queue_bind(exchange, routing_key, pattern, queue)
-        except OutOfMemoryError as error:
-            logger.warning("Redis has no memory to note that %r is bound to %r (%s)", queue, exchange, error)
 
     def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
-        try:
+        with self._suppressing_full(f"cannot delete queue {queue!r}, which expires"):
             super()._delete(queue, *args, **kwargs)
-        except OutOfMemoryError as error:
-            logger.debug("Redis has no memory to forget queue %r, which expires (%s)", queue, error)
+
+    @contextmanager
+    def _suppressing_full(self, what: str) -> Iterator[None]:
+        """Go on where Redis is at its memory limit: a worker has to connect, to empty it."""
+        try:
+            yield
+        except ResponseError as error:
+            if not is_full(error):
+                raise
+            logger.warning("%s: Redis has no memory (%s)", what, error)
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         try:
@@ -318,27 +400,39 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                 raise ConnectionFault(f"Redis has not answered for {silent:.0f} seconds")
         elif self._armed_at and monotonic() - self._armed_at > (REARM if self._tracking else self.brpop_timeout):
             self._wake()
-        return bool(self.leases.acknowledged or (not self._in_poll and self._room()))
+        return bool(self.leases.acknowledged or self._may_deliver() or (not self._in_poll and self._room()))
 
     def _room(self) -> int:
         free: int | None = self.qos.room()
-        if free != 0 and self.leases.bytes_held() >= self.held_bytes:
+        if free != 0 and (self._line or self._is_full()):
             return 0
         if free is None:  # without a limit and an event loop, a consumer expects one message at a time
             return self.reserve_limit if self.connection.cycle.evented else 1
         return min(free, self.reserve_limit)
 
+    def _is_full(self) -> bool:
+        """Return whether nothing may be delivered: for want of memory, or since a message has to be handled alone."""
+        leases = self.leases
+        return leases.is_one_alone() or bool(leases.waiting_alone) or leases.bytes_held >= self.held_bytes
+
+    def room_bytes(self) -> int:
+        """Bytes of one reservation, at most; it ends with the message that reaches them."""
+        return self.reserve_bytes
+
     def _reservation(
-        self, tags: str, queues: Sequence[str], room: int
+        self, tags: str, queues: Sequence[str], room: int, size: int
     ) -> tuple[list[tuple[str, str]], list[Any], list[Any]]:
         """Queue and list of all priorities, the first to be emptied first, with the script's keys and arguments."""
         lists = [(q, self.global_keyprefix + self._q_for_pri(q, step)) for step in self.priority_steps for q in queues]
         seconds = [0 if queue in self._unleased else self.leases.seconds for queue, _ in lists]
         keys = [self.leases.reserved, self.leases.index, *(name for _, name in lists)]
-        return lists, keys, [tags, room, self.reserve_bytes, *seconds]
+        return lists, keys, [tags, room, size, *seconds]
 
     def _brpop_start(self, *_: Any) -> None:
-        """Send what is due, in one packet: acknowledgements, and a reservation where there is room for one."""
+        """Deliver what may be delivered by now, then send what is due, in one packet: acknowledgements, and a
+        reservation where there is room for one.
+        """
+        self._deliver_line()
         connection, leases = self.client.connection, self.leases
         commands: list[tuple[Any, ...]] = []
         if not self._expected:
@@ -353,10 +447,11 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         if not self._in_poll and (room := self._room()):
             queues = self._queue_cycle.consume(len(self.active_queues))
             tags = leases.prefix()
-            lists, keys, arguments = self._reservation(tags, queues, room)
+            size = self.room_bytes()
+            lists, keys, arguments = self._reservation(tags, queues, room, size)
             script: tuple[str, str] = ("EVALSHA", leases.reserve.sha) if self._scripted else ("EVAL", RESERVE)
             self._scripted, self._in_poll = True, connection
-            self._expect(commands, "reserved", (tags, lists, room), *script, len(keys), *keys, *arguments)
+            self._expect(commands, "reserved", (tags, lists, room, size), *script, len(keys), *keys, *arguments)
             if not self._flowing:
                 self._waiting, self._woken = 0, False
                 for number, (__, name) in enumerate(lists, 1):
@@ -432,51 +527,91 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             raise error
 
     def _reserved(
-        self, tags: str, lists: list[tuple[str, str]], room: int, runs: list[int], messages: list[bytes]
+        self, tags: str, lists: list[tuple[str, str]], room: int, size: int, runs: list[int], messages: list[bytes]
     ) -> bool:
         self._reservation_answered()
-        self._flowing = len(messages) == room or sum(map(len, messages)) >= self.reserve_bytes
+        self._flowing = len(messages) == room or sum(map(len, messages)) >= size
         sources = [lists[number] for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
         for queue in dict.fromkeys(queue for queue, _ in sources):
             self._queue_cycle.rotate(queue)
-        left = deque(
-            (queue, name, f"{tags}-{number:04d} {name}", message)
-            for number, (message, (queue, name)) in enumerate(zip(messages, sources, strict=True), 1)
-        )
-        cancelled, delivered = [], False
-        try:
-            while left and not self._closing:
-                each = left.popleft()
-                if each[0] in self.connection._callbacks:
-                    delivered = True
-                    self._deliver(each[0], *each[2:])
-                else:
-                    cancelled.append(each)
-        finally:
-            self._put_back([*cancelled, *left])
-        return delivered
+        unleased = []
+        for number, (message, (queue, name)) in enumerate(zip(messages, sources, strict=True), 1):
+            tag = f"{tags}-{number:04d} {name}"
+            if queue in self._unleased:
+                unleased.append((queue, name, tag, message))
+            else:
+                self._line_up(queue, tag, message)
+        delivered = self._deliver_unleased(unleased)
+        return self._deliver_line() or delivered
 
     def _reservation_answered(self) -> None:
         """The next may be sent, unless the lengths of the lists are still to come."""
         if not (self._expected and self._expected[0][0] == "waiting"):
             self._in_poll = None
 
-    def _deliver(self, queue: str, tag: str, message: bytes) -> None:
+    def _line_up(self, queue: str, tag: str, message: bytes) -> None:
         try:
             found = decoded(message)
-            found["properties"]["delivery_tag"] = tag
+        except UndecodableError as error:
+            with suppress(RedisError, OSError):  # then its lease ends, and it comes again
+                self.leases.set_aside(tag, message, str(error))
+        else:
+            self.leases.hold(tag, message)
+            self._line.append((queue, tag, message, found))
+
+    def _deliver(self, queue: str, tag: str, message: bytes, found: dict[str, Any]) -> None:
+        found["properties"]["delivery_tag"] = tag
+        try:
             self.connection._deliver(found, queue)
         except UndecodableError as error:
             self.leases.set_aside(tag, message, str(error))
+        except BaseException:
+            if (held := self.leases.held.get(tag)) and not held.delivered:
+                self.leases.let_go([tag])
+            raise
 
-    def _put_back(self, undelivered: Sequence[tuple[str, str, str, bytes]]) -> None:
-        """What was reserved for a consumer that is no more."""
-        with suppress(RedisError, OSError):  # then the leases end
-            undelivered = undelivered[::-1]
-            self.leases.give_back([tag for queue, _, tag, _ in undelivered if queue not in self._unleased])
-            for queue, name, _, message in undelivered:
-                if queue in self._unleased:
-                    self.leases.client.rpush(name, message)
+    def _may_deliver(self) -> bool:
+        """Return whether the first message of the line may be delivered now."""
+        if not self._line or self._is_full():
+            return False
+        return not (is_handled_alone(self._line[0][3]) and self.leases.are_claimed())
+
+    def _deliver_line(self) -> bool:
+        """Deliver messages of the line, while they may be; whether any was."""
+        delivered = False
+        while not self._closing and self._may_deliver():
+            queue, tag, message, found = self._line[0]
+            alone = queue in self.connection._callbacks and is_handled_alone(found)
+            if alone:
+                self.leases.begin_alone(tag, message)  # if Redis does not answer, the message stays in the line
+            self._line.popleft()
+            if queue not in self.connection._callbacks:  # its consumer was cancelled
+                self.leases.let_go([tag])
+                continue
+            delivered = True
+            self._deliver(queue, tag, message, found)
+            if alone and not self.leases.is_one_alone():  # decoding it did no harm, and it waits for something else
+                self.leases.end_alone(tag)
+        return delivered
+
+    def _deliver_unleased(self, messages: Sequence[tuple[str, str, str, bytes]]) -> bool:
+        """Deliver what is not to be acknowledged; put back what came for a cancelled consumer. Whether any was."""
+        delivered, undelivered = False, []
+        for queue, name, tag, message in messages:
+            if self._closing or queue not in self.connection._callbacks:
+                undelivered.append((name, message))
+                continue
+            delivered = True
+            try:
+                found = decoded(message)
+            except UndecodableError as error:
+                self.leases.set_aside(tag, message, str(error))
+            else:
+                self._deliver(queue, tag, message, found)
+        with suppress(RedisError, OSError):
+            for name, message in reversed(undelivered):
+                self.leases.client.rpush(name, message)
+        return delivered
 
     # The end of a connection.
 
@@ -499,6 +634,11 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                     reply = self._next_reply(self.client.connection, timeout=leases.patience)
                     if reply is not None:
                         self._handle(*self._expected.popleft(), reply)
+            if self._is_connected():  # else the next connection takes acknowledgements along, when it has caught up
+                with suppress(RedisError, OSError):
+                    leases.flush()
+            leases.let_go([tag for _, tag, _, _ in reversed(self._line)])
+            self._line.clear()
             leases.channels.discard(self)
         self._in_poll = None
         super().close()
@@ -528,6 +668,8 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         self.cycle.evented = True
+        for channel in tuple(self.cycle._channels):
+            channel.leases.evented = True
         super().register_with_event_loop(connection, loop)
 
 

@@ -3,7 +3,7 @@
 import ssl
 
 import pytest
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 from redis.exceptions import RedisError as RedisFault
 
 from feedmill.stack import OTHER_REDIS, Stack
@@ -70,6 +70,11 @@ def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], 
             "is a replica, and lets nobody write. Set ",
         ),
         (ResponseError("MISCONF Errors writing to the AOF file"), "cannot save its data, and so takes nothing more"),
+        (ResponseError("NOREPLICAS Not enough good replicas"), "cannot save its data, and so takes nothing more"),
+        (
+            InvalidResponse('Protocol error, got "<" as reply type byte'),
+            "answers, but not as Redis does .* Is this its port?",
+        ),
     ],
 )
 def test_a_redis_that_takes_nothing_is_told_plainly(fault: RedisFault, words: str) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,9 +23,12 @@ from redis import Redis, RedisError, SSLConnection
 
 from feedmill.processes import Child, free_port
 from shared import leases, transport
-from shared.leases import KEEP, RESERVE, marked
-from shared.transport import settings_for
-from tests.support import PASSWORD, RedisServer, redis_servers, wait_until
+from shared.lease_scripts import KEEP, RESERVE
+from shared.leases import counted, lapsed
+from shared.transport import claim, end_alone, settings_for
+from tests.support import PASSWORD, RedisServer, wait_until
+
+pytestmark = pytest.mark.each_redis
 
 OURS = "shared.transport:Transport"
 STOCK = "redis"
@@ -43,10 +47,16 @@ class Consuming:
         channel.basic_qos(0, prefetch, False)
         self.channel = channel
         self.got: list[Message] = []
+        self.claiming = False
         self.consumer = Consumer(
-            self.channel, queues, on_message=self.got.append, accept=["json"], no_ack=no_ack, auto_declare=True
+            self.channel, queues, on_message=self._take, accept=["json"], no_ack=no_ack, auto_declare=True
         )
         self.consumer.consume()
+
+    def _take(self, message: Message) -> None:
+        if self.claiming:
+            claim(message)
+        self.got.append(message)
 
     def until(self, count: int) -> list[Message]:
         """Drain events until so many messages have come in all."""
@@ -106,6 +116,11 @@ def ends(server: RedisServer, tag: str) -> float:
     return server.client.zscore("reserved_index", tag) or 0.0
 
 
+def keepers() -> int:
+    """Count the threads of this process that keep leases."""
+    return sum(thread.name == "kombu-redis-leases" for thread in threading.enumerate())
+
+
 def waiting(server: RedisServer) -> int:
     return sum(server.client.llen(name) for name in LISTS)
 
@@ -156,7 +171,7 @@ def test_waiting_takes_nothing_and_every_list_wakes(server: RedisServer) -> None
 
 def test_without_client_tracking_it_asks(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis.client.acl_setuser(
-        "plain", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-client|tracking"]
+        "plain", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-client"]
     )
     monkeypatch.setattr(redis, "url", redis.url.replace("redis://:", "redis://plain:"))
     with consuming(redis) as consumer:
@@ -183,6 +198,15 @@ def test_a_consumer_without_a_limit_gets_one_message_at_a_time(redis: RedisServe
     with consuming(redis, prefetch=0) as consumer:
         consumer.until(1)
         assert (len(consumer.got), waiting(redis)) == (1, 2)
+
+
+def test_a_consumer_may_want_fewer_bytes(redis: RedisServer) -> None:
+    publish(redis, *("x" * 1000 for _ in range(10)))
+    with consuming(redis) as consumer:
+        consumer.channel.room_bytes = lambda: 1500
+        assert len(consumer.until(2)) == 2
+        assert waiting(redis) == 8
+        consumer.acknowledge()
 
 
 def test_a_reservation_ends_with_the_message_that_reaches_the_byte_budget(redis: RedisServer) -> None:
@@ -247,7 +271,8 @@ def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
     with consuming(redis, options={"undecodable_limit": 8}) as consumer:
         assert bodies(consumer.until(2)) == [1, 2]
         assert held(redis) == (2, 2)
-        assert binary.lrange("undecodable", 0, -1) == broken[:8]
+        newest = [broken[4], *broken[:4], *broken[5:]]
+        assert binary.lrange("undecodable", 0, -1) == newest[:8], "a body is decoded after all envelopes"
         consumer.acknowledge()
     binary.close()
 
@@ -280,29 +305,73 @@ def test_a_message_that_names_a_consumer_is_acknowledged_all_the_same(redis: Red
         assert held(redis) == (0, 0)
 
 
-def test_what_is_in_hand_is_bounded_in_bytes(redis: RedisServer) -> None:
-    publish(redis, *("x" * 1000 for _ in range(10)))
-    with consuming(redis, prefetch=0, options={"held_bytes": 2500}) as consumer:
-        assert len(consumer.until(3)) == 3
+def test_delivery_pauses_while_what_is_in_hand_takes_too_much_memory(redis: RedisServer) -> None:
+    publish(redis, *(list(range(1000)) for _ in range(10)))
+    with consuming(redis, options={"held_bytes": 200_000}) as consumer:
+        got = len(consumer.until(2))
         consumer.drain()
-        assert (len(consumer.got), waiting(redis)) == (3, 7)
+        assert (len(consumer.got), waiting(redis), held(redis)) == (got, 0, (10, 10))
+        tag = consumer.channel._line[-1][1]
+        first = ends(redis, tag)
+        wait_until(lambda: ends(redis, tag) > first, "leases of messages in the line are renewed", 10)
         consumer.acknowledge()
-        assert len(consumer.until(3)) == 3
+        assert len(consumer.until(got)) == got
+        assert not any(message.delivery_info.get("redelivered") for message in consumer.got)
+    assert (waiting(redis), held(redis)) == (10 - got, (0, 0))
+    with consuming(redis) as consumer:
+        again = [message.delivery_info.get("delivery_count", 0) for message in consumer.until(10 - got)]
+        assert sorted(again) == [0] * (10 - 2 * got) + [1] * got, "only delivered messages are counted"
         consumer.acknowledge()
+
+
+def test_messages_that_unpack_to_much_are_decoded_one_at_a_time(redis: RedisServer) -> None:
+    bomb = [0] * 500_000
+    with Connection(redis.url) as connection:
+        for _ in range(13):
+            Producer(connection.channel()).publish(
+                bomb, exchange=QUEUE.exchange, routing_key=QUEUE.routing_key, declare=[QUEUE], compression="gzip"
+            )
+    with consuming(redis, options={"held_bytes": 10**7}) as consumer:
+        for number in range(1, 14):
+            assert len(consumer.until(1)) == 1
+            consumer.drain()
+            assert len(consumer.got) == 1
+            consumer.acknowledge()
+            assert held(redis)[0] <= 13 - number + 1
+    assert (waiting(redis), held(redis)) == (0, (0, 0))
+
+
+def test_an_envelope_of_many_objects_is_set_aside_unread(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_DECODED", 10_000)
+    publish(redis, "good")
+    message = json.loads(str(redis.client.rpop("posts")))
+    for count in (0, 1000):
+        redis.client.lpush("posts", json.dumps(message | {"headers": {"odd": [{}] * count}}))
+    with consuming(redis) as consumer:
+        assert bodies(consumer.until(1)) == ["good"]
+        consumer.acknowledge()
+        wait_until(lambda: consumer.drain() and redis.client.llen("undecodable") == 1, "the other is set aside")
+        assert held(redis) == (0, 0)
 
 
 @pytest.mark.parametrize(
     "element",
     [
         b"\xff",
-        b'{"properties": {"delivery_info": {"delivery_count": Infinity}}, "headers": {}}',
-        b'{"properties": {"delivery_info": {"delivery_count": "9"}}, "headers": null}',
         b'{"properties": {"delivery_info": []}, "headers": {}}',
         b"[" * 50_000,
     ],
 )
-def test_what_cannot_be_marked_comes_back_as_it_is(element: bytes) -> None:
-    assert marked(element) == element
+def test_what_is_no_message_comes_back_as_it_is(element: bytes) -> None:
+    assert counted(element) == element
+
+
+@pytest.mark.parametrize("count", ["Infinity", '"9"', "-1", "true", "null", "1e400", "99999999999999999999"])
+@pytest.mark.parametrize("headers", ["{}", "null"])
+def test_counts_that_a_sender_made_up_count_from_zero(count: str, headers: str) -> None:
+    element = f'{{"properties": {{"delivery_info": {{"lapse_count": {count}}}}}, "headers": {headers}}}'
+    info = json.loads(lapsed(element.encode()))["properties"]["delivery_info"]
+    assert info == {"redelivered": True, "delivery_count": 1, "lapse_count": 1}
 
 
 # Coming back.
@@ -338,6 +407,172 @@ def test_deliveries_are_counted(redis: RedisServer) -> None:
         consumer.acknowledge()
 
 
+def test_puts_back_leases_that_end_one_after_the_other(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends meanwhile is put back by the time at which it was found: no call is in vain."""
+    publish(redis, 1)
+    reserve = redis.client.register_script(RESERVE)
+    with consuming(redis, prefetch=1, options=SHORT) as consumer:
+        leases = consumer.channel.leases
+        tag, restore, put_back = consumer.until(1)[0].delivery_tag or "", leases._restore, []
+        first = ends(redis, tag)
+        wait_until(lambda: keepers() == 1, "the threads of closed connections, which put back too, have ended")
+
+        def restore_and_end_another(keys: list[str], arguments: list[Any]) -> None:
+            before = len(arguments) // 2 - 1
+            redis.client.rpush("other", "{}")
+            reserve(["reserved", "reserved_index", "other"], [f"{uuid4().hex}-000000000000", 1, 1, 1e-6])
+            left = redis.client.hlen("reserved")
+            restore(keys, arguments)
+            put_back.append((before, left - redis.client.hlen("reserved")))
+
+        monkeypatch.setattr(leases, "_restore", restore_and_end_another)
+        reserve_and_die(redis)
+        redis.client.rpush("other", "{}")
+        reserve(["reserved", "reserved_index", "other"], [f"{uuid4().hex}-000000000000", 1, 1, 1e-6])
+        wait_until(lambda: len(put_back) > 5, "ended leases are put back")
+        wait_until(lambda: ends(redis, tag) > first + 1, "the lease of a living worker is renewed meanwhile")
+        assert all(found == restored for found, restored in put_back)
+        consumer.acknowledge()
+
+
+def test_a_turn_puts_back_a_bounded_number_of_bytes(redis: RedisServer) -> None:
+    publish(redis, *("x" * 2**19 for _ in range(6)))
+    with consuming(redis, prefetch=1, options=SHORT) as consumer:
+        leases = consumer.channel.leases
+        script = redis.client.register_script(RESERVE)
+        script(["reserved", "reserved_index", "posts"], [f"{uuid4().hex}-000000000000", 6, 10**7, 1e-6])
+        now = float(redis.client.time()[0])
+        leases._contact = now
+        _, ended, more = leases._keep(["reserved_index", "reserved"], [1, 100, now + 1, 10, 2**20])
+        assert (len(ended), bool(more)) == (2, True)
+
+
+def test_leases_from_before_the_clock_was_set_back_end_soon(redis: RedisServer) -> None:
+    publish(redis, 1)
+    (taken,) = reserve_and_die_with_tag(redis, f"{uuid4().hex}-0.6-000000000000", 3600)
+    older = f"{uuid4().hex}-7200-000000000000-0001 posts"
+    redis.client.hset("reserved", older, "{}")
+    redis.client.zadd("reserved_index", {older: redis.client.time()[0] + 3600})
+    with consuming(redis, prefetch=1, options=SHORT) as consumer:
+        leases = consumer.channel.leases
+        wait_until(lambda: leases._contact, "it has seen Redis' clock", 10)
+        leases._contact = leases._since = leases._contact + 3600  # as it was before
+        assert consumer.until(1)[0].delivery_info["redelivered"]
+        assert ends(redis, older) > redis.client.time()[0] + 3000, "a lease of its own length is left alone"
+        assert not ends(redis, taken)
+        consumer.acknowledge()
+
+
+def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -> list[str]:
+    script = server.client.register_script(RESERVE)
+    script(["reserved", "reserved_index", *LISTS], [prefix, 64, 10**6, *[seconds] * 4])
+    return [str(tag) for tag in server.client.hkeys("reserved")]
+
+
+# What workers vanish with.
+
+
+def lapse(server: RedisServer, times: int) -> None:
+    """Messages that wait are reserved, and their worker vanishes, so often."""
+    for _ in range(times):
+        reserve_and_die(server)
+        with consuming(server, Queue("none"), options=SHORT):
+            wait_until(lambda: held(server) == (0, 0), "they are back", 10)
+
+
+def test_messages_that_workers_vanished_with_are_delivered_alone(redis: RedisServer) -> None:
+    publish(redis, "a", "b")
+    lapse(redis, 2)
+    publish(redis, "new")
+    with consuming(redis, options=SHORT) as consumer:
+        consumer.claiming = True
+        assert bodies(consumer.until(1)) == ["a"]
+        consumer.drain()
+        assert bodies(consumer.got) == ["a"]
+        consumer.acknowledge()
+        assert bodies(consumer.until(1)) == ["b"]
+        consumer.drain()
+        assert bodies(consumer.got) == ["b"]
+        consumer.acknowledge()
+        assert bodies(consumer.until(1)) == ["new"]
+        publish(redis, "c")
+        lapsed_twice = lapsed(str(lapsed(str(redis.client.lindex("posts", 0)).encode())).encode())
+        redis.client.lset("posts", 0, str(lapsed_twice))
+        wait_until(lambda: consumer.drain() and consumer.channel._line, "it waits for the other", 10)
+        assert bodies(consumer.got) == ["new"]
+        consumer.acknowledge()
+        assert bodies(consumer.until(1)) == ["c"]
+        consumer.acknowledge()
+
+
+def test_counts_how_often_workers_vanished_with_a_message_alone(redis: RedisServer) -> None:
+    publish(redis, "a")
+    lapse(redis, 2)
+    with consuming(redis, options=SHORT) as consumer:
+        consumer.claiming = True
+        tag = consumer.until(1)[0].delivery_tag or ""
+        noted = str(redis.client.hget("reserved", tag))
+        info = json.loads(lapsed(noted.encode()))["properties"]["delivery_info"]
+        assert (info["lapse_count"], info["alone_lapse_count"]) == (3, 1)
+        end_alone(consumer.got[0])
+        proved = str(redis.client.hget("reserved", tag))
+        info = json.loads(lapsed(proved.encode()))["properties"]["delivery_info"]
+        assert (info["lapse_count"], info.get("alone_lapse_count")) == (3, None)
+        consumer.acknowledge()
+
+
+def test_a_message_waits_in_the_line_when_it_cannot_be_noted_as_alone(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(redis, "a")
+    lapse(redis, 2)
+    with consuming(redis, options=SHORT) as consumer:
+        leases, faults = consumer.channel.leases, [RedisError("no answer")]
+        replace = leases._replace
+
+        def fail_once(*args: Any) -> None:
+            if faults:
+                raise faults.pop()
+            replace(*args)
+
+        monkeypatch.setattr(leases, "_replace", fail_once)
+        with pytest.raises(RedisError, match="no answer"):
+            consumer.until(1)
+        assert bodies(consumer.until(1)) == ["a"]
+        consumer.acknowledge()
+
+
+def test_what_is_begun_later_waits_until_it_is_alone(redis: RedisServer) -> None:
+    publish(redis, "later", "other")
+    lapse(redis, 2)
+    with consuming(redis, options=SHORT) as consumer:
+        (later,) = consumer.until(2)[:1]
+        other = consumer.got[1]
+        assert claim(other)
+        publish(redis, "new")
+        assert not claim(later)
+        consumer.drain()
+        assert len(consumer.got) == 2, "nothing is delivered while it waits"
+        other.ack()
+        assert claim(later)
+        noted = json.loads(str(redis.client.hget("reserved", later.delivery_tag or "")))
+        assert noted["properties"]["delivery_info"]["alone"]
+        later.ack()
+        consumer.got.clear()
+        assert bodies(consumer.until(1)) == ["new"]
+        consumer.acknowledge()
+
+
+def test_what_waits_for_later_keeps_nothing_waiting(redis: RedisServer) -> None:
+    publish(redis, "later", "now")
+    lapse(redis, 2)
+    with consuming(redis, options=SHORT) as consumer:  # which claims nothing
+        got = consumer.until(2)
+        noted = str(redis.client.hget("reserved", got[0].delivery_tag or ""))
+        assert "alone" not in json.loads(noted)["properties"]["delivery_info"]
+        consumer.acknowledge()
+
+
 def test_leases_are_renewed_while_the_consumer_is_busy(redis: RedisServer) -> None:
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer, consuming(redis, options=SHORT) as other:
@@ -346,18 +581,6 @@ def test_leases_are_renewed_while_the_consumer_is_busy(redis: RedisServer) -> No
         wait_until(lambda: ends(redis, tag) > first + 1, "it is renewed")
         other.drain()
         assert not other.got
-        consumer.acknowledge()
-
-
-def test_a_message_that_nothing_refers_to_comes_back(redis: RedisServer) -> None:
-    publish(redis, 1)
-    with consuming(redis, options=SHORT) as consumer:
-        consumer.until(1)
-        consumer.channel.qos._delivered.clear()  # as when Celery drops what it has not started
-        consumer.got.clear()
-        gc.collect()
-        (again,) = consumer.until(1)
-        assert again.delivery_info["redelivered"]
         consumer.acknowledge()
 
 
@@ -373,13 +596,11 @@ def test_a_late_acknowledgement_takes_no_later_delivery_away(redis: RedisServer)
         assert held(redis) == (0, 0)
 
 
-def test_closing_gives_back_only_what_nothing_refers_to(redis: RedisServer) -> None:
+def test_closing_gives_back_what_is_not_claimed(redis: RedisServer) -> None:
     publish(redis, *range(4))
     with consuming(redis) as consumer:
-        consumer.until(4)
-        kept = consumer.got.pop(1)
-        consumer.got.clear()
-        del consumer.consumer
+        kept = consumer.until(4)[1]
+        claim(kept)
     assert (waiting(redis), held(redis)) == (3, (1, 1))
     kept.ack()  # its channel is closed: the next connection takes it along, or the leases' thread
     wait_until(lambda: held(redis) == (0, 0), "the acknowledgement has arrived", 10)
@@ -388,19 +609,56 @@ def test_closing_gives_back_only_what_nothing_refers_to(redis: RedisServer) -> N
         consumer.acknowledge()
 
 
-def test_what_a_lost_connection_left_behind_is_not_held_for_ever(redis: RedisServer) -> None:
+def test_closing_in_order_sends_acknowledgements(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop's, which has ended by then: the leases' thread leaves them alone."""
     publish(redis, 1)
-    options = {**SHORT, "left_behind_timeout": 0.5}
-    with consuming(redis, options=options) as consumer:
-        kept = consumer.until(1).pop()
-    with consuming(redis, options=options) as consumer:
-        assert consumer.until(1)[0].delivery_info["redelivered"]
-        assert not kept.acknowledged
+    with consuming(redis) as consumer:
+        consumer.until(1)
+        monkeypatch.setattr(consumer.channel.connection.cycle, "evented", True)
+        monkeypatch.setattr(consumer.channel.leases, "evented", True)
         consumer.acknowledge()
+        assert held(redis) == (1, 1)
+    assert held(redis) == (0, 0)
+
+
+def test_gives_back_after_a_lost_connection_whatever_refers_to_a_message(redis: RedisServer) -> None:
+    publish(redis, "for later", "begun")
+    with consuming(redis, options=SHORT) as consumer:
+        later, begun = consumer.until(2)
+        claim(begun)
+        gc.freeze()
+        try:
+            redis.client.client_kill_filter(_type="normal", skipme=True)
+            consumer.channel.close()
+        finally:
+            gc.unfreeze()
+        wait_until(lambda: waiting(redis) == 1, "what nobody works on is back", 10)
+        assert not later.acknowledged
+        assert held(redis) == (1, 1)
+        begun.ack()
+
+
+def test_unclaimed_messages_go_back_when_redis_answers_again(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(redis, 1)
+    with consuming(redis, options=SHORT) as consumer:
+        consumer.until(1)
+        leases, refusals = consumer.channel.leases, [RedisError("away")]
+        put_back = leases._put_back
+
+        def refuse_once(*args: Any) -> None:
+            if args[0] and refusals:
+                raise refusals.pop()
+            put_back(*args)
+
+        monkeypatch.setattr(leases, "_put_back", refuse_once)
+    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back", 10)
+    assert not refusals
 
 
 @pytest.fixture
-def sentinel(redis: RedisServer, tmp_path: Path) -> Iterator[int]:
+def sentinel(redis: RedisServer, redis_path: str, tmp_path: Path) -> Iterator[int]:
     """The port of a Sentinel that looks after the test's Redis."""
     port, (_, master) = free_port(), redis.url.rpartition("@")[2].removesuffix("/0").split(":")
     configuration = tmp_path / "sentinel.conf"
@@ -408,8 +666,7 @@ def sentinel(redis: RedisServer, tmp_path: Path) -> Iterator[int]:
         f"port {port}\nbind 127.0.0.1\nsentinel monitor posts 127.0.0.1 {master} 1\n"
         f"sentinel auth-pass posts {PASSWORD}\n"
     )
-    path = next(iter(redis_servers().values()))
-    child = Child("sentinel", [path, str(configuration), "--sentinel"], tmp_path, dict(os.environ))
+    child = Child("sentinel", [redis_path, str(configuration), "--sentinel"], tmp_path, dict(os.environ))
     client = Redis(port=port)
 
     def answers() -> bool:
@@ -492,7 +749,7 @@ def test_at_the_memory_limit_all_goes_on_but_publishing(server: RedisServer) -> 
                 consumer.until(1)
                 tag = consumer.got[0].delivery_tag or ""
                 before = ends(server, tag)
-                consumer.channel.leases._keep(["reserved_index"], [10, 0, 0, 0, tag])
+                consumer.channel.leases._keep(["reserved_index", "reserved"], [10, 0, 0, 0, 0, tag])
                 assert ends(server, tag) > before
                 consumer.acknowledge()
             assert held(server) == (0, 0)
@@ -505,8 +762,8 @@ def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
     keep = redis.client.register_script(KEEP)
 
     def ended(seconds_ago: float) -> list[str]:
-        now, _ = keep(["leases"], [10, 0, 0, 4])
-        found: list[str] = keep(["leases"], [10, 100, float(now) - seconds_ago, 4])[1]
+        now, *_ = keep(["leases", "messages"], [10, 0, 0, 4, 1])
+        found: list[str] = keep(["leases", "messages"], [10, 100, float(now) - seconds_ago, 4, 1])[1]
         return found
 
     assert ended(3) == ["one that ended"]

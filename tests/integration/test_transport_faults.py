@@ -17,11 +17,22 @@ from redis import Redis
 
 from tests.support import RedisServer, Restartable, start, wait_until
 
+pytestmark = pytest.mark.each_redis
+
 #: A worker's application: its tasks count in Redis how often they ran.
 APPLICATION = """
-import os, time
+import os, time, uuid
 from celery import Celery
+from celery.worker.consumer import Consumer as StockConsumer
 from redis import Redis, RedisError
+from shared.transport import claim
+
+class Consumer(StockConsumer):
+    def __init__(self, on_task_request, *args, **kwargs):
+        def claimed(request):
+            claim(request.message)
+            on_task_request(request)
+        super().__init__(claimed, *args, **kwargs)
 
 app = Celery("counting", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
 app.conf.update(
@@ -30,21 +41,25 @@ app.conf.update(
     if "shared" in os.environ["TRANSPORT"] else {},
     broker_connection_retry_on_startup=True, broker_connection_max_retries=None,
     worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16, task_acks_late=True,
+    worker_consumer="counting:Consumer",
 )
 redis = Redis.from_url(os.environ["BROKER"], socket_timeout=None)
 
-def note(key):
+def note(key, run):
+    # A set of runs: a command that is sent again, since its reply was lost, counts no run twice.
     while True:
         try:
-            return redis.incr(key)
+            redis.sadd(key, run)
+            return redis.scard(key)
         except (OSError, RedisError):
             time.sleep(0.1)
 
 @app.task(name="count")
 def count(name, seconds=0.0):
-    note("began:" + name)
+    run = uuid.uuid4().hex
+    note("began:" + name, run)
     time.sleep(seconds)
-    note("ended:" + name)
+    note("ended:" + name, run)
     return name
 
 @app.task(name="silent")
@@ -53,7 +68,7 @@ def silent(seconds):
 
 @app.task(name="again", bind=True)
 def again(self, name):
-    if note("began:" + name) < 3:
+    if note("began:" + name, uuid.uuid4().hex) < 3:
         raise self.retry(countdown=0.1)
     return self.request.retries
 """
@@ -115,8 +130,10 @@ def application(url: str, through: str = STOCK) -> Any:
     return app
 
 
-def ran(client: Redis, *names: str) -> list[tuple[Any, Any]]:
-    return [(client.get(f"began:{name}"), client.get(f"ended:{name}")) for name in names]
+def ran(client: Redis, *names: str) -> list[tuple[int, int]]:
+    """How often each task began, and how often it ended."""
+    count: Any = client.scard
+    return [(count(f"began:{name}"), count(f"ended:{name}")) for name in names]
 
 
 def idle(client: Redis) -> bool:
@@ -153,7 +170,7 @@ def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: 
                 results = [sender.send_task("count", (str(n), 0.05), producer=producer) for n in range(40)]
             assert [result.get(timeout=20) for result in results] == [str(n) for n in range(40)]
         wait_until(lambda: idle(redis.client), "all is done")
-        assert ran(redis.client, *map(str, range(40))) == [("2", "2")] * 40
+        assert ran(redis.client, *map(str, range(40))) == [(2, 2)] * 40
         assert "count[" in stock.text()
         assert "count[" in ours.text()
         assert app.send_task("again", ("thrice",)).get(timeout=20) == 2
@@ -162,7 +179,7 @@ def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: 
         app.send_task("count", ("never",), task_id="never")
         wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "it is revoked")
         wait_until(lambda: idle(redis.client), "all is done")
-        assert ran(redis.client, "never") == [(None, None)]
+        assert ran(redis.client, "never") == [(0, 0)]
         wait_until(lambda: len(events) == 82, "all events have come")
         receiver.should_stop = True
         listener.join()
@@ -183,7 +200,7 @@ def test_a_task_much_longer_than_the_leases_runs_once(redis: RedisServer, tmp_pa
             wait_until(lambda: idle(redis.client), "all is done")
             assert ours.lives()
             assert beside.lives()
-    assert ran(redis.client, "theirs", "ours") == [("1", "1"), ("1", "1")]
+    assert ran(redis.client, "theirs", "ours") == [(1, 1), (1, 1)]
 
 
 def test_what_a_killed_worker_held_is_done_by_another(redis: RedisServer, tmp_path: Path) -> None:
@@ -204,7 +221,7 @@ def test_a_closing_worker_gives_back_at_once_what_it_has_not_begun(redis: RedisS
         wait_until(lambda: redis.client.hlen("reserved") == 20, "it has all")
         worker.end()
     assert redis.client.hlen("reserved") == 0
-    done = sum(ended is not None for _, ended in ran(redis.client, *names))
+    done = sum(bool(ended) for _, ended in ran(redis.client, *names))
     assert done + redis.client.llen("celery") == 20
 
 
@@ -212,8 +229,8 @@ def test_a_closing_worker_gives_back_at_once_what_it_has_not_begun(redis: RedisS
 
 
 @pytest.fixture
-def durable(tmp_path: Path) -> Iterator[Restartable]:
-    server = Restartable(tmp_path)
+def durable(redis_path: str, tmp_path: Path) -> Iterator[Restartable]:
+    server = Restartable(redis_path, tmp_path)
     yield server
     server.stop()
 
@@ -228,7 +245,7 @@ def test_redis_is_killed_and_started_again(durable: Restartable, tmp_path: Path)
         durable.start()
         wait_until(lambda: idle(durable.client), "all is done")
         send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
         assert worker.lives()
     assert all(ended for _, ended in ran(durable.client, *names))
     assert worker.process.returncode == 0
@@ -243,7 +260,7 @@ def test_connections_are_cut_while_work_is_in_hand(durable: Restartable, tmp_pat
             durable.client.client_kill_filter(_type=kind, skipme=True)
         wait_until(lambda: idle(durable.client), "all is done")
         assert worker.lives()
-    assert ran(durable.client, *names) == [("1", "1")] * 12
+    assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
 def test_redis_stands_still_for_longer_than_leases_last(durable: Restartable, tmp_path: Path) -> None:
@@ -257,7 +274,7 @@ def test_redis_stands_still_for_longer_than_leases_last(durable: Restartable, tm
         durable.signal(signal.SIGCONT)
         wait_until(lambda: idle(durable.client), "all is done")
         assert worker.lives()
-    assert ran(durable.client, *names) == [("1", "1")] * 12
+    assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
 def test_redis_is_full(durable: Restartable, tmp_path: Path) -> None:
@@ -274,7 +291,7 @@ def test_redis_is_full(durable: Restartable, tmp_path: Path) -> None:
         assert worker.text().count("silent[") >= 24
         durable.client.config_set("maxmemory", 0)
         send(app, ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
 
 
 def test_redis_becomes_a_replica_and_a_master_again(durable: Restartable, tmp_path: Path) -> None:
@@ -286,5 +303,5 @@ def test_redis_becomes_a_replica_and_a_master_again(durable: Restartable, tmp_pa
         assert "Frequent restarts" not in worker.text()
         durable.client.replicaof("NO", "ONE")
         send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [("1", "1")], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
         assert worker.lives()

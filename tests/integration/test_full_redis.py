@@ -1,0 +1,145 @@
+"""The operator's commands on a Redis that takes no writes: at its memory limit, and as a replica."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedmill import watch
+from feedmill.watch import Part
+from shared.broker import make_app, publish
+from shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
+from shared.messages import ClassifyOptions, Post
+from shared.results import ResultsStore
+from shared.serving import EXPECTED_S, announce, deregister, register
+from shared.settings import Settings
+from tests.integration.test_results import letter, result
+from tests.support import RedisServer, feedmill
+
+
+@pytest.fixture
+def settings(server: RedisServer) -> Settings:
+    return Settings.model_validate({"redis_url": server.url})
+
+
+@pytest.fixture
+def filled(server: RedisServer) -> RedisServer:
+    """A Redis with something of everything."""
+    settings = Settings.model_validate({"redis_url": server.url})
+    ResultsStore(server.client, settings).write([result("1")], [letter("2"), letter("3")])
+    with make_app(settings) as app:
+        publish(app, [[Post(id="4", title="waits")]], ClassifyOptions())
+    announce(server.client, "feedmill", "m")
+    server.client.hset(REDDIT_GAPS, "tea 1", json.dumps(["tea", 1.0, 2.0, 3.0]))
+    return server
+
+
+@pytest.fixture
+def full(filled: RedisServer) -> Iterator[RedisServer]:
+    filled.client.config_set("maxmemory", 1)
+    yield filled
+    filled.client.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def replica(filled: RedisServer) -> Iterator[RedisServer]:
+    filled.client.replicaof("127.0.0.1", "1")
+    yield filled
+    filled.client.replicaof("NO", "ONE")
+
+
+def test_status_reads_a_full_redis(full: RedisServer, settings: Settings) -> None:
+    seen = watch.status(settings)
+    assert seen.queue.waiting == 1
+    assert (seen.results.stored, seen.dead_letters, seen.gaps) == (1, 2, 1)
+    assert (seen.asked, seen.workers) == (False, {})
+    assert seen.memory
+    assert seen.memory.full
+    assert full.client.exists(WORKERS) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        (["status"], 0, "cannot be asked while Redis takes no writes"),
+        (["status", "--json"], 0, '"asked": false'),
+        (["health"], 1, "✗ redis    Redis at {address} has reached its memory limit"),
+        (["health", "--check", "redis"], 1, "has reached its memory limit"),
+        (["health", "--check", "workers"], 1, "cannot be asked while Redis takes no writes"),
+        (["health", "--check", "memory"], 1, ": full: raise maxmemory, or lower"),
+        (["results"], 0, "a title"),
+        (["results", "get", "1"], 0, "food"),
+        (["results", "--failed"], 0, "no text"),
+        (["export", "out.jsonl"], 0, "1 row written"),
+        (["ingest", "gaps"], 0, "r/tea"),
+        (["ingest", "gaps", "--clear"], 0, "r/tea"),
+        (["dead", "list"], 0, "no text"),
+        (["dead", "show", "2"], 0, "no text"),
+        (["dead", "drop", "2"], 0, "1 dropped"),
+        (["dead", "drop", "--all", "--yes"], 0, "2 dropped"),
+        (["dead", "retry", "2"], 1, "cannot be sent again"),
+        (["purge", "1", "2"], 0, "2 posts purged (results: 1, stream entries: 1, dead letters: 1)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_commands_work_at_the_memory_limit(
+    full: RedisServer, settings: Settings, tmp_path: Path, command: list[str], status: int, said: str
+) -> None:
+    ended = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=full.url)
+    assert ended.returncode == status, ended.stderr
+    assert said.format(address=settings.redis_address) in ended.stdout + ended.stderr
+
+
+def test_what_cannot_be_sent_again_stays_a_dead_letter(full: RedisServer, tmp_path: Path) -> None:
+    post = json.dumps({"id": "2", "title": "a title"})
+    full.client.config_set("maxmemory", 0)
+    ResultsStore(full.client, Settings()).write([], [letter("5").model_copy(update={"post": post})])
+    full.client.config_set("maxmemory", 1)
+    ended = feedmill("dead", "retry", "5", cwd=tmp_path, FEEDMILL_REDIS_URL=full.url, FEEDMILL_WHEN_FULL="refuse")
+    assert ended.returncode == 2
+    assert "has reached its memory limit" in ended.stderr
+    assert full.client.xlen(DEAD_LETTERS) == 3
+
+
+def test_health_says_that_redis_is_a_replica(replica: RedisServer, settings: Settings) -> None:
+    found = {finding.part: finding for finding in watch.examine(settings, tuple(Part))}
+    assert not found[Part.REDIS].well
+    assert "is a replica, and lets nobody write" in found[Part.REDIS].said
+    assert found[Part.WORKERS].said == "cannot be asked while Redis takes no writes"
+    assert not found[Part.ROWS].well
+    assert found[Part.ROWS].said == "cannot be told: workers cannot be asked while Redis takes no writes"
+    assert found[Part.QUEUE].said.startswith("1 messages wait")
+    assert replica.client.hget(COUNTERS, "stored") == "1"
+
+
+def test_the_trial_write_of_health_changes_nothing(server: RedisServer, settings: Settings) -> None:
+    (found,) = watch.examine(settings, (Part.REDIS,))
+    assert found.well
+    assert server.client.dbsize() == 0
+
+
+def test_health_asks_registered_workers_by_name(
+    server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it ends with the last answer."""
+    asked: list[Any] = []
+
+    def answers(_: object, nodes: list[str] | None, __: float) -> dict[str, Any]:
+        asked.append(nodes)
+        return {}
+
+    monkeypatch.setattr(watch, "worker_statistics", answers)
+    assert "none answers" in next(watch.examine(settings, (Part.WORKERS,))).said
+    register(server.client, "b@host")
+    register(server.client, "a@host")
+    said = next(watch.examine(settings, (Part.WORKERS,))).said
+    assert asked == [None, ["a@host", "b@host"]]
+    assert said.startswith("no answer from a@host (alive 0 s ago), b@host (alive 0 s ago)")
+    deregister(server.client, "a@host")
+    server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
+    assert "none answers" in next(watch.examine(settings, (Part.WORKERS,))).said
+    register(server.client, "c@host")
+    assert server.client.hkeys(WORKERS) == ["c@host"]

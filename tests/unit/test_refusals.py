@@ -1,0 +1,49 @@
+"""shared/refusals.py: Redis' refusals are told apart, whatever they are wrapped in."""
+
+import pytest
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
+
+from shared.refusals import causes_of, hopeless, is_denied, is_full, is_replica, takes_no_writes
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        ResponseError("Error running script (call to f_1): @user_script:2: -OOM command not allowed when used memory"
+                      " > 'maxmemory'."),
+    ],
+    ids=["Redis 7", "a script on Redis 6.2"],
+)  # fmt: skip
+def test_tells_a_full_redis(fault: Exception) -> None:
+    assert is_full(fault)
+    assert takes_no_writes(fault)
+    assert hopeless(fault) is None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [ReadOnlyError("You can't write against a read only replica."), ResponseError("Error: -READONLY You can't")],
+)
+def test_tells_a_replica(fault: Exception) -> None:
+    assert is_replica(fault)
+    assert takes_no_writes(fault)
+
+
+def test_tells_a_redis_that_cannot_save() -> None:
+    for said in ("MISCONF Errors writing to the AOF file", "NOREPLICAS Not enough good replicas to write."):
+        assert takes_no_writes(ResponseError(said))
+
+
+def test_looks_at_what_an_error_was_raised_from() -> None:
+    outer = ValueError("wrapped")
+    outer.__cause__ = NoPermissionError("this user has no permissions to run the 'hdel' command")
+    assert is_denied(outer)
+
+
+def test_ends_where_an_error_is_its_own_cause() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert list(causes_of(first)) == [first, second]
+    first.__cause__ = first
+    assert hopeless(first) is None
