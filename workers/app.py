@@ -23,8 +23,9 @@ def make_worker_app(settings: Settings) -> Application:
         worker_autoscaler="workers.consumer:Scaler",
         # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
         worker_prefetch_multiplier=settings.window_rows,
-        # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue.
-        worker_eta_task_limit=2 * settings.window_rows,
+        # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue. With as
+        # many it fetches nothing more, so the limit is far off; workers/consumer.py bounds their memory.
+        worker_eta_task_limit=20 * settings.window_rows,
         task_track_started=settings.track_started,
     )
     app.steps["consumer"].add("workers.consumer:ConsumerFit")

@@ -17,6 +17,7 @@ from workers.calibration import TokenBudget
 from workers.classifiers import Classifier, Row
 from workers.message import Message
 from workers.suspects import Quarantine
+from workers.watch import Watch
 from workers.window import Window
 
 #: Rows that enter the window while the device's lanes wait for it.
@@ -58,6 +59,17 @@ class Batch(NamedTuple):
     apart: bool
 
 
+class Job(NamedTuple):
+    """Something to run between two micro-batches.
+
+    what, limit: for the log, and seconds after which it counts as hanging; see Watch.
+    """
+
+    run: Callable[[], None]
+    what: str
+    limit: float | None
+
+
 class Backlog:
     """See the module's first lines.
 
@@ -74,6 +86,7 @@ class Backlog:
         admits: Callable[[Message], bool],
         on_started: Callable[[Message], None],
         on_replaced: Callable[[Loaded], None],
+        watch: Watch,
     ) -> None:
         #: The model at work, and those that are to replace it, in turn. Replaced as a whole, and the first of them only
         #: while no lane has a micro-batch.
@@ -83,9 +96,10 @@ class Backlog:
         self._admits = admits
         self._on_started = on_started
         self._on_replaced = on_replaced
+        self._watch = watch
         #: Guards all of this, and every message's `started`, `finished` and `dropped`.
         self._ready = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Job] = deque()
         #: Lanes that have a micro-batch.
         self._busy = 0
         #: Whether suspects are on the device: then nothing else may be.
@@ -133,7 +147,7 @@ class Backlog:
             loaded.quarantine.add(rows)
             self._ready.notify_all()
 
-    def run(self, job: Callable[[], None]) -> None:
+    def run(self, job: Job) -> None:
         """Have the first lane run something that is no micro-batch: jobs and micro-batches take turns."""
         with self._ready:
             self._jobs.append(job)
@@ -182,7 +196,8 @@ class Backlog:
         with self._ready:
             job = self._jobs.popleft() if self._jobs else None
         if job:
-            job()
+            with self._watch.step(job.what, job.limit):
+                job.run()
 
     # All of these with the lock held.
 

@@ -10,16 +10,16 @@ are computed.
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from shared.errors import DeviceFull, DeviceLost
+from shared.errors import DeviceFull, DeviceLost, printable
 from workers.backlog import Backlog, Batch, Loaded
 from workers.classifiers import Outputs, Row
 from workers.device import Device
 from workers.message import traced
 from workers.suspects import Suspects
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,15 @@ class BatchLoop:
         suspects: Suspects | None,
         hand_over: Callable[[Computed], None],
         stopping: threading.Event,
+        watch: Watch,
     ) -> None:
         self._backlog = backlog
         self._device = device
         self._suspects = suspects
         self._hand_over = hand_over
         self._stopping = stopping
-        #: By lane: when its latest forward pass began, and what it left; for who watches.
+        self._watch = watch
+        #: By lane: when its latest forward pass began, by the watch's clock, and what it left; for who watches.
         self._computing: list[tuple[float, Outputs | None] | None] = [None] * device.lanes
         #: By lane: the posts of that pass, for `_note`.
         self._noted: list[list[tuple[str | None, int]]] = [[] for _ in range(device.lanes)]
@@ -73,12 +75,13 @@ class BatchLoop:
         """A lane whose forward pass takes longer than that, if there is one; for the thread that watches."""
         for lane, computing in enumerate(self._computing):
             began, outputs = computing or (math.inf, None)
-            if time.monotonic() - began > seconds and not (outputs and outputs.ready()):
+            if self._watch.now() - began > seconds and not (outputs and outputs.ready()):
                 return lane
         return None
 
     def _forward(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> list[Part]:
         """Outputs of the rows; when that raises, of their halves, until only the culprit has none."""
+        shared = loaded.budget.shared
         try:
             return [(rows, self._compute(loaded, rows, lane))]
         except DeviceLost:
@@ -89,21 +92,23 @@ class BatchLoop:
         except Exception as error:
             fault = error
         full = isinstance(fault, DeviceFull)
+        # A second model that came or went during the pass took the memory just as well.
+        shared = shared or loaded.budget.shared
         if full and len(rows) == 1:
             # No fault of the post: whoever comes next would fail as well.
             raise DeviceLost("the device has no memory for a single row") from fault
         if len(rows) == 1:
-            logger.error("post %s cannot be classified:\n%s", rows[0].owner.post.id, traced(fault))
+            logger.error("post %s cannot be classified:\n%s", printable(rows[0].owner.post.id), traced(fault))
             return [(rows, fault)]
         middle = len(rows) // 2
         halves = self._forward(loaded, rows[:middle], lane) + self._forward(loaded, rows[middle:], lane)
         if full:  # and the halves were not
-            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2)
+            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2, shared)
         return halves
 
     def _compute(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
         self._note(rows, lane)
-        began = time.monotonic()
+        began = self._watch.now()
         self._computing[lane] = began, None
         try:
             outputs = loaded.classifier.forward(rows)

@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import random
+import threading
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -44,22 +45,56 @@ WINDOW_ROWS = 1024
 class TokenBudget:
     """Tokens of one micro-batch, at most: its longest row times its rows.
 
-    file, key: where a budget that was lowered is remembered; None remembers nothing.
+    file, key: where a budget that was lowered is remembered; None remembers nothing. While the budget is shared, which
+    means that another model is loaded beside this one, lowering it is temporary.
     """
 
     def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
         self.tokens = tokens
+        #: The budget without the other model; None while there is none.
+        self._alone: int | None = None
         self._file = file
         self._key = key
+        self._lock = threading.Lock()
 
-    def lower(self, tokens: int) -> None:
-        """From now on at most so many tokens: the device had no memory for twice as many."""
-        self.tokens = max(1, min(tokens, self.tokens))
-        logger.warning("the device is out of memory; micro-batches hold at most %d tokens now", self.tokens)
-        if self._file is not None:
-            entry = _entry(self._file, self._key)
-            lowered = {"token_budget": self.tokens, "lowered": "the device was out of memory"}
-            _write(self._file, self._key, entry | lowered)
+    @property
+    def shared(self) -> bool:
+        return self._alone is not None
+
+    @property
+    def alone(self) -> int:
+        """The budget without another model on the device."""
+        return self.tokens if self._alone is None else self._alone
+
+    def share(self, tokens: int) -> None:
+        """Hold micro-batches to `tokens`, and lower this temporarily, until `end_sharing`."""
+        with self._lock:
+            self._alone, self.tokens = self.alone, tokens
+
+    def end_sharing(self) -> None:
+        """Return to the budget without another model, whose memory is free again."""
+        with self._lock:
+            self._alone, self.tokens = None, self.alone
+
+    def lower(self, tokens: int, shared: bool = False) -> None:
+        """Hold at most `tokens` from now on: the device had no memory for twice as many.
+
+        shared: the budget was shared when the memory ran out. If it no longer is, nothing changes.
+        """
+        with self._lock:
+            if shared and not self.shared:
+                return
+            self.tokens = max(1, min(tokens, self.tokens))
+            where = "beside a second model" if shared else "now"
+            logger.warning("device out of memory: micro-batches hold at most %d tokens %s", self.tokens, where)
+            if shared:
+                return
+            if self._alone is not None:
+                self._alone = max(1, min(tokens, self._alone))
+            if self._file is not None:
+                entry = _entry(self._file, self._key)
+                lowered = {"token_budget": self.alone, "lowered": "the device was out of memory"}
+                _write(self._file, self._key, entry | lowered)
 
 
 def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:

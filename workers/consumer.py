@@ -4,8 +4,10 @@ A message that no task can take, whatever is wrong with it, becomes a dead lette
 
 What it leans on in Celery 5.7 and kombu 5.7:
 
-- `QoS.room` says how much the transport fetches (shared/transport.py); `can_consume`, whether it fetches at all:
-  Celery's own worker_disable_prefetch replaces it too.
+- `QoS.room` and `Channel.room_bytes` say how much the transport fetches (shared/transport.py); `can_consume`, whether
+  it fetches at all: Celery's own worker_disable_prefetch replaces it too.
+- `Consumer`'s first argument takes each request to the pool, whatever held it up before; it raises what the result
+  backend does where the request was revoked or has expired.
 - `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
   connection may mend. `create_task_handler` makes what each message is handed to; `on_decode_error`,
   `on_unknown_message`, `on_unknown_task` and `on_invalid_task` are told of one that it throws away, and what they log
@@ -20,12 +22,15 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from celery import bootsteps
+from celery.app.task import Context
 from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
 from celery.platforms import EX_FAILURE
+from celery.states import FAILURE
 from celery.worker import consumer, state
 from celery.worker.autoscale import Autoscaler
 from celery.worker.consumer import consumer as _celery_consumer
@@ -42,11 +47,13 @@ from shared.metrics import connect_briefly
 from shared.refusals import is_denied
 from shared.results import ResultsStore
 from shared.settings import PREFIX
+from shared.transport import LAPSES_BEFORE_ALONE, claim, is_held, put_off, unclaim
 from workers import wellformed
-from workers.delivery import arguments_of, came_from, id_of, times_delivered
+from workers.delivery import arguments_of, came_from, id_of, times_delivered, times_fatal
 from workers.events import EventBatches, keep_client
 from workers.message import Message, traced, without_posts
 from workers.pool import DevicePool
+from workers.ticket import BACKEND_AWAY
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,8 @@ TELLS_TOO_MUCH = frozenset(
         celery_consumer.MESSAGE_DECODE_ERROR,
     }
 )
+#: Bytes of memory that messages for later may take in a worker.
+MAX_LATER = 128 * 2**20
 #: Characters of an error's text, or of a task's name, that a dead letter quotes.
 LONGEST_QUOTE = 200
 
@@ -77,9 +86,11 @@ class Consumer(consumer.Consumer):
 
     #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
     PAUSE, LONGEST_PAUSE = 0.5, 2.0
+    #: Seconds between two looks whether a message for later that has to be handled alone can be.
+    ALONE_INTERVAL_S = 0.1
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
         # Briefly: the event loop waits for it.
         self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
         celery_consumer.logger.addFilter(_tells_not_too_much)
@@ -133,6 +144,32 @@ class Consumer(consumer.Consumer):
             raise WorkerShutdown(EX_FAILURE)
         return answers
 
+    def _hand_over(self, on_task_request: Callable[[Any], None], request: Any) -> None:
+        """Give a request to the pool, which ends it even if the connection is lost meanwhile.
+
+        Celery drops the other requests that it has (those for later, and those that a rate limit holds up) with the
+        connection: they are not claimed, and go back to the queue.
+        """
+        if not is_held(request.message):
+            return  # it went back while it waited
+        if not claim(request.message):
+            self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
+            return
+        try:
+            on_task_request(request)
+        except BACKEND_AWAY as fault:
+            again = partial(self._hand_over, on_task_request, request)
+            self._retry_later(str(request), fault, request.message, again)
+        except BaseException:
+            unclaim(request.message)
+            raise
+
+    def _retry_later(self, what: str, fault: Exception, message: Any, again: Callable[[], None]) -> None:
+        """Hold a message that was revoked or has expired until Redis takes that as its result."""
+        claim(message)
+        logger.warning("%s: Redis does not take its result (%s); next try in %.1f s", what, fault, self.LONGEST_PAUSE)
+        self.timer.call_after(self.LONGEST_PAUSE, again)
+
     # What no task takes.
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,10 +178,20 @@ class Consumer(consumer.Consumer):
 
         def on_task_received(message: Any) -> Any:
             try:
+                if LAPSES_BEFORE_ALONE + times_fatal(message) >= self.app.settings.max_deliveries:
+                    return self._refuse_fatal(message)
                 wellformed.check(message)
-                return handle(message)
+                self._bound_later(message)
+                handle(message)
+                put_off(message)  # unless the pool has it
             except (InvalidTaskError, *MALFORMED) as error:
                 return self.on_invalid_task(None, message, error)
+            except BACKEND_AWAY as fault:
+                self._retry_later(f"message {_quoted(id_of(message))}", fault, message, partial(take_again, message))
+
+        def take_again(message: Any) -> None:
+            unclaim(message)
+            on_task_received(message)
 
         return on_task_received
 
@@ -161,32 +208,73 @@ class Consumer(consumer.Consumer):
         self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        what = "Celery cannot take it"
-        self._refuse(message, what, partial(super().on_invalid_task, body, message, exc), exc)
+        def let_go() -> None:
+            super(Consumer, self).on_invalid_task(body, message, exc)
+            task_id, properties = message.headers.get("id"), message.properties
+            if isinstance(task_id, str) and not message.headers.get("ignore_result"):  # as for an unknown task
+                asked = Context(reply_to=properties.get("reply_to"), correlation_id=properties.get("correlation_id"))
+                self.app.backend.store_result(task_id, exc, FAILURE, request=asked)
 
-    def _refuse(self, message: Any, what: str, let_go: Callable[[], None], error: Exception | None = None) -> None:
+        self._refuse(message, "Celery cannot take it", let_go, exc)
+
+    def _bound_later(self, message: Any) -> None:
+        """Raise InvalidTaskError where messages for later would take the memory of those that are due."""
+        leases = getattr(message.channel, "leases", None)
+        if leases and leases.bytes_later > MAX_LATER:
+            fields = message.payload if isinstance(message.payload, dict) else {}  # of protocol 1
+            if message.headers.get("eta") or fields.get("eta"):
+                raise InvalidTaskError(f"messages for later would take more than {MAX_LATER:,} bytes of this worker")
+
+    def _refuse_fatal(self, message: Any) -> None:
+        """Refuse, unread, a message that one worker after the other vanished with."""
+        fatal = f"{times_fatal(message)} workers vanished while they handled nothing else"
+        what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
+        self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
+
+    def _tell_failed(self, message: Any, what: str) -> None:
+        task_id = id_of(message)
+        if task_id and not message.headers.get("ignore_result"):
+            self.app.backend.mark_as_failure(task_id, RequestRefused(what))
+
+    def _refuse(
+        self,
+        message: Any,
+        what: str,
+        let_go: Callable[[], None],
+        error: Exception | None = None,
+        unread: bool = False,
+    ) -> None:
         """Keep a message as dead letters, then have Celery tell who waits for it, and let it go.
 
         what: is wrong with it; the error's own words may be a post's, and are kept out of the log. While Redis takes
         nothing the message stays with this worker. Should the connection be lost meanwhile, nobody refers to it any
         more, and it comes again.
+
+        unread: its body is not decoded, which may be what ended other workers.
         """
         if message.acknowledged:
             return
         try:
-            self._store.write([], _letters(message, what, error, self.hostname))
+            self._store.write([], _letters(message, what, error, self.hostname, unread))
         except RedisFault as fault:
             self._end_if_denied(fault)
             logger.warning("a dead letter waits for Redis (%s); next try in %.1f s", fault, self.LONGEST_PAUSE)
-            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error))
+            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error, unread))
             return
         logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
         try:
             let_go()
-        except MALFORMED as fault:  # who waits for it is not said, or in odd types
-            logger.debug("nobody can be told of it (%r)", fault)
+        except (*MALFORMED, *BACKEND_AWAY) as fault:  # its sender is not named, or in odd types, or Redis is full
+            logger.warning(
+                "the sender of message %s cannot be told (%s)", _quoted(id_of(message)), type(fault).__name__
+            )
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
+
+    def catch_up(self) -> None:
+        """Write dead letters again that Redis may have lost, and let go of those that it cannot lose any more."""
+        with suppress(RedisFault):  # the next look tries again
+            self._store.catch_up()
 
     def _end_if_denied(self, error: Exception) -> None:
         """A user's rights do not come back by themselves, and another connection has no others."""
@@ -199,13 +287,14 @@ def _tells_not_too_much(record: logging.LogRecord) -> bool:
     return record.msg not in TELLS_TOO_MUCH
 
 
-def _letters(message: Any, what: str, error: Exception | None, worker: str) -> Sequence[DeadLetter]:
-    """One for each post that can be made out in a message of kombu's; else one in all, with its body."""
+def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
+    """One for each post that can be made out in a message of kombu's; else, or if unread, one in all with its body."""
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None
     now, task_id = time.time(), id_of(message)
-    attempts, queue = times_delivered(message), came_from(message)
-    found = Message(arguments_of(message), None, task_id, attempts=attempts, queue=queue)
+    attempts, queue = times_delivered(message) - unread, came_from(message)
+    arguments = {} if unread else arguments_of(message)
+    found = Message(arguments, None, task_id, attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
         found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
@@ -228,16 +317,19 @@ class ConsumerFit(bootsteps.StartStopStep):
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     def start(self, parent: Any) -> None:
-        # Celery dropped what was for later with the lost connection; its list of timers would keep those alive.
-        parent.timer_entries_before_start = {
-            entry for entry in parent.timer_entries_before_start or () if not entry.canceled
-        }
         if not isinstance(parent.pool, DevicePool):
             return  # another pool was asked for on the command line
-        qos = parent.task_consumer.channel.qos
-        credit = qos.room
-        qos.room = lambda: min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
-        parent.pool.adopt(parent.event_dispatcher)
+        channel = parent.task_consumer.channel
+        credit, most = channel.qos.room, channel.room_bytes
+        channel.qos.room = lambda: (
+            min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
+        )
+        channel.room_bytes = lambda: min(parent.pool.room_bytes(), most())
+        with suppress(ResponseError):  # a Redis that is full takes nothing again; a lost connection starts this again
+            parent._store.catch_up()
+        with suppress(ResponseError):
+            parent.pool.adopt(parent.event_dispatcher)
+        parent.pool.catch_up = parent.catch_up
         if parent.event_dispatcher.enabled:
             keep_client(parent.event_dispatcher.producer.channel)
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush

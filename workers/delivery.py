@@ -6,6 +6,7 @@ What it leans on in kombu 5.7: `payload` decodes the body once, and keeps it; `d
 from typing import Any
 
 from shared.broker import PRIORITY_MARK
+from shared.leases import count_in
 from workers.task import named
 
 
@@ -30,8 +31,12 @@ def id_of(message: Any) -> str | None:
 
 def times_delivered(message: Any) -> int:
     """How many times a message of kombu's was delivered, this one included (shared/leases.py counts)."""
-    before = message.delivery_info.get("delivery_count", 0)
-    return 1 + before if isinstance(before, int) and 0 < before < 2**31 else 1
+    return 1 + count_in(message.delivery_info, "delivery_count")
+
+
+def times_fatal(message: Any) -> int:
+    """Return how many workers vanished while they handled this message and nothing else (shared/leases.py)."""
+    return count_in(message.delivery_info, "alone_lapse_count")
 
 
 def came_from(message: Any) -> str | None:

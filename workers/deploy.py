@@ -135,8 +135,10 @@ class Deployer:
             asked = self._asked()
             if asked and asked not in (self._at_work, self._tried) and not self._ending:
                 self._tried = asked
+                self._pipeline.budget.share(self._pipeline.budget.tokens)
                 self._put_to_work(asked)
                 settle(self._pipeline.classifier.device)  # nothing above refers any more to what was dropped
+                self._pipeline.budget.end_sharing()  # of whichever model stayed
 
     def _asked(self) -> Wanted | None:
         """What is wanted now; where that cannot be told, what was before: the next look will tell."""
@@ -183,11 +185,13 @@ class Deployer:
     def _try(self, classifier: Classifier) -> TokenBudget:
         """See that it computes, on the device thread, between the micro-batches of the one at work.
 
-        The budget that is set, or was measured before; else that of the one at work, as far as both models leave room:
-        measuring would keep the device for ten seconds, and is left to the next start. Raises ModelError.
+        Return the budget that is set, or was measured before; else that of the one at work: measuring would keep the
+        device for ten seconds, and is left to the next start. The budget is shared, and as small as both models leave
+        room for. Raises ModelError.
         """
         name, label_set = classifier.weights.name, classifier.label_set(ClassifyOptions())
-        tokens = (known_budget(classifier, self._settings) or self._pipeline.budget).tokens
+        budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.alone)
+        tokens = budget.tokens
         while True:
             rows = self._largest(classifier, tokens)
             try:
@@ -209,7 +213,8 @@ class Deployer:
             for _, scores in self._compute(classifier, rows):
                 if set(scores) != set(label_set.labels) or not all(map(math.isfinite, scores.values())):
                     raise ModelError(f"{name} gives scores that are none, of {len(scores)} labels: {scores!r:.200}")
-        return TokenBudget(tokens)
+        budget.share(tokens)
+        return budget
 
     def _largest(self, classifier: Classifier, tokens: int) -> list[Row]:
         """A micro-batch as large as any that may come."""
@@ -229,7 +234,8 @@ class Deployer:
             except BaseException as error:  # it is for who waits
                 computed.set_exception(error)
 
-        self._pipeline.run_on_device_thread(compute)
+        what = f"the trial of {classifier.weights.name}"
+        self._pipeline.run_on_device_thread(compute, what, self._settings.forward_timeout)
         return self._wait(computed)
 
     def _wait(self, future: Future[T]) -> T:

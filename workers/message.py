@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from traceback import format_tb
 from typing import Any
 
+from pydantic_core import to_json
+
 from shared.errors import MessageFailed, RequestRefused
 from shared.messages import (
     MAX_DEAD_MESSAGE_BYTES,
     MAX_DEAD_OPTIONS_BYTES,
     MAX_DEAD_POST_BYTES,
     MAX_DEAD_TRACEBACK,
+    MAX_ID,
     MAX_POSTS_PER_MESSAGE,
     ClassifyOptions,
     DeadLetter,
@@ -29,8 +32,6 @@ from shared.messages import (
 LATEST = 1e11
 #: Frames of an error that a dead letter keeps, the innermost; and how many errors that it came of, itself counted.
 FRAMES, LONGEST_CHAIN = 20, 4
-#: Characters of an exception's text that a post's error keeps.
-LONGEST_REASON = 1000
 
 
 class Message:
@@ -122,35 +123,44 @@ class Message:
         """
         if self.sent_again or not self.failed():
             return []
-        reason = str(self.refused) if self.refused else None
-        dead: list[tuple[object, str, str | None]] = [
+        failures = self._failures()
+        bare = [
+            DeadLetter(
+                id=_id_of(raw),
+                reason=why,
+                post=None,
+                options=None,
+                message=self.task_id,
+                worker=worker,
+                failed_at=now,
+                attempts=self.attempts,
+                queue=self.queue,
+            )
+            for raw, why, _ in failures
+        ]
+        options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
+        letters, room = [], MAX_DEAD_MESSAGE_BYTES - sum(len(letter.model_dump_json().encode()) for letter in bare)
+        for letter, (raw, _, traceback) in zip(bare, failures, strict=True):
+            post = None if raw is None else _as_json(_known_fields(raw), MAX_DEAD_POST_BYTES)
+            kept = {}
+            for name, text in (("post", post), ("options", options), ("traceback", traceback)):
+                # Quoted, as a part of the letter's own JSON.
+                if text is not None and (size := len(to_json(text))) <= room:
+                    kept[name], room = text, room - size
+            letters.append(letter.model_copy(update=kept))
+        return letters
+
+    def _failures(self) -> list[tuple[object, str, str | None]]:
+        """Return each raw post without a classification, with the reason and the traceback."""
+        if self.refused:
+            bounded = len(self.raw_posts) <= MAX_POSTS_PER_MESSAGE
+            refused = (self.raw_posts or [self._given]) if bounded else [None]
+            return [(raw, str(self.refused), self.tracebacks.get(index)) for index, raw in enumerate(refused)]
+        return [
             (raw, outcome.error, self.tracebacks.get(index))
             for index, (raw, outcome) in enumerate(zip(self.raw_posts, self.outcomes, strict=True))
             if isinstance(outcome, PostError)
         ]
-        if reason:
-            bounded = len(self.raw_posts) <= MAX_POSTS_PER_MESSAGE
-            refused = (self.raw_posts or [self._given]) if bounded else [None]
-            dead = [(raw, reason, self.tracebacks.get(index)) for index, raw in enumerate(refused)]
-        options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
-        letters, room = [], MAX_DEAD_MESSAGE_BYTES
-        for raw, why, traceback in dead:
-            post = None if raw is None else _as_json(_known_fields(raw), min(room, MAX_DEAD_POST_BYTES))
-            room -= len(post or "") + len(options or "") + len(traceback or "")
-            letter = DeadLetter(
-                id=_id_of(raw),
-                reason=why,
-                post=post,
-                options=options if room > 0 else None,
-                message=self.task_id,
-                worker=worker,
-                failed_at=now,
-                traceback=traceback if room > 0 else None,
-                attempts=self.attempts,
-                queue=self.queue,
-            )
-            letters.append(letter)
-        return letters
 
     def check(self) -> None:
         """Raises RequestRefused or MessageFailed where the promise says so, or what it was given up for."""
@@ -211,13 +221,13 @@ def traced(error: BaseException) -> str:
     while cause is not None and len(found) < LONGEST_CHAIN:
         found.insert(0, f"{''.join(format_tb(cause.__traceback__, -FRAMES))}{type(cause).__name__}\n")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return "\n".join(found)[-MAX_DEAD_TRACEBACK:]
+    return "\n".join(found)[-MAX_DEAD_TRACEBACK:].encode("utf-8", "replace").decode()
 
 
 def _id_of(raw: object) -> str | None:
     """As much of a raw post's id as names it."""
     post_id = raw.get("id") if isinstance(raw, dict) else None
-    return None if post_id is None else str(post_id)[:128]
+    return None if post_id is None else str(post_id)[:MAX_ID]
 
 
 def _known_fields(raw: object) -> object:

@@ -32,6 +32,12 @@ class Nowhere:
         """Nothing is there."""
         return [None] * len(wanted)
 
+    def keep(self, found: Sequence[Result]) -> None:
+        """Nothing is lost."""
+
+    def catch_up(self) -> None:
+        """Nothing is lost."""
+
 
 def classify(
     posts: Iterable[Post],

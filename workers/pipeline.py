@@ -4,11 +4,11 @@
            → [device]    workers/batch_loop.py:  next batch, forward, hand on
            → [writer]    workers/recording.py:   outputs → outcomes → stored → on_finished → on_recorded
 
-This file puts the parts together, and watches them: a forward pass that hangs ends the worker, as does any thread that
-dies. The pipeline knows what a message of posts is, but nothing of Celery. It asks and tells its owner, on threads of
-its own: `admits`, whether a message whose turn has come is still wanted, under the backlog's lock; `on_started`, when
-its first row enters a forward pass; `on_finished`, when its last post has an outcome and every result is stored;
-`on_recorded`, when its dead letters are stored as well, and nothing more is to come.
+This file puts the parts together, and watches them: a forward pass or another step that hangs (workers/watch.py) ends
+the worker, as does any thread that dies. The pipeline knows what a message of posts is, but nothing of Celery. It asks
+and tells its owner, on threads of its own: `admits`, whether a message whose turn has come is still wanted, under the
+backlog's lock; `on_started`, when its first row enters a forward pass; `on_finished`, when its last post has an outcome
+and every result is stored; `on_recorded`, when its dead letters are stored as well, and nothing more is to come.
 """
 
 import logging
@@ -21,7 +21,7 @@ from functools import partial
 
 from shared.errors import ForwardHangs, RedisError
 from shared.settings import Settings
-from workers.backlog import Backlog, Loaded
+from workers.backlog import Backlog, Job, Loaded
 from workers.batch_loop import BatchLoop
 from workers.calibration import TokenBudget
 from workers.classifiers import Classifier
@@ -30,6 +30,7 @@ from workers.preparation import Preparation
 from workers.recording import Recording, Store
 from workers.statistics import Statistics
 from workers.suspects import Suspects
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +66,43 @@ class Pipeline:
         self._forward_timeout = settings.forward_timeout
         self._lanes = classifier.device.lanes
         self._stopping = threading.Event()
+        self._watch_interval = min(1.0, self._forward_timeout / 4)
+        self._watch = Watch(2 * self._watch_interval)
         self.failure: BaseException | None = None
         self.statistics = Statistics(settings.statistics_interval, time.monotonic())
         self._backlog = Backlog(
-            Loaded(classifier, budget), self._lanes, settings.batch_rows, admits, on_started, self._on_replaced
+            Loaded(classifier, budget),
+            self._lanes,
+            settings.batch_rows,
+            admits,
+            on_started,
+            self._on_replaced,
+            self._watch,
         )
         self._recording = Recording(
-            self._backlog, store, suspects, self.statistics, worker, on_finished, on_recorded, self._stopping
+            self._backlog,
+            store,
+            suspects,
+            self.statistics,
+            worker,
+            on_finished,
+            on_recorded,
+            self._stopping,
+            self._watch,
+            self._forward_timeout,
         )
         self._preparation = Preparation(
-            self._backlog, store, suspects, self.statistics, self._recording.hand_over, self._stopping
+            self._backlog,
+            store,
+            suspects,
+            self.statistics,
+            self._recording.hand_over,
+            self._stopping,
+            self._watch,
+            self._forward_timeout,
         )
         self._batch_loop = BatchLoop(
-            self._backlog, classifier.device, suspects, self._recording.hand_over, self._stopping
+            self._backlog, classifier.device, suspects, self._recording.hand_over, self._stopping, self._watch
         )
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
@@ -119,9 +144,16 @@ class Pipeline:
         """
         self._preparation.load(Loaded(classifier, budget, on_replaced))
 
-    def run_on_device_thread(self, job: Callable[[], None]) -> None:
-        """Run something that is no micro-batch between two micro-batches: jobs and micro-batches take turns."""
-        self._backlog.run(job)
+    def run_on_device_thread(self, job: Callable[[], None], what: str, limit: float | None = None) -> None:
+        """Run something that is no micro-batch between two micro-batches: jobs and micro-batches take turns.
+
+        what: its name in the log. limit: seconds after which it counts as hanging; without one a warning is logged.
+        """
+        self._backlog.run(Job(job, what, limit))
+
+    def end_as_hanging(self, what: str) -> None:
+        """Fail because the job on the device thread, or another step, hangs."""
+        self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
 
     def run_on_writer_thread(self, job: Callable[[], None]) -> None:
         """Run something that talks to Redis before the writer is handed anything else; at once where this is it."""
@@ -166,9 +198,9 @@ class Pipeline:
         speed = self.statistics.speed.rows_per_second
         return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
 
-    def rows_per_message(self) -> float:
-        """The mean of all that came so far, with the labels that are set."""
-        return max(1.0, self._backlog.latest.rows_each * self._preparation.posts_per_message())
+    def rows_per_post(self) -> int:
+        """Rows of a post with the labels that are set."""
+        return self._backlog.latest.rows_each
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited for the device."""
@@ -192,16 +224,34 @@ class Pipeline:
         self._on_failure()
 
     def _watcher_loop(self) -> None:
-        """Says now and then how it goes, and ends the worker when a forward pass hangs."""
-        while not self._stopping.wait(min(1.0, self._forward_timeout / 4)):
+        """Says now and then how it goes, and ends the worker when a forward pass or another step hangs."""
+        warned_of = 0.0
+        while not self._stopping.wait(self._watch_interval):
+            self._watch.tick()
             if rates := self.statistics.turn(time.monotonic()):
                 logger.info("%s; the oldest row waits for %.1f s", rates, self.oldest_age())
             if (lane := self._batch_loop.hanging(self._forward_timeout)) is not None:
-                frame = sys._current_frames().get(self._threads[_lane_name(lane)].ident or 0)
-                logger.critical("the device thread is here:\n%s", "".join(traceback.format_stack(frame)))
                 what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
-                self._fail(ForwardHangs(what), what)
+                self._fail_as_hanging(self._threads[_lane_name(lane)].ident, what)
                 return
+            for step in self._watch.longer_than(self._forward_timeout):
+                if step.limit is not None:
+                    what = f"{step.what} has hung for {step.limit:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                    self._fail_as_hanging(step.thread, what)
+                    return
+                if step.began != warned_of:
+                    warned_of = step.began
+                    logger.warning(
+                        "%s has kept the device thread for %.0f s. If it hangs, its time_limit ends it; where it has "
+                        "none, restart this worker",
+                        step.what,
+                        self._watch.now() - step.began,
+                    )
+
+    def _fail_as_hanging(self, thread: int | None, what: str) -> None:
+        frame = sys._current_frames().get(thread or 0)
+        logger.critical("the thread that hangs is here:\n%s", "".join(traceback.format_stack(frame)))
+        self._fail(ForwardHangs(what), what)
 
     def _on_replaced(self, loaded: Loaded) -> None:
         """Nothing waits any more for the model before; how fast that was tells nothing any more."""

@@ -27,6 +27,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -43,9 +44,11 @@ from redis.exceptions import RedisError as RedisFault
 from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.metrics import connect_briefly
+from shared.refusals import is_replica
 from shared.results import ResultsStore
-from shared.serving import PERIOD, Wanted, announce, wanted
+from shared.serving import PERIOD, Wanted, announce, deregister, register, wanted
 from shared.settings import Settings
+from shared.transport import end_alone, is_alone, queued_size, unclaim
 from workers import device
 from workers.calibration import calibrate
 from workers.delivery import came_from, times_delivered
@@ -56,14 +59,18 @@ from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
 from workers.task import IN_HAND, ClassifyTask, named
-from workers.ticket import Ticket
+from workers.ticket import BACKEND_AWAY, Ticket, is_of_message
 
 logger = logging.getLogger(__name__)
 
 #: Objects made, and not freed, between two looks for garbage; Python's 700 are less than one message.
 GARBAGE_LOOKS = 20_000
-#: Seconds after which a message whose result it did not take goes back to the queue.
-AGAIN = 5.0
+#: Seconds between two tries to end a message whose result Redis does not take.
+RETRY_INTERVAL_S = 5.0
+#: Bytes of a waiting post until messages have shown their own: few, so that the first reservation is small.
+FIRST_POST_BYTES = 300.0
+#: Posts after which messages have shown it.
+POSTS_LEARNT = 256
 
 
 class DevicePool(BasePool):
@@ -87,10 +94,16 @@ class DevicePool(BasePool):
         self._ticking: list[Any] = []
         #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
         self._held: set[Ticket] = set()
+        #: Those of them whose ending Redis did not take, each with what is to be done again. Likewise.
+        self._unended: list[tuple[Ticket, Callable[[], None]]] = []
+        #: Bytes that a post takes in a message, compressed as it comes, by the latest messages. Likewise.
+        self._post_bytes = FIRST_POST_BYTES
         #: Names of the micro-batched tasks whose state STARTED is stored.
         self._tracked: set[str] = set()
         #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
         self.flush_events: Callable[[], None] = lambda: None
+        #: Writes dead letters again that Redis may have lost; workers/consumer.py sets it.
+        self.catch_up: Callable[[], None] = lambda: None
         #: How often a signal asked the worker to end.
         self._asked = 0
         worker_shutting_down.connect(self._on_asked, weak=False)
@@ -100,6 +113,7 @@ class DevicePool(BasePool):
     def on_start(self) -> None:
         """Load the model; a worker that cannot classify must not take a message."""
         _, worker = self.options["initargs"]
+        self._node: str = worker
         try:
             if self.settings.metrics_port:  # a port that is taken is told before anything takes long
                 self._metrics = WorkerMetrics(self.settings, worker)
@@ -120,13 +134,14 @@ class DevicePool(BasePool):
             time.monotonic() - began,
             budget.tokens,
         )
+        self._store = ResultsStore(connect(self.settings), self.settings)
         self.pipeline = Pipeline(
             classifier,
-            ResultsStore(connect(self.settings), self.settings),
+            self._store,
             self.settings,
             budget,
             worker,
-            suspects=Suspects(connect(self.settings)),
+            suspects=Suspects(connect_briefly(self.settings)),
             admits=self._admits,
             on_started=self._on_started,
             on_finished=self._on_finished,
@@ -163,7 +178,11 @@ class DevicePool(BasePool):
             timer.cancel()
         announcing = partial(self.pipeline.run_on_writer_thread, self._announce)
         announcing()
-        self._ticking = [loop.call_repeatedly(PERIOD, announcing)]
+        self._ticking = [
+            loop.call_repeatedly(PERIOD, announcing),
+            loop.call_repeatedly(RETRY_INTERVAL_S, self._end_again),
+            loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
+        ]
         if self._metrics:
             self._ticking.append(loop.call_repeatedly(TURN, self._metrics.turn))
 
@@ -171,6 +190,11 @@ class DevicePool(BasePool):
         """Say which queues are served with which model (shared/serving.py); that can wait for Redis, and for rights."""
         self._deployer.look()
         model = self.pipeline.classifier.weights.name
+        try:
+            register(self._redis, self._node)
+        except RedisFault as fault:
+            logger.warning("cannot register worker %s as alive: %s", self._node, fault)
+            return
         for name in self._queues():
             try:
                 other = announce(self._redis, name, model)
@@ -211,9 +235,10 @@ class DevicePool(BasePool):
         timeout_callback: Callable[[bool, float], None],
         **_: Any,
     ) -> None:
-        if not self.active:
-            return  # fetched while closing: unacknowledged, so it goes back when the connection closes
         ticket = Ticket(target, args, accept_callback, callback, error_callback, timeout_callback)
+        if not self.active:
+            unclaim(ticket.request.message)  # fetched while closing: it goes back when the connection closes
+            return
         self._held.add(ticket)
         name, task_id, request, _, content_type, _ = args
         if content_type is not None:
@@ -232,9 +257,14 @@ class DevicePool(BasePool):
                 times_delivered(ticket.request.message),
                 came_from(ticket.request.message),
             )
+            self._learn_size(len(ticket.message.raw_posts), queued_size(ticket.request.message))
             self.pipeline.submit(ticket.message)
         else:
-            self.pipeline.run_on_device_thread(partial(self._run_whole, ticket))
+            self.pipeline.run_on_device_thread(partial(self._run_whole, ticket), f"task {name}[{task_id}]")
+
+    def _learn_size(self, posts: int, size: int) -> None:
+        if posts and size:
+            self._post_bytes += min(1.0, posts / POSTS_LEARNT) * (size / posts - self._post_bytes)
 
     # From the pipeline, on its threads.
 
@@ -250,6 +280,9 @@ class DevicePool(BasePool):
 
     def _on_started(self, message: Message) -> None:
         ticket: Ticket = message.ticket
+        if message.unsettled:  # a forward pass comes next, and workers/suspects.py watches that
+            with suppress(RedisFault):
+                end_alone(ticket.request.message)
         self._deliver(partial(self._accept, ticket, time.monotonic()))
         if ticket.request.task.name in self._tracked and not ticket.request.ignore_result:
             self.pipeline.run_on_writer_thread(partial(self._store_started, ticket.request))
@@ -267,11 +300,24 @@ class DevicePool(BasePool):
         if isinstance(message.fault, TimeLimitExceeded):
             ticket.ending = partial(ticket.timed_out, False, message.fault.args[0])
             return
+
+        def trace() -> None:
+            try:
+                ticket.trace()
+            except RedisFault as fault:
+                self._leave_replica(fault)
+                raise
+
         token = IN_HAND.set(message)
         try:
-            self.pipeline.until_taken(ticket.trace)
+            self.pipeline.until_taken(trace)
         finally:
             IN_HAND.reset(token)
+
+    def _leave_replica(self, fault: BaseException) -> None:
+        """Have Celery's results connect again where Redis said that it is a replica: the master is elsewhere."""
+        if is_replica(fault) and (client := getattr(self.app.backend, "client", None)):
+            client.connection_pool.disconnect(inuse_connections=False)
 
     def _on_recorded(self, message: Message) -> None:
         self._deliver(partial(self._finish, message.ticket, message.ticket.ending))
@@ -283,12 +329,15 @@ class DevicePool(BasePool):
             try:
                 ticket.trace()
             except RedisFault as fault:
+                self._leave_replica(fault)
                 logger.warning("%s: Redis does not take its result (%s); it will be run again", ticket.request, fault)
                 try:
                     raise Reject(fault, requeue=True)
                 except Reject:
-                    ticket.ending = partial(self._hub.call_later, AGAIN, ticket.failed, ExceptionInfo())
-            self._deliver(partial(self._finish, ticket, ticket.ending))
+                    ending = partial(ticket.failed, ExceptionInfo())
+                self._deliver(partial(self._finish_later, ticket, ending))
+            else:
+                self._deliver(partial(self._finish, ticket, ticket.ending))
 
     def _on_failure(self) -> None:
         state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub knows None alone
@@ -310,38 +359,86 @@ class DevicePool(BasePool):
             ticket.accepted(os.getpid(), when)
         except NotImplementedError as refused:  # it was asked to terminate in the meantime
             logger.warning("%s: %s", ticket.request, refused)
-        if ticket.message and self._hub:
+        if self._hub:
             spent = time.monotonic() - when
             ticket.timers = [
                 self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, ticket, limit, fault))
-                for limit, fault in ticket.limits()
+                for limit, fault in ticket.limits(self.options.get("soft_timeout"), self.options.get("timeout"))
             ]
 
     def _time_out(self, ticket: Ticket, limit: float, fault: Exception) -> None:
         soft = isinstance(fault, SoftTimeLimitExceeded)
+        if not ticket.message:
+            if not soft and not ticket.traced:  # no thread can be interrupted: the process ends, as Celery's child does
+                self._finish(ticket, partial(ticket.timed_out, False, limit))
+                self.pipeline.end_as_hanging(f"{ticket.request} has not ended within its time limit of {limit} s")
+            return
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
         if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
             ticket.timed_out(True, limit)  # says so in the log
 
-    def _finish(self, ticket: Ticket, callback: Callable[[], None]) -> None:
+    def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
+        """End a message. Where Redis does not take it, again later; where Celery cannot, the message goes back."""
         for timer in ticket.timers:
             timer.cancel()
+        alone = is_alone(ticket.request.message)
         try:
-            callback()
-        except Exception:  # whatever a callback of the sender's brings along; Celery's own pools go on as well
-            logger.exception("%s: Celery could not end it", ticket.request)
-        self._held.discard(ticket)
+            try:
+                ending()
+            except Exception as error:  # whatever a callback of the sender's brings along
+                if isinstance(error, BACKEND_AWAY) and not is_of_message(error):
+                    raise
+                logger.exception("%s: Celery could not end it", ticket.request)
+                self._give_up(ticket.request)
+        except BACKEND_AWAY as fault:
+            self._leave_replica(fault)
+            logger.warning(
+                "%s: Redis does not take its end (%s); next try in %.0f s", ticket.request, fault, RETRY_INTERVAL_S
+            )
+            self._finish_later(ticket, ending)
+        else:
+            self._held.discard(ticket)
+            for todo in self._hub._pop_ready() if alone and self._hub else ():
+                todo()  # its acknowledgement, for which the next message waits; the event loop may wait for a timer
+
+    def _give_up(self, request: Any) -> None:
+        """Give a message back that Celery could not end, or acknowledge it after a few deliveries: its results and dead
+        letters are stored.
+        """
+        if not request.acknowledged:  # which it is before its message, since that waits for the event loop
+            message = request.message
+            (message.requeue if times_delivered(message) < self.settings.max_deliveries else message.ack)()
+            request.acknowledged = True
+
+    def _finish_later(self, ticket: Ticket, ending: Callable[[], None]) -> None:
+        self._unended.append((ticket, ending))
+
+    def _end_again(self) -> None:
+        unended, self._unended = self._unended, []
+        for ticket, ending in unended:
+            self._finish(ticket, ending)
 
     def room(self) -> int:
-        """How many messages may be fetched: what waits is bounded in rows, and a message has as many as the mean."""
+        """Return how many messages may be fetched: as many as there is room for posts."""
         most = self.pipeline.most_waiting()
         free = most - self.pipeline.waiting()
-        return max(1, int(free / self.pipeline.rows_per_message())) if 4 * free >= most else 0
+        return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
+
+    def room_bytes(self) -> int:
+        """Return how many bytes may be fetched, or a message more.
+
+        A message may hold many posts, and is not read before it is fetched: the room for posts is told in bytes.
+        """
+        return max(1, int(self.room() * self._post_bytes))
 
     def adopt(self, eventer: Any) -> None:
-        """What is held goes on over the new connection: its events too."""
+        """Continue with the messages that are held over a new connection.
+
+        Write results again that Redis may have lost, before acknowledgements go out. Raises redis' errors.
+        """
         for ticket in self._held:
             ticket.request.eventer = eventer
+        self._store.catch_up()
 
     def _on_asked(self, **_: Any) -> None:
         self._asked += 1
@@ -352,7 +449,7 @@ class DevicePool(BasePool):
         Not when asked once more meanwhile: of a second SIGTERM Celery takes no notice.
         """
         deadline, asked = time.monotonic() + self.settings.drain, min(1, self._asked)
-        while self._held and not self.pipeline.failure and time.monotonic() < deadline:
+        while len(self._held) > len(self._unended) and not self.pipeline.failure and time.monotonic() < deadline:
             if state.should_terminate is not None or self._asked > asked:
                 break
             try:
@@ -361,11 +458,17 @@ class DevicePool(BasePool):
                 continue
             for todo in self._hub._pop_ready() if self._hub else ():
                 todo()
+        self._end_again()
         self.flush_events()
+        for ticket in self._held:
+            unclaim(ticket.request.message)
         if self._held:
             logger.warning("%d messages go back to the queue unfinished", len(self._held))
         self.pipeline.stop()
         self._deployer.stop()
+        if not self.pipeline.failure:
+            with suppress(RedisFault):  # then it is expected for a while
+                deregister(self._redis, self._node)
 
     # What a device cannot do: the sender of the remote command gets the sentence.
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import RequestRefused
+from shared.errors import RequestRefused, printable
 from shared.messages import Post, PostError, fingerprint
+from shared.results import Result
 from workers.backlog import Backlog, Loaded
 from workers.classifiers import Classifier, LabelSet, Row
-from workers.message import LONGEST_REASON, Message, PostAtWork, traced
+from workers.message import Message, PostAtWork, traced
 from workers.recording import Store
 from workers.statistics import Statistics
 from workers.suspects import DEADLY, Suspects
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ MAX_ROWS_PER_MESSAGE = 32_000
 class Preparation:
     """Takes messages in, in the order in which they come.
 
-    hand_over: is given each message that needs no forward pass. stopping: ends the thread, whatever it holds.
+    hand_over: is given each message that needs no forward pass. stopping: ends the thread, whatever it holds. timeout:
+    seconds after which the classifier counts as hanging.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class Preparation:
         statistics: Statistics,
         hand_over: Callable[[Message], None],
         stopping: threading.Event,
+        watch: Watch,
+        timeout: float,
     ) -> None:
         self._backlog = backlog
         self._store = store
@@ -47,17 +52,18 @@ class Preparation:
         self._statistics = statistics
         self._hand_over = hand_over
         self._stopping = stopping
+        self._watch = watch
+        self._timeout = timeout
         #: Messages, and between them the models that those behind are for; None ends the thread.
         self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
         #: Posts that came, and those of them that are done with here: two counts, since each is written by a thread of
         #: its own.
-        self._posts_in = self._posts_prepared = self._messages_in = 0
+        self._posts_in = self._posts_prepared = 0
 
     # For other threads.
 
     def submit(self, message: Message) -> None:
         self._posts_in += len(message.raw_posts)
-        self._messages_in += 1
         self._arrived.put(message)
 
     def load(self, loaded: Loaded) -> None:
@@ -70,11 +76,8 @@ class Preparation:
 
     def posts_waiting(self) -> int:
         """Posts that came and are not rows yet."""
-        return self._posts_in - self._posts_prepared
-
-    def posts_per_message(self) -> float:
-        """The mean of all that came so far; 1 before anything did."""
-        return self._posts_in / self._messages_in if self._messages_in else 1.0
+        prepared = self._posts_prepared  # first: what comes meanwhile may be prepared at once, and no count is negative
+        return self._posts_in - prepared
 
     # Its thread.
 
@@ -95,7 +98,7 @@ class Preparation:
             message.refused = refused
         except Exception as error:
             logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
-            message.refused = RequestRefused(f"its posts cannot be prepared: {error!r}")
+            message.refused = RequestRefused(f"its posts cannot be prepared: {error!r:.200}")
             message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
         innocent = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
         self._backlog.add(loaded, innocent, message.priority)
@@ -109,7 +112,8 @@ class Preparation:
     def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
         """The posts that are to be computed, with their rows; the others are settled."""
         posts = message.read()
-        label_set = classifier.label_set(message.options)
+        with self._watch.step("the preparation of labels", self._timeout):
+            label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
                 f"posts: {len(posts)} of {label_set.rows} rows each are {rows_in_all:,} rows; at most "
@@ -141,6 +145,8 @@ class Preparation:
             if classification is not None:
                 work.message.settle(work.index, classification)
                 self._statistics.totals.answered += 1
+        pairs = zip(at_work, found, strict=True)
+        self._store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
         return [work for work, classification in zip(at_work, found, strict=True) if classification is None]
 
     def _not_deadly(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
@@ -154,18 +160,22 @@ class Preparation:
                 reason = f"{deaths} workers vanished in forward passes that it was in; in the last two it was alone"
                 message.settle(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
-            logger.warning("computed apart, since a worker vanished in their forward pass: %s", ", ".join(found[:10]))
+            named = ", ".join(map(printable, found[:10]))
+            logger.warning("computed apart, since a worker vanished in their forward pass: %s", named)
         return allowed
 
     def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
         """Each post's rows; none of one that cannot be prepared, which is settled with the reason."""
+        if not at_work:
+            return []
         try:
-            return classifier.prepare([work.post.text for work in at_work], label_set) if at_work else []
+            with self._watch.step("the preparation of posts", self._timeout):
+                return classifier.prepare([work.post.text for work in at_work], label_set)
         except BaseException as error:  # a panic of the tokenizer, in Rust, is no Exception
             if len(at_work) > 1:
                 return [rows for work in at_work for rows in self._rows([work], label_set, classifier)]
-            logger.error("post %s cannot be prepared:\n%s", at_work[0].post.id, traced(error))
-            reason = f"it cannot be prepared: {type(error).__name__}: {error}"[:LONGEST_REASON]
+            logger.error("post %s cannot be prepared:\n%s", printable(at_work[0].post.id), traced(error))
+            reason = f"it cannot be prepared: {type(error).__name__}: {error}"
             at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
             return [[]]

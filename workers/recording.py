@@ -11,21 +11,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 from redis.exceptions import RedisError as RedisFault
 
-from shared.errors import RedisError
+from shared.errors import RedisError, printable
 from shared.messages import Classification, DeadLetter, Outcome, PostError
 from shared.refusals import hopeless
 from shared.results import Result
 from workers.backlog import Backlog
 from workers.batch_loop import Computed
 from workers.classifiers import Classifier, Row, Scores
-from workers.message import LONGEST_REASON, Message, PostAtWork, traced
+from workers.message import Message, PostAtWork, traced
 from workers.statistics import Statistics
 from workers.suspects import Suspects
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,19 @@ class Store(Protocol):
     def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
         """What is kept under each (post id, fingerprint). Raises redis' errors while that cannot be told."""
 
+    def keep(self, found: Sequence[Result]) -> None:
+        """Write stored results again, too, should they be lost."""
+
+    def catch_up(self) -> None:
+        """Write again what was written lately and may be lost. Raises redis' errors."""
+
 
 class Recording:
     """Stores what was computed, and ends messages.
 
-    worker: the name that results bear. on_finished, on_recorded: see Pipeline. stopping: ends all waiting.
+    worker: the name that results bear. on_finished, on_recorded: see Pipeline. stopping: ends all waiting. timeout:
+    seconds after which the classifier counts as hanging. Waiting for Redis, or for Celery's result backend, may take
+    any time, and is not watched.
     """
 
     def __init__(
@@ -62,6 +72,8 @@ class Recording:
         on_finished: Callable[[Message], None],
         on_recorded: Callable[[Message], None],
         stopping: threading.Event,
+        watch: Watch,
+        timeout: float,
     ) -> None:
         self._backlog = backlog
         self._store = store
@@ -71,6 +83,8 @@ class Recording:
         self._on_finished = on_finished
         self._on_recorded = on_recorded
         self._stopping = stopping
+        self._watch = watch
+        self._timeout = timeout
         #: A message comes by itself when it needed no forward pass.
         self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
         #: Room for what the other threads hand over.
@@ -110,6 +124,8 @@ class Recording:
             try:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
+                with suppress(RedisFault):  # the next turn, or the next write, tries again
+                    self._store.catch_up()
                 continue
             if isinstance(finished, Computed | Message):
                 self._room.release()
@@ -141,11 +157,12 @@ class Recording:
         outcomes: list[tuple[PostAtWork, Outcome]]
         if isinstance(outputs, Exception):
             work = rows[0].owner
-            reason = f"{type(outputs).__name__}: {outputs}"[:LONGEST_REASON]
+            reason = f"{type(outputs).__name__}: {outputs}"
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
             work.message.tracebacks.setdefault(work.index, traced(outputs))
         else:
-            scored = loaded.classifier.finish(rows, outputs)
+            with self._watch.step("the scoring of a micro-batch", self._timeout):
+                scored = loaded.classifier.finish(rows, outputs)
             self._statistics.count(rows, outputs.seconds, share)
             outcomes = [(row.owner, self._outcome(row, scores, loaded.classifier)) for row, scores in scored]
         results, complete = [], []
@@ -207,7 +224,8 @@ class Recording:
             self._statistics.totals.failed += len(dead)
             # An error's words may be the post's: of one the log has the kind alone, in which its traceback ends.
             why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
-            logger.warning("%d posts failed; the first, %s: %s", len(dead), dead[0].id, why)
+            first = printable(f"{dead[0].id}: {why}")
+            logger.warning("%d posts failed; the first, %s", len(dead), first)
         for message in done:
             if message.deaths and self._suspects:
                 self._suspects.clear(message.task_id)

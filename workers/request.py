@@ -30,10 +30,12 @@ def withdrawn(request: Request) -> bool:
     expires = request.expires
     if expires and datetime.now(UTC if expires.tzinfo else None) > expires:
         return True
-    stamps = request.stamps if state.revoked_stamps and request.stamped_headers else {}
+    revoked: Any = state.revoked_stamps  # compared, never hashed: a sender's stamp may be any JSON
     return any(
-        set(maybe_list(stamp) or ()) & set(maybe_list(state.revoked_stamps.get(header)) or ())
-        for header, stamp in stamps.items()
+        stamp in revoked[header]
+        for header in request.stamped_headers or ()
+        if header in revoked
+        for stamp in maybe_list(request.stamps[header]) or ()
     )
 
 

@@ -173,4 +173,5 @@ class Statistics:
 
     def recent(self, now: float) -> Rates:
         """The rates of the last whole interval; of what there is, before there is one."""
-        return self._last or rates(self._earlier, self.totals, now - self._since)
+        earlier, since = self._earlier, self._since  # before `_last`, which `turn` sets first on another thread
+        return self._last or rates(earlier, self.totals, now - since)

@@ -17,9 +17,7 @@ from typing import Any, Generic
 from uuid import uuid4
 
 from redis import Redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError as RedisFault
-from redis.retry import Retry
 
 from shared.keys import PASSES, suspect_key
 from shared.messages import digest
@@ -71,8 +69,7 @@ class Suspects:
     """What one worker notes of its passes, and what it learns of those that vanished. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
-        # The device waits for this: where Redis is away, a pass goes without a note rather than late.
-        redis.set_retry(Retry(NoBackoff(), 1))
+        """redis: a client that gives up soon: the device waits for it. A pass goes without a note rather than late."""
         self._redis = redis
         self._count: Any = redis.register_script(COUNT)
         self._note: Any = redis.register_script(NOTE)
@@ -109,25 +106,30 @@ class Suspects:
 
 
 class Quarantine(Generic[R]):
-    """The rows of suspects that wait for the device, apart from all others. Not thread-safe."""
+    """The rows of suspects that wait for the device, apart from all others. Only its length is thread-safe."""
 
     def __init__(self) -> None:
         #: The rows of each post.
         self._posts: deque[Sequence[R]] = deque()
         #: Those of the post that is computed now.
         self._alone: Window[R] = Window(time.monotonic)
+        #: A count of its own, as in Window.
+        self._rows = 0
 
     def __len__(self) -> int:
-        """Rows."""
-        return len(self._alone) + sum(map(len, self._posts))
+        """Return the number of rows. Needs no lock."""
+        return self._rows
 
     def add(self, rows: Sequence[R]) -> None:
         """Let the rows of one post wait."""
         self._posts.append(rows)
+        self._rows += len(rows)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
         """Rows of one suspect, at most so much of them; see Window.take."""
         if not self._alone:
             for row in self._posts.popleft():
                 self._alone.add(row)
-        return self._alone.take(token_budget, row_limit)
+        taken = self._alone.take(token_budget, row_limit)
+        self._rows -= len(taken)
+        return taken

@@ -8,7 +8,7 @@ What it leans on in Celery 5.7:
   (celery/app/trace.py).
 """
 
-import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,10 @@ from celery.concurrency.base import apply_target
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import DataError
 from redis.exceptions import RedisError as RedisFault
 
+from shared.refusals import WRONG_TYPE
 from workers.message import Message
 
 #: What the result backends redis and rpc raise when they have tried for long enough.
@@ -43,22 +45,24 @@ class Ticket:
     ending: Callable[[], None] = lambda: None
     #: What waits for the time limits.
     timers: list[Any] = field(default_factory=list)
+    #: Whether the tracer has run the task.
+    traced: bool = False
 
     @property
     def request(self) -> Any:
         return self.accepted.__self__  # type: ignore[attr-defined]
 
-    def limits(self) -> Iterator[tuple[float, Exception]]:
-        """Seconds from acceptance to result, with what it fails by then: the message's own, or else the task's.
+    def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
+        """Seconds from acceptance to result, with what it fails by then: the message's, the task's, or the worker's.
 
         The task's as it is now: a stock worker keeps to the one that it started with.
         """
         hard, soft = self.request.time_limits
-        for limit, fault in (
-            (soft or self.request.task.soft_time_limit, SoftTimeLimitExceeded()),
-            (hard or self.request.task.time_limit, TimeLimitExceeded(hard or self.request.task.time_limit)),
-        ):
-            if isinstance(limit, int | float) and 0 < limit < math.inf:  # what the sender asked for may be anything
+        soft = soft or self.request.task.soft_time_limit or worker_soft
+        hard = hard or self.request.task.time_limit or worker_hard
+        for limit, fault in ((soft, SoftTimeLimitExceeded()), (hard, TimeLimitExceeded(hard))):
+            # What the sender asked for may be anything: an integer, for one, that no float can hold.
+            if isinstance(limit, int | float) and 0 < limit <= sys.float_info.max:
                 yield limit, fault
 
     def trace(self) -> None:
@@ -82,9 +86,27 @@ class Ticket:
         try:
             apply_target(self.target, self.args, callback=ended)
         except Exception as error:
-            if self.request.task.acks_late and isinstance(error, BACKEND_AWAY):
-                raise error if isinstance(error, RedisFault) else ConnectionFault(str(error)) from error
+            if self.request.task.acks_late and isinstance(error, BACKEND_AWAY) and not is_of_message(error):
+                if isinstance(error, RedisFault):
+                    raise
+                raise ConnectionFault(str(error)) from error
             self.ending = partial(self.failed, ExceptionInfo())
+        finally:
+            self.traced = True
+
+
+def is_of_message(error: BaseException) -> bool:
+    """Return whether the message itself causes the error, so that every retry, on every worker, fails as well.
+
+    Celery sends a failed message's errbacks with whatever options the sender gave them, and kombu turns most errors of
+    sending into OperationalError: a compression that does not exist, a queue whose name is a key of another type.
+    """
+    causes = [error]
+    while (cause := causes[-1].__cause__) and cause not in causes:
+        causes.append(cause)
+    if faults := [cause for cause in causes if isinstance(cause, RedisFault | OSError)]:
+        return any(isinstance(fault, DataError) or WRONG_TYPE in str(fault) for fault in faults)
+    return not isinstance(causes[-1], OperationalError)
 
 
 def _is_sent_again(exception: Any) -> bool:

@@ -57,9 +57,12 @@ class Window(Generic[R]):
         #: By priority, none of them without rows.
         self._waiting: dict[int, _Waiting[R]] = {}
         self._arrivals = 0
+        #: A count of its own: threads without the lock read it while others change what waits.
+        self._rows = 0
 
     def __len__(self) -> int:
-        return sum(len(waiting.by_length) for waiting in self._waiting.values())
+        """Return the number of rows. Needs no lock."""
+        return self._rows
 
     def add(self, row: R, priority: int = 0) -> None:
         """Let a row wait; priority 0 has its turn before 9."""
@@ -68,6 +71,7 @@ class Window(Generic[R]):
             waiting = self._waiting[priority] = _Waiting([], OrderedDict())
         insort(waiting.by_length, (row.length, self._arrivals, row))
         waiting.by_age[self._arrivals] = (row.length, self._clock())
+        self._rows += 1
 
     def oldest_age(self) -> float:
         """Seconds that the oldest row has waited; 0.0 when none waits."""
@@ -94,6 +98,7 @@ class Window(Generic[R]):
                 batch = waiting.remove(*_cut(waiting, token_budget, row_limit))
             if not waiting.by_length:
                 del self._waiting[priority]
+        self._rows -= len(batch)
         return [row for _, _, row in batch]
 
 

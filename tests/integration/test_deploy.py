@@ -121,6 +121,8 @@ class House:
         self.redis, self.settings = redis, settings
         self.owner = Owner(Model("old"))
         self.replaced = 0
+        #: The token budgets that new models began with.
+        self.budgets: list[int] = []
         #: What is loaded, by the name that is wanted.
         self.models: dict[str, Callable[[], Model]] = {}
         self.loaded: list[weakref.ref[Model]] = []
@@ -135,6 +137,7 @@ class House:
 
     def _on_replaced(self) -> None:
         self.replaced += 1
+        self.budgets.append(self.owner.pipeline.budget.tokens)
 
     def deploy(self, name: str | None, model: Callable[[], Model]) -> Wanted:
         ask = Wanted(name, "00", time.time())
@@ -236,7 +239,7 @@ def test_whatever_fails_leaves_the_one_at_work(house: House, load: Callable[[], 
     assert house.report(house.deploy("/good", lambda: Candidate("good"))).stage is Stage.DONE
 
 
-def test_micro_batches_are_no_larger_than_both_models_leave_room_for(house: House) -> None:
+def test_micro_batches_are_small_until_the_old_model_is_gone(house: House) -> None:
     class Large(Candidate):
         def forward(self, rows: Any) -> Any:
             if sum(row.length for row in rows) > 12_000:
@@ -245,7 +248,34 @@ def test_micro_batches_are_no_larger_than_both_models_leave_room_for(house: Hous
 
     house.owner.budget.tokens = 40_000
     assert house.report(house.deploy("/large", lambda: Large("large"))).stage is Stage.DONE
-    assert house.owner.pipeline.budget.tokens == 10_000, "a post is 10,000 tokens here"
+    wait_until(lambda: house.owner.pipeline.budget.tokens == 40_000, "the new model has the old one's memory")
+    assert house.budgets == [10_000], "a post is 10,000 tokens here"
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "replaced"])
+def test_a_budget_lowered_beside_another_model_is_temporary(
+    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    forward, lowered = house.owner.classifier.forward, []
+    house.owner.budget._file = tmp_path / "calibration.json"
+
+    def without_memory(rows: Any) -> Any:
+        return forward(rows) if len(rows) <= 4 else full(rows)
+
+    def load() -> Model:
+        with monkeypatch.context() as during:
+            during.setattr(house.owner.classifier, "forward", without_memory)
+            house.owner.results(*["two words"] * 32)
+        lowered.append(house.owner.budget.tokens)
+        if fails:
+            raise ModelError("There is none.")
+        return Candidate("new")
+
+    report = house.report(house.deploy("/new", load))
+    assert report.stage is (Stage.FAILED if fails else Stage.DONE)
+    assert lowered[0] < 64
+    wait_until(lambda: house.owner.pipeline.budget.tokens == 2048, "the budget is what it was", 10)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_last_one_wins(house: House, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,6 +325,17 @@ def test_a_worker_that_ends_does_not_wait_for_what_it_loads(house: House) -> Non
     held.gate.set()
 
 
+def test_a_hung_trial_ends_the_worker(house: House) -> None:
+    """Its messages go back to the queue, as after a forward pass that hangs."""
+    house.deployer._settings = house.settings.model_copy(update={"forward_timeout": 0.2})
+    held = Candidate("held")
+    held.gate.clear()
+    house.deploy("/held", lambda: held)
+    wait_until(lambda: house.owner.failures, "the failure is told", 10)
+    assert str(house.owner.pipeline.failure) == "the trial of held has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)"
+    held.gate.set()
+
+
 def test_a_real_model_is_tried_and_scores(redis: RedisServer, settings: Settings, folder: Path) -> None:
     """With the classifier, the engine and the tokenizer that a worker has."""
     owner = Owner(Model("old"))
@@ -321,10 +362,12 @@ class Workers:
     def __init__(self, *looks: dict[str, Any]) -> None:
         self.control, self.looks = self, list(looks)
 
-    def broadcast(self, command: str, destination: list[str], **_: Any) -> list[dict[str, Any]]:
+    def broadcast(self, command: str, destination: list[str], callback: Callable[[Any], None], **_: Any) -> None:
         assert command == "feedmill_deploy"
         look = self.looks.pop(0) if self.looks else {}
-        return [{node: look[node]} for node in destination if node in look]
+        for node in destination:
+            if node in look:
+                callback({node: look[node]})
 
 
 ASKED, BEFORE = Wanted("/new", "00", 2.0), Wanted("/before", "11", 1.0)

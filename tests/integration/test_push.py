@@ -23,6 +23,8 @@ from shared.messages import ClassifyOptions, Post, digest
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
+pytestmark = pytest.mark.each_redis
+
 
 def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
     return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions.parse(options), again)

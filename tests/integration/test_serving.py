@@ -1,6 +1,8 @@
 """shared/serving.py on a real Redis: what workers say they serve, and what senders choose by."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,11 +10,34 @@ import pytest
 from shared import serving
 from shared.broker import connect
 from shared.errors import UserError
-from shared.keys import MODELS, find
-from shared.serving import KEPT, MOST, PERIOD, announce, check_queue, known, queue_of, queues
+from shared.keys import MODELS, WORKERS, find
+from shared.serving import (
+    EXPECTED_S,
+    KEPT,
+    MOST,
+    PERIOD,
+    announce,
+    check_queue,
+    expected,
+    known,
+    queue_of,
+    queues,
+    register,
+)
 from shared.settings import Settings
 from tests.support import RedisServer
 
+pytestmark = pytest.mark.each_redis
+
+#: A worker that registers, and waits to be killed.
+REGISTERS = """
+import sys
+from redis import Redis
+from shared.serving import register
+register(Redis.from_url(sys.argv[1], decode_responses=True), sys.argv[2])
+print("registered", flush=True)
+sys.stdin.read()
+"""
 BART, TUNED = "facebook/bart-large-mnli", "/srv/models/bart-large-mnli"
 
 
@@ -101,3 +126,50 @@ def test_a_process_knows_its_own_queue_in_any_case(settings: Settings) -> None:
 def test_what_a_later_version_says_besides_is_no_matter(redis: RedisServer) -> None:
     redis.client.hset(MODELS, "q", '{"model": "m", "seen": 1, "device": "cuda"}')
     assert serving.known(redis.client) == {"q": serving.Served("m", 1)}
+
+
+@pytest.mark.parametrize(
+    "text", ["notjson", "nan", "[" * 100_000, "1" * 400, '"text"', "null", "[]", "{}", '{"model": 1, "seen": 1}',
+             '{"model": "m", "seen": "soon"}', '{"model": "m"}', "", b"\xff",
+             '{"seen": 1}', '{"seen": 1, "place": "", "pid": "x"}'],
+    ids=range(15),
+)  # fmt: skip
+def test_skips_fields_that_no_worker_wrote(redis: RedisServer, text: str | bytes) -> None:
+    for key in (MODELS, WORKERS):
+        redis.client.hset(key, "odd", text)
+        redis.client.hset(key, b"\xff", "1")
+    announce(redis.client, "q", "m")
+    register(redis.client, "one@here")
+    assert list(known(redis.client)) == ["q"]
+    assert list(expected(redis.client)) == ["one@here"]
+    assert queues(redis.client, Settings()) == ["feedmill", "q"]
+
+
+@pytest.mark.parametrize("ahead", [7200, -7200])
+def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    register(redis.client, "one@here")
+    now = time.time()
+    with monkeypatch.context() as skewed:
+        skewed.setattr("shared.serving.time.time", lambda: now + ahead)
+        register(redis.client, "two@there")
+        assert list(expected(redis.client)) == ["one@here", "two@there"]
+    assert all(age < EXPECTED_S / 2 for age in expected(redis.client).values())
+    register(redis.client, "one@here")
+    assert list(expected(redis.client)) == ["one@here", "two@there"]
+
+
+def test_registering_removes_workers_whose_process_is_gone(redis: RedisServer) -> None:
+    killed = subprocess.Popen(
+        [sys.executable, "-c", REGISTERS, redis.url, "killed@here"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert killed.stdout
+    assert killed.stdout.readline() == b"registered\n"
+    register(redis.client, "one@here")
+    assert list(expected(redis.client)) == ["killed@here", "one@here"]
+    elsewhere = json.loads(str(redis.client.hget(WORKERS, "killed@here"))) | {"place": "another boot/1"}
+    redis.client.hset(WORKERS, "killed@elsewhere", json.dumps(elsewhere))
+    killed.kill()
+    killed.communicate()
+    assert "killed@here" in expected(redis.client), "health names it until another worker registers"
+    register(redis.client, "one@here")
+    assert list(expected(redis.client)) == ["killed@elsewhere", "one@here"]

@@ -21,6 +21,8 @@ from workers.message import Message
 from workers.recording import WRITE_AHEAD
 from workers.suspects import DEADLY, Quarantine, Suspects
 
+pytestmark = pytest.mark.each_redis
+
 
 @pytest.fixture
 def client(settings: Settings) -> Redis:

@@ -1,6 +1,8 @@
 """workers/calibration.py: the best budget is found, remembered under what it was measured on, and lowered for good."""
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 
 from shared.errors import DeviceFull
 from shared.settings import Settings
+from tests.fakes.interleaving import interleavings
+from tests.support import wait_until
 from tests.unit.test_pipeline import Done, StandIn
 from workers import calibration, device
 from workers.calibration import TokenBudget, best, calibrate, remember, sweep
@@ -100,6 +104,18 @@ def test_a_lowered_budget_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert calibrate(stand_in, settings).tokens == 700
 
 
+def test_a_budget_lowered_alone_stays_lowered_after_sharing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(cache_folder=tmp_path)
+    stand_in = on(monkeypatch, 4096)
+    budget = calibrate(stand_in, settings)
+    budget.share(600)
+    budget.lower(700)  # memory ran out before the other model came
+    budget.lower(300, shared=True)
+    assert (budget.tokens, budget.alone) == (300, 700)
+    budget.end_sharing()
+    assert budget.tokens == calibrate(stand_in, settings).tokens == 700
+
+
 def test_what_was_measured_elsewhere_takes_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(cache_folder=tmp_path)
     stand_in = on(monkeypatch, 4096)
@@ -137,3 +153,40 @@ def test_a_budget_without_a_file_is_lowered_too() -> None:
     budget = TokenBudget(100)
     budget.lower(0)
     assert budget.tokens == 1
+
+
+class Contended:
+    """A lock that knows whether a thread waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_the_smaller_budget_stays_when_two_lanes_lower_it_together() -> None:
+    def make() -> tuple[Callable[[], int], Callable[[], object]]:
+        budget = TokenBudget(2000)
+        lock = budget._lock = Contended()  # type: ignore[assignment]
+        other = threading.Thread(target=budget.lower, args=(500,))
+
+        def lower() -> int:
+            budget.lower(1000)
+            if other.ident:
+                other.join()
+            return budget.tokens
+
+        def interfere() -> None:
+            other.start()
+            wait_until(lambda: lock.waited_for.is_set() or not other.is_alive(), "the other lane waits or is done")
+
+        return lower, interfere
+
+    assert set(interleavings(make)) == {500}

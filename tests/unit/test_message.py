@@ -1,13 +1,23 @@
 """workers/message.py: what becomes of one message, apart from the threads that work on it."""
 
 import json
+import re
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from shared.errors import RequestRefused
-from shared.messages import MAX_BODY, MAX_DEAD_POST_BYTES, MAX_DEAD_TRACEBACK, MAX_TITLE, DeadLetter
+from shared.messages import (
+    MAX_BODY,
+    MAX_DEAD_MESSAGE_BYTES,
+    MAX_DEAD_POST_BYTES,
+    MAX_DEAD_TRACEBACK,
+    MAX_POSTS_PER_MESSAGE,
+    MAX_TITLE,
+    DeadLetter,
+    PostError,
+)
 from workers.message import Message, traced, without_posts
 
 
@@ -36,7 +46,59 @@ def test_the_dead_letters_of_one_message_are_bounded_together() -> None:
     message.refused = RequestRefused("no")
     letters = message.dead_letters("worker", 1.0)
     assert [letter.id for letter in letters] == [str(number) for number in range(1000)]
-    assert sum(len(letter.model_dump_json()) for letter in letters) < 10 * 2**20
+    assert size(letters) <= MAX_DEAD_MESSAGE_BYTES
+
+
+def size(letters: list[DeadLetter]) -> int:
+    """Bytes of the letters' JSON, as it lies in Redis."""
+    return sum(len(letter.model_dump_json().encode()) for letter in letters)
+
+
+#: The most bytes of JSON that a character can take.
+WIDEST = "\x01"
+
+
+@pytest.mark.parametrize("text", ["x", WIDEST, '"', "🙂"], ids=["ascii", "control", "quote", "emoji"])
+@pytest.mark.parametrize("refused", [True, False], ids=["message", "each post"])
+def test_bounds_every_field_of_one_message_s_dead_letters(text: str, refused: bool) -> None:
+    posts = [{"id": f"{number}{text * 500}", "title": text * 9_000} for number in range(MAX_POSTS_PER_MESSAGE)]
+    arguments = {"posts": posts, "template": text * 2_000}
+    message = Message(arguments, None, text * 500, queue="feedmill-" + "q" * 100)
+    if refused:
+        message.refused = RequestRefused(text * 10**6)
+    for index, post in enumerate(posts):
+        message.tracebacks[index] = text * MAX_DEAD_TRACEBACK
+        message.settle(index, PostError(id=post["id"], error=text * 10**6))
+    letters = message.dead_letters("worker@host", 1.0)
+    assert len(letters) == MAX_POSTS_PER_MESSAGE
+    assert size(letters) <= MAX_DEAD_MESSAGE_BYTES
+    assert letters[0].post
+    assert letters[0].reason.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"labels": ["x" * 10**6] * 2}, "labels: the label 'xxx"),
+        ({"labels": "x" * 10**6}, "labels.xxx"),
+        ({"labels": {"x" * 10**6: []}}, "labels.xxx"),
+        ({"template": "x" * 400}, "template: no {} in 'xxx"),
+        ({"x" * 10**6: 1}, "xxx"),
+    ],
+    ids=["label", "long label", "described label", "template", "unknown option"],
+)
+def test_a_refusal_quotes_little_of_what_was_sent(arguments: dict[str, Any], reason: str) -> None:
+    message = Message({"posts": [{"id": "1", "title": "t"}], **arguments}, None)
+    with pytest.raises(RequestRefused, match=re.escape(reason)) as raised:
+        message.read()
+    assert len(str(raised.value)) < 400
+
+
+def test_a_refused_post_quotes_little_of_what_was_sent() -> None:
+    posts = [{"id": "1", "title": "t", "extra": {"x" * 10**6: {"y" * 10**6: float("nan")}}}, {"id": "z" * 10**6}]
+    for outcome in Message({"posts": posts}, None).read():
+        assert isinstance(outcome, PostError)
+        assert len(outcome.model_dump_json()) < 1000
 
 
 def test_a_message_of_too_many_posts_is_one_dead_letter() -> None:

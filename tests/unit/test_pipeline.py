@@ -14,8 +14,9 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
-from shared.results import Result
+from shared.results import Result, ResultsStore
 from shared.settings import Settings
+from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
 from workers.calibration import TokenBudget
 from workers.classifiers import LabelSet, Row, Scores
@@ -26,6 +27,7 @@ from workers.pipeline import Pipeline
 from workers.preparation import MAX_ROWS_PER_MESSAGE
 from workers.suspects import Suspects
 from workers.tokenizer import Tokens
+from workers.watch import Step
 from workers.weights import Weights
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
@@ -112,11 +114,21 @@ class Store:
         self.dead += dead
         return len(results)
 
+    def keep(self, found: Sequence[Result]) -> None: ...
+
+    def catch_up(self) -> None: ...
+
 
 class Owner:
     """A pipeline with what it told its owner."""
 
-    def __init__(self, classifier: StandIn | None = None, suspects: Suspects | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        classifier: StandIn | None = None,
+        suspects: Suspects | None = None,
+        store: ResultsStore | None = None,
+        **settings: Any,
+    ) -> None:
         self.classifier, self.store, self.budget = classifier or StandIn(), Store(), TokenBudget(2048)
         self.started: list[Message] = []
         self.finished: list[Message] = []
@@ -126,7 +138,7 @@ class Owner:
         self.finishing: Callable[[Message], None] = lambda _: None
         self.pipeline = Pipeline(
             self.classifier,
-            self.store,
+            store or self.store,
             Settings(**settings),
             self.budget,
             "worker",
@@ -363,6 +375,36 @@ def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_the_next(owner: O
     assert owner.budget.tokens <= tried
 
 
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "goes"])
+def test_a_second_model_that_comes_or_goes_during_a_pass_lowers_no_budget(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    forward, began = owner.classifier.forward, threading.Event()
+
+    def full_at_first(rows: Any) -> Any:
+        if began.is_set():
+            return forward(rows)
+        began.set()
+        owner.classifier.gate.wait()
+        raise DeviceFull("out of memory")
+
+    monkeypatch.setattr(owner.classifier, "forward", full_at_first)
+    owner.classifier.gate.clear()
+    if not comes:
+        owner.budget.share(2048)
+    message = owner.send(*["three words each"] * 100)
+    assert began.wait(10)
+    if comes:
+        owner.budget.share(2048)
+    else:
+        owner.budget.end_sharing()
+    owner.classifier.gate.set()
+    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    assert len(owner.classifier.batches) == 2, "halves"
+    owner.budget.end_sharing()
+    assert owner.budget.tokens == 2048
+
+
 def test_a_device_without_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     owner.classifier.memory = 0
     message = owner.send("fine", "fine")
@@ -384,6 +426,63 @@ def test_a_forward_pass_that_hangs_is_told() -> None:
     assert isinstance(owner.pipeline.failure, ForwardHangs)
     assert message not in owner.finished
     owner.classifier.gate.set()
+    owner.pipeline.stop()
+
+
+@pytest.mark.parametrize(("step", "what"), [
+    ("label_set", "the preparation of labels"), ("prepare", "the preparation of posts"),
+    ("finish", "the scoring of a micro-batch"),
+])  # fmt: skip
+def test_a_hung_call_of_a_classifier_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str, what: str
+) -> None:
+    owner, gate = Owner(forward_timeout=0.2), threading.Event()
+    called = getattr(owner.classifier, step)
+    monkeypatch.setattr(owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments))
+    message = owner.send("it hangs")
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert isinstance(owner.pipeline.failure, ForwardHangs)
+    assert f"{what} has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)" in caplog.text
+    assert "gate.wait()" in caplog.text, "the stack of the thread that hangs"
+    assert message not in owner.finished
+    gate.set()
+    owner.pipeline.stop()
+
+
+def waiting_for(gate: threading.Event) -> Callable[[], None]:
+    def wait() -> None:
+        gate.wait()
+
+    return wait
+
+
+def test_a_hung_job_ends_the_worker_at_its_limit() -> None:
+    owner, gate = Owner(forward_timeout=0.2), threading.Event()
+    owner.pipeline.run_on_device_thread(waiting_for(gate), "a trial", 0.2)
+    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    assert str(owner.pipeline.failure) == "a trial has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)"
+    gate.set()
+    owner.pipeline.stop()
+
+
+def test_a_job_without_a_limit_is_logged_once_and_continues(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, gate = Owner(forward_timeout=0.2), threading.Event()
+    longer_than, found = owner.pipeline._watch.longer_than, []
+
+    def counted(seconds: float) -> list[Step]:
+        steps = longer_than(seconds)
+        found.extend(steps)
+        return steps
+
+    monkeypatch.setattr(owner.pipeline._watch, "longer_than", counted)
+    owner.pipeline.run_on_device_thread(waiting_for(gate), "task own.long[1]")
+    wait_until(lambda: len(found) > 2, "the watcher looked again", 10)
+    assert caplog.text.count("task own.long[1] has kept the device thread for 0 s") == 1
+    gate.set()
+    assert owner.results("fine")[0]["label"] == "good"
+    assert owner.pipeline.failure is None
     owner.pipeline.stop()
 
 
@@ -508,7 +607,7 @@ def test_what_no_waiting_mends_ends_the_worker_with_a_sentence(
 
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     names: list[str] = []
-    owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name))
+    owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name), "a job")
     wait_until(lambda: names == ["device-0"], "the job ran", 10)
 
 
@@ -590,7 +689,7 @@ def test_jobs_and_micro_batches_take_turns(owner: Owner) -> None:
     wait_until(lambda: first.started, "the device is busy")
     batches_before_job: list[int] = []
     for _ in range(5):
-        owner.pipeline.run_on_device_thread(lambda: batches_before_job.append(len(owner.classifier.batches)))
+        owner.pipeline.run_on_device_thread(lambda: batches_before_job.append(len(owner.classifier.batches)), "a job")
     owner.budget.tokens = 2
     for _ in range(5):
         owner.send("two words")
@@ -657,3 +756,14 @@ def test_a_slow_device_holds_what_it_computes_in_so_many_seconds(rows_per_second
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.most_waiting() == most
     owner.pipeline.stop()
+
+
+def test_posts_waiting_are_never_negative_while_a_message_is_prepared(owner: Owner) -> None:
+    """The metrics thread reads both counts while the consumer adds to one and the tokenizer to the other."""
+    preparation = owner.pipeline._preparation
+
+    def prepare() -> None:
+        preparation._posts_in += 1
+        preparation._posts_prepared += 1
+
+    assert min(interleavings(lambda: (preparation.posts_waiting, prepare))) == 0

@@ -109,7 +109,7 @@ def test_an_idle_pipeline_goes_over_at_once() -> None:
     with owning(Model("old")) as owner:
         assert replace(owner, Model("new", rows=3)).wait(10)
         assert owner.pipeline.classifier.weights.name == "new"
-        assert owner.pipeline.rows_per_message() == 3, "with the labels of the new one"
+        assert owner.pipeline.rows_per_post() == 3, "with the labels of the new one"
         assert owner.results("a post")[0]["label"] == "new thinks so"
 
 

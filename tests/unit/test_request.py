@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.worker import state
 
 from shared.broker import CLASSIFY_TASK, shown_arguments
 from shared.messages import Classification, PostError
 from shared.settings import Settings
 from workers.app import make_worker_app
 from workers.message import Message
-from workers.request import ClassifyRequest
+from workers.request import ClassifyRequest, withdrawn
 from workers.task import IN_HAND, classify
 
 BODY = "nobody's business"
@@ -39,11 +40,13 @@ def test_what_is_shown_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
     assert shown_arguments(kwargs) == shown
 
 
-def request(args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None) -> ClassifyRequest:
+def request(
+    args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None, **headers: Any
+) -> ClassifyRequest:
     """A request as Celery makes it, its sender's description of the arguments included."""
     app = make_worker_app(Settings(redis_url="redis://127.0.0.1:1/0"))
     message = SimpleNamespace(
-        headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs)},
+        headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs), **headers},
         body=json.dumps([args, kwargs, {}]),
         payload=[args, kwargs, {}],
         content_type="application/json",
@@ -75,6 +78,30 @@ def test_whoever_sent_it_no_post_is_shown(args: object, kwargs: object, shown: t
         assert BODY not in said
     # The arguments themselves are what they were.
     assert (made.args, made.kwargs) == (args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("stamps", "revoked"),
+    [
+        ({"user": ["a", "b"]}, True),
+        ({"user": "b"}, True),
+        ({"user": ["a"]}, False),
+        ({"user": [{"a": 1}, ["b"], {"b": 2}]}, True),
+        ({"user": {"b": 2}}, True),
+        ({"user": [{"a": 1}, [["a"]]]}, False),
+        ({"user": None}, False),
+        ({"other": [{"b": 2}, "b"]}, False),
+        ({"other": [{"a": 1}], "user": ["b"]}, True),
+    ],
+)
+def test_is_withdrawn_by_stamps_of_any_type(
+    monkeypatch: pytest.MonkeyPatch, stamps: dict[str, Any], revoked: bool
+) -> None:
+    """Celery, which announces the end, decides the same."""
+    monkeypatch.setitem(state.revoked_stamps, "user", ["b", {"b": 2}])
+    made = request([], {"posts": []}, stamped_headers=list(stamps), stamps=stamps)
+    monkeypatch.setattr(made, "_announce_revoked", lambda *_: None)
+    assert withdrawn(made) == made.revoked() == revoked
 
 
 @pytest.mark.parametrize("ending", ["task-succeeded", "task-failed"])

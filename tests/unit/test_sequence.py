@@ -100,3 +100,24 @@ def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
 def test_two_labels_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not give each of its labels a name of its own"):
         loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        (dict(enumerate(map(str, range(1001)))), r"has 1,001 labels; at most 1,000 are served\.$"),
+        (
+            {0: "fine", 1: "x" * 201},
+            r"^A label of .* has 201 characters; at most 200 are served\. Shorten it in the model's config\.json\.$",
+        ),
+    ],
+)
+def test_refuses_labels_that_would_fill_redis(tmp_path: Path, labels: dict[int, str], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        loaded(make_model("bert", tmp_path, labels))
+
+
+def test_serves_as_many_and_as_long_labels_as_allowed(tmp_path: Path) -> None:
+    labels = {number: f"{number:04}".ljust(200, "x") for number in range(1000)}
+    classifier = loaded(make_model("bert", tmp_path, labels))
+    assert classifier.label_set(ClassifyOptions()).labels == tuple(labels.values())

@@ -1,11 +1,13 @@
 """workers/statistics.py: rates of an interval, and of what there is before the first is over; and histograms."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
-from workers.statistics import Histogram, Speed, Statistics, Totals, rates
+from tests.fakes.interleaving import interleavings
+from workers.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
 
 
 def test_rates_are_those_between_two_moments() -> None:
@@ -41,6 +43,23 @@ def test_an_interval_after_the_other() -> None:
     assert statistics.recent(now=161.0) == turned
     assert statistics.turn(now=220.0) is None, "a quiet interval is not worth a line"
     assert statistics.recent(now=221.0).posts == 0
+
+
+def test_rates_are_never_negative_while_another_thread_ends_the_first_interval() -> None:
+    """The inspecting thread read its clock just before the interval ended."""
+
+    def make() -> tuple[Callable[[], Rates], Callable[[], object]]:
+        statistics = Statistics(interval=60.0, now=100.0)
+        statistics.totals.posts = 60
+
+        def turn() -> None:
+            statistics.turn(now=160.5)
+            statistics.totals.posts = 61
+
+        return lambda: statistics.recent(now=160.0), turn
+
+    for found in interleavings(make):
+        assert found.posts_per_second == pytest.approx(1.0, rel=0.1)
 
 
 class Row(NamedTuple):

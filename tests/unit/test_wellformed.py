@@ -1,5 +1,6 @@
 """workers/wellformed.py: what Celery could not run is told apart before Celery meets it."""
 
+from datetime import datetime
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,6 +30,15 @@ def test_a_good_message_passes(start: Any) -> None:
         ("timelimit", 5, "timelimit should be a list"),
         ("timelimit", [5], "timelimit should hold two numbers"),
         ("stamps", [], "stamps should be a dict"),
+        ("stamped_headers", [["a"]], "stamped_headers should hold names"),
+        ("stamped_headers", "ab", "stamped_headers should be a list"),
+        ("eta", "9999-12-31T23:59:59-12:00", "eta is out of range: it cannot be converted to local time"),
+        ("eta", "0001-01-01T00:00:00+14:00", "eta is out of range"),
+        ("eta", 5, "eta should be a time in ISO 8601, not 5"),
+        ("eta", "", "eta should be a time in ISO 8601, not ''"),
+        ("eta", "2026-02-30", "eta should be a time in ISO 8601, not '2026-02-30'"),
+        ("expires", float("nan"), "expires should be a time in ISO 8601, not nan"),
+        ("expires", {}, "expires should be a time in ISO 8601, not {}"),
     ],
 )
 def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
@@ -36,6 +46,26 @@ def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) 
     whole["headers"][name] = value
     with pytest.raises(InvalidTaskError, match=words):
         check(message(whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eta", "2026-11-22T10:00:00"),
+        ("eta", "2026-11-22T10:00:00.5+02:00"),
+        ("eta", datetime(2026, 11, 22)),
+        ("eta", "0001-01-01T00:00:00"),
+        ("eta", None),
+        # Compared, never converted.
+        ("expires", "9999-12-31T23:59:59-12:00"),
+        ("expires", "0001-01-01T00:00:00+14:00"),
+        ("stamped_headers", ["a"]),
+    ],
+)
+def test_a_time_that_celery_can_use_passes(name: str, value: Any) -> None:
+    whole = good()
+    whole["headers"][name] = value
+    check(message(whole))
 
 
 @pytest.mark.parametrize(

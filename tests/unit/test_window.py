@@ -1,12 +1,15 @@
 """workers/window.py: no row lost or taken twice, none starves, the budget holds, little padding."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.settings import Settings
+from tests.fakes.interleaving import interleavings
+from workers.suspects import Quarantine
 from workers.window import Window
 
 
@@ -161,3 +164,20 @@ def test_urgent_rows_go_together_and_others_fill_what_room_they_leave() -> None:
     assert [row.length for row in second] == [10, 10, 11, 11]  # none that is longer than the urgent ones
     assert [row.length for row in window.take(44, 100)] == [10] * 4
     assert len(window) == 14
+
+
+def test_counts_rows_while_another_thread_adds_a_priority() -> None:
+    def make() -> tuple[Callable[[], int], Callable[[], object]]:
+        window, _ = filled([1] * 3)
+        return window.__len__, lambda: window.add(Row(1), priority=3)
+
+    assert set(interleavings(make)) <= {3, 4}
+
+
+def test_counts_suspects_while_another_thread_takes_some() -> None:
+    def make() -> tuple[Callable[[], int], Callable[[], object]]:
+        quarantine: Quarantine[Row] = Quarantine()
+        quarantine.add([Row(1)] * 3)
+        return quarantine.__len__, lambda: quarantine.take(1, 1)
+
+    assert set(interleavings(make)) <= {2, 3}

@@ -19,6 +19,9 @@ from workers.engines.network import LOGITS, read_config
 from workers.engines.outputs import TensorOutputs, device_errors
 from workers.weights import Weights
 
+#: Each result carries the scores of all labels, so these bound what a post takes of Redis' memory.
+MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
+
 
 class SequenceClassifier:
     """Classifies with a fine-tuned model.
@@ -37,6 +40,13 @@ class SequenceClassifier:
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         if "" in names or len(set(names)) < len(names):
             raise ModelError(f"The config.json of {weights.name} does not give each of its labels a name of its own.")
+        if len(names) > MAX_LABELS_OF_A_MODEL:
+            raise ModelError(f"{weights.name} has {len(names):,} labels; at most {MAX_LABELS_OF_A_MODEL:,} are served.")
+        if (longest := max(map(len, names), default=0)) > MAX_LABEL_CHARACTERS:
+            raise ModelError(
+                f"A label of {weights.name} has {longest:,} characters; at most {MAX_LABEL_CHARACTERS} are served. "
+                "Shorten it in the model's config.json."
+            )
         others = settings.labels and set(settings.labels) != set(names)
         if others or settings.template:
             name = "FEEDMILL_LABELS" if others else "FEEDMILL_TEMPLATE"
