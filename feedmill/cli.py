@@ -1,17 +1,22 @@
 """The `feedmill` command. Each command reads its flags, calls one thing and prints what came back.
 
-Exit status: 0 when all went well; 1 when part of the input was skipped, or nothing was found; 2 when a mistake
-was made that the message explains.
+Exit status: 0 when all went well, or the reader of a pipe closed it; 1 when part of the input was skipped, or nothing
+was found; 2 when a mistake was made that the message explains, or the output could not be written.
 """
 
+import errno
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from feedmill import (
     __version__,
@@ -47,12 +52,15 @@ from feedmill.processes import ended_by_signals, python_command
 from feedmill.stack import Stack
 from feedmill.supervisor import Supervisor
 from shared.broker import connect, told_plainly
-from shared.errors import SettingsError, UserError, printable
+from shared.errors import SettingsError, UserError, printable, printable_lines
 from shared.purge import Purged
 from shared.purge import lift as lift_tombstones
 from shared.purge import purge as purge_posts
 from shared.purge import rewrite as rewrite_file
-from shared.settings import DAY, PREFIX, STACK_FILE
+from shared.settings import DAY, PREFIX, stack_runs
+
+#: Errors of a write that has no place for its data.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -115,10 +123,10 @@ def up(data_folder: DataFolder = None) -> None:
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             for line in stack.start():
-                notes.print(f"[green]✓[/] {line}")
-            notes.print(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything, as SIGTERM does.")
+                notes.print("[green]✓[/]", Text(line))
+            notes.print(Text(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything, as SIGTERM does."))
             notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
-            stack.stay(notes.print)
+            stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
 
@@ -130,7 +138,7 @@ def url(data_folder: DataFolder = None) -> None:
     `FEEDMILL_REDIS_URL=$(feedmill url) python app.py` hands it to one.
     """
     settings = settings_of(data_folder=data_folder)
-    if settings.redis_url is None and not (settings.data_folder / STACK_FILE).exists():
+    if settings.redis_url is None and not stack_runs(settings.data_folder):
         raise SettingsError(
             f"No `feedmill up` runs with its data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set: "
             "start the one, or set the other."
@@ -248,9 +256,44 @@ def _lines() -> Iterator[str]:
 
 
 def run() -> None:
-    """The console script: a mistake is shown as its sentence, never as a traceback."""
+    """Run the console script: show a mistake as its sentence, never as a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # escape what the encoding lacks
     try:
-        app()
+        try:
+            app()
+        finally:
+            _flush()
     except UserError as error:
-        sys.stderr.write(f"feedmill: {error}\n")
-        sys.exit(2)
+        _end(2, str(error))
+    except SystemExit as end:
+        # typer and rich end with status 1 when the reader of standard output has closed the pipe.
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _end(0)
+    except BrokenPipeError:
+        _end(0)
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        _end(2, f"Output cannot be written: {error.strerror}.")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is None where it was closed at the start
+        sys.stdout.flush()
+
+
+def _end(status: int, said: str = "") -> NoReturn:
+    """Exit with a sentence; whatever of the output cannot be written is dropped."""
+    with suppress(OSError):
+        if said:
+            sys.stderr.write(f"feedmill: {printable_lines(said)}\n")
+            sys.stderr.flush()
+    try:
+        _flush()
+    except OSError:
+        # Python flushes stdout once more as it exits, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

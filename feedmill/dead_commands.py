@@ -14,7 +14,7 @@ from feedmill.flags import AsJson, RedisUrl, settings_of
 from producers.push import Pusher
 from shared.broker import Application, connect, make_app, told_plainly
 from shared.dead import DeadLetters, Element, Entry
-from shared.errors import PostRefused, RequestRefused, UserError, printable
+from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
 from shared.messages import ClassifyOptions, DeadLetter, Post
 
 #: Letters that are shown where no number is given.
@@ -37,11 +37,12 @@ def list_(
 ) -> None:
     """Show the newest dead letters: id, post, time, reason."""
     settings = settings_of(redis_url=redis_url)
+    is_empty = True
     with told_plainly(settings):
-        found = DeadLetters(connect(settings)).newest(count)
-    for each in found:
-        typer.echo(_as_json(each) if as_json else _line(each))
-    if not found:
+        for each in DeadLetters(connect(settings)).newest(count):
+            is_empty = False
+            typer.echo(_as_json(each) if as_json else _line(each))
+    if is_empty:
         typer.echo("no dead letters", err=True)
 
 
@@ -51,8 +52,8 @@ def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
         found, missing = _named(DeadLetters(connect(settings)), [name])
-    for each in found:
-        typer.echo(_as_json(each) if as_json else _described(each))
+        for each in found:
+            typer.echo(_as_json(each) if as_json else _described(each))
     _tell_missing(missing)
     raise typer.Exit(1 if missing else 0)
 
@@ -117,27 +118,29 @@ def _ask(count: int) -> None:
     typer.confirm(f"Drop {count:,} dead letters for good?", abort=True)
 
 
-def _chosen(
-    dead: DeadLetters, ids: Sequence[str] | None, every: bool
-) -> tuple[Iterator[Entry | Element] | list[Entry | Element], list[str]]:
+def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry | Element], list[str]]:
     """Those that are meant, and the ids that none goes by. Raises UserError."""
     if bool(ids) == every:
         raise UserError("Say which dead letters: ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
 
 
-def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[list[Entry | Element], list[str]]:
-    """The one that goes by each id, and the ids that none goes by. Raises UserError where several do."""
+def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry | Element], list[str]]:
+    """Find the one that goes by each id, read when its turn comes; and the ids that none goes by.
+
+    Raises UserError where several go by one.
+    """
     found = dead.find(ids)
     for name, several in found.items():
-        if len({each.name for each in several}) > 1:
-            names = ", ".join(each.name for each in several[:QUOTED]) + (", …" if len(several) > QUOTED else "")
+        if len(several) > 1:
+            names = ", ".join(several[:QUOTED]) + (", …" if len(several) > QUOTED else "")
             raise UserError(
                 f"{len(several):,} dead letters go by {printable(name)}, and nothing was done: give the id of one "
                 f"({names})."
             )
-    chosen = {each.name: each for several in found.values() for each in several}
-    return list(chosen.values()), [name for name, several in found.items() if not several]
+    chosen = dict.fromkeys(each for several in found.values() for each in several)
+    letters = (letter for each in chosen if (letter := dead.get(each)))
+    return letters, [name for name, several in found.items() if not several]
 
 
 def _tell_missing(ids: Sequence[str]) -> None:
@@ -176,7 +179,7 @@ def _as_json(each: Entry | Element) -> str:
         found: dict[str, object] = {"entry": each.name, "element": each.content.decode("utf-8", "replace")}
     else:
         found = {"entry": each.name, **each.letter.model_dump()}
-    return json.dumps(found, ensure_ascii=False)
+    return json_line(found)
 
 
 def _line(each: Entry | Element) -> str:

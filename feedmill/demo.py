@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from feedmill.processes import ended_by_signals
 from feedmill.stack import WORKER_NODE, Stack
@@ -41,14 +43,14 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
         stack = Stack(settings, Path(folder), durable=False)
         try:
             for line in stack.start():
-                notes.print(f"[green]✓[/] {line}")
+                notes.print("[green]✓[/]", Text(line))
             posts = sample_posts()
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
                 notes.print(f"Flower is at {stack.flower_url}; Ctrl-C stops everything. In another terminal:")
-                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} feedmill status")
-                stack.stay(notes.print)
+                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} feedmill status", markup=False)
+                stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
 
@@ -122,5 +124,5 @@ def _table(results: Sequence[Result], width: int) -> Table:
         title = " ".join((post.title or post.body).split())
         colour, mark = ("green", "✓") if found.label == post.topic else ("red", "")
         score = f"{found.scores[found.label]:.2f}"
-        table.add_row(escape(title), post.topic, f"[{colour}]{found.label}[/]", f"[{colour}]{mark}[/]", score)
+        table.add_row(escape(title), post.topic, Text(found.label, colour), f"[{colour}]{mark}[/]", score)
     return table

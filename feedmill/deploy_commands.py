@@ -69,7 +69,7 @@ def deploy(
         else:
             _answers(celery, nodes)
             said, status = f"{len(nodes):,} workers of queue {name} were told: --show tells how it goes.", 0
-    typer.echo(json.dumps({"queue": name, **asked._asdict(), "said": said}) if as_json else said)
+    typer.echo(json.dumps({"queue": name, **asked._asdict(), "said": said}) if as_json else printable(said))
     raise typer.Exit(status)
 
 
@@ -122,18 +122,19 @@ def _is_done(report: Report | None) -> bool:
 
 def _answers(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
     """What each of the workers says of the latest asking that it knows of; each of them looks by that, too."""
-    answers: Any = celery.control.broadcast(
-        "feedmill_deploy", destination=nodes, reply=True, timeout=PATIENCE, limit=len(nodes)
-    )
-    said = [each for answer in answers or () for each in answer.items()]
-    return [(node, Report(found["at"], Stage(found["stage"]), found["said"])) for node, found in said if "at" in found]
+    answers = watch.ask(celery, "feedmill_deploy", nodes, PATIENCE) if nodes else {}
+    return [
+        (node, Report(found["at"], Stage(found["stage"]), found["said"]))
+        for node, found in answers.items()
+        if "at" in found
+    ]
 
 
 def _show_report(node: str, report: Report, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"worker": node} | report._asdict()))
     else:
-        typer.echo(f"{node}  {report.stage:<8}  {printable(report.said)}")
+        typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
 
 
 def _ended(
@@ -174,7 +175,8 @@ def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> No
             what = f"{printable(asked.model)} ({printable(str(asked.weights)[:12])})"
         typer.echo(f"{printable(queue)}  is to be served with {what}")
         for node, pool in serving.items():
-            typer.echo(f"  {node}  runs {printable(pool['model'])} ({pool['weights'][:12]}){_latest(pool['deploy'])}")
+            model = f"{pool['model']} ({pool['weights'][:12]})"
+            typer.echo(printable(f"  {node}  runs {model}{_latest(pool['deploy'])}"))
 
 
 def _latest(report: dict[str, Any]) -> str:

@@ -107,5 +107,5 @@ class Reading:
         self.wrong += 1
         self.skipped += bad.skipped
         if self.wrong <= BAD_RECORDS_SHOWN:
-            what = escape(f"{bad.where}: {bad.reason}")
+            what = escape(printable(f"{bad.where}: {bad.reason}"))
             self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without it'})[/]")

@@ -39,7 +39,7 @@ from producers.reddit.clock import Clock, Stopped
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
 from shared.broker import connect, make_app, told_plainly
-from shared.errors import UserError
+from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 
@@ -242,10 +242,10 @@ def _one_pass(
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     listing = Listing(kind.value, limit, period.value if kind is Kind.TOP else "")
     columns = (
-        TextColumn("{task.description:<16}"),
+        TextColumn("{task.description:<16}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     problems = 0
     with reddit_told_plainly(settings), Progress(*columns, console=notes) as progress:
@@ -254,7 +254,7 @@ def _one_pass(
             try:
                 patiently(partial(roster.check, topic), clock)
             except Fault as fault:
-                notes.print(f"{topic}: its subreddits could not be checked ({fault})")
+                notes.print(f"{topic}: its subreddits could not be checked ({fault})", markup=False)
             reading = Reading()
             for reading in once.read(roster.active[topic], listing):
                 note = f"{reading.sent:,} sent, {reading.skipped:,} sent before"
@@ -268,7 +268,7 @@ def _one_pass(
             while not patiently(looks.run, clock):
                 pass
         except RedditFault as fault:
-            notes.print(f"the second look at earlier posts failed ({fault}); it comes again")
+            notes.print(f"the second look at earlier posts failed ({fault}); it comes again", markup=False)
     sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
     typer.echo(f"{sent}, {pusher.skipped:,} skipped as sent before")
     raise typer.Exit(1 if problems else 0)
@@ -291,7 +291,8 @@ def gaps(
         if as_json:
             typer.echo(json.dumps(gap._asdict()))
         else:
-            typer.echo(f"r/{gap.subreddit:<22} {_time(gap.since)} to {_time(gap.until)}, noted {_time(gap.noted)}")
+            times = f"{_time(gap.since)} to {_time(gap.until)}, noted {_time(gap.noted)}"
+            typer.echo(f"r/{printable(gap.subreddit):<22} {times}")
     if not found and not as_json:
         typer.echo("No gaps.")
 
@@ -311,10 +312,10 @@ def subreddits(as_json: AsJson = False, topics: Annotated[Path | None, typer.Opt
                 json.dumps({"topic": topic, "subreddits": names, "replaced": [entry._asdict() for entry in out]})
             )
             continue
-        typer.echo(f"{topic:<16} {', '.join(names)}")
+        typer.echo(printable(f"{topic:<16} {', '.join(names)}"))
         for each in out:
             instead = f"r/{each.by} stands in" if each.by else "nobody stands in"
-            typer.echo(f"{'':<16} r/{each.subreddit} is {each.reason} since {_time(each.since)}; {instead}")
+            typer.echo(printable(f"{'':<16} r/{each.subreddit} is {each.reason} since {_time(each.since)}; {instead}"))
 
 
 @app.command("topics")

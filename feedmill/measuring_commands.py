@@ -17,7 +17,7 @@ from feedmill import charts
 from feedmill.file_reading import Reading
 from feedmill.flags import Device, Dtype, Engine, IdColumn, Kind, Labels, Model, Template, settings_of
 from feedmill.offline_commands import load_model
-from shared.errors import DeviceLost, InputError, ModelError, UserError, printable
+from shared.errors import DeviceLost, InputError, ModelError, UserError, json_line, printable
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 
@@ -127,7 +127,7 @@ def evaluate(
     if len(each) > 1:
         compared = _compare(posts, each, console, notes)
         if as_json:
-            typer.echo(json.dumps(compared, ensure_ascii=False))
+            typer.echo(json_line(compared))
         _end(reading)
     (settings,) = each
     loaded = load_model(settings)
@@ -149,7 +149,7 @@ def evaluate(
         title = f"{loaded.weights.name}: accuracy {evaluation.accuracy:.3f}, {evaluation.posts:,} posts"
         charts.save(png, partial(charts.draw_confusion, found=evaluation, title=title), notes)
     if as_json:
-        typer.echo(json.dumps(found.summary(len(posts) - len(known)), ensure_ascii=False))
+        typer.echo(json_line(found.summary(len(posts) - len(known))))
     _end(reading, bool(found.failures))
 
 

@@ -1,6 +1,5 @@
 """The commands that need no queue: try a model on a text or a file."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,16 @@ from feedmill.flags import (
     Template,
     settings_of,
 )
-from shared.errors import DeviceFull, DeviceLost, InputError, PostRefused, RequestRefused, UserError, printable
+from shared.errors import (
+    DeviceFull,
+    DeviceLost,
+    InputError,
+    PostRefused,
+    RequestRefused,
+    UserError,
+    json_line,
+    printable,
+)
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
 
@@ -143,7 +151,7 @@ def _as_json(post: Post, outcome: Outcome) -> str:
         found = {"id": post.id, "label": outcome.label, "scores": outcome.scores}
     else:
         found = {"id": post.id, "error": outcome.error}
-    return json.dumps(found, ensure_ascii=False)
+    return json_line(found)
 
 
 def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
@@ -169,4 +177,4 @@ def _show_text(found: Classification) -> None:
     for label, score in list(found.scores.items())[:SHOWN_OF_ONE]:
         table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR * max(0.0, score) / longest))
     Console(highlight=False).print(table)
-    typer.echo(f"by {found.model} ({found.weights[:12]}) on {found.device}")
+    typer.echo(printable(f"by {found.model} ({found.weights[:12]}) on {found.device}"))

@@ -13,8 +13,9 @@ from redis import Redis
 
 from feedmill.result_rows import Place, Row, RowReader, just_before, seconds_of
 from producers.reddit.state import Gap, State
+from shared import keys
 from shared.messages import DeadLetter
-from shared.results import HOUR, ResultsStore
+from shared.results import HOUR, ResultsStore, newest_first
 from shared.settings import Settings
 
 #: Labels that are told apart by a colour; the others are one.
@@ -117,10 +118,12 @@ def gather(redis: Redis, settings: Settings, hours: int) -> Report:
             hour = int(seconds_of(row.entry) // HOUR)
             _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
     report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR]
-    letters = store.dead_letters(settings.dead_letters_length)
-    recent = [letter for letter in letters if letter.failed_at >= first * HOUR]
-    report.reasons.update(letter.reason for letter in recent)
-    report.dead = recent[: -DEAD_LETTERS - 1 : -1]
+    for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=just_before(first * HOUR)):
+        letter = DeadLetter.model_validate_json(fields["letter"])
+        if letter.failed_at >= first * HOUR:
+            report.reasons[letter.reason] += 1
+            if len(report.dead) < DEAD_LETTERS:
+                report.dead.append(letter)
     return report
 
 

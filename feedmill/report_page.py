@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from feedmill.report import BINS, DEAD_LETTERS, GAPS, OTHERS, SUBREDDITS, Column, Report, title_of
+from shared.errors import printable
 from shared.results import HOUR
 
 #: Colours of labels, the most frequent first, on a light page and on a dark one; the last is that of all others.
@@ -89,7 +90,7 @@ def _style() -> str:
 
 def _text(words: object) -> str:
     """Somebody's words: no markup, and nothing that turns the direction of what follows."""
-    return f"<bdi>{escape(str(words))}</bdi>"
+    return f"<bdi>{escape(printable(str(words)))}</bdi>"
 
 
 def _span(report: Report) -> str:
@@ -266,7 +267,7 @@ def _colour(label: str, colours: dict[str, int]) -> str:
 def _stack(parts: Iterable[tuple[str, int]], most: int, colours: dict[str, int]) -> str:
     pieces = "".join(
         f'<span style="width:{100 * count / most:.2f}%;background:{_colour(label, colours)}" '
-        f'title="{escape(label)}: {count:,}"></span>'
+        f'title="{escape(printable(label))}: {count:,}"></span>'
         for label, count in parts
     )
     return f'<span class="bar">{pieces}</span>'
@@ -289,7 +290,7 @@ def _chart(report: Report, bars: Sequence[str], top: str, kind: str = "chart") -
 def _bar(place: int, top: float, height: float, colour: str, said: str) -> str:
     return (
         f'<rect x="{place + 0.08:.2f}" y="{top:.2f}" width="0.84" height="{height:.2f}" '
-        f'style="fill:{colour}"><title>{escape(said)}</title></rect>'
+        f'style="fill:{colour}"><title>{escape(printable(said))}</title></rect>'
     )
 
 

@@ -1,7 +1,6 @@
 """`feedmill results`: the newest results, those that come, what a group is given, and one post's."""
 
 import json
-import os
 import select
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ import typer
 
 from feedmill.flags import AsJson, RedisUrl, settings_of
 from shared.broker import connect
-from shared.errors import UserError, printable
+from shared.dead import DeadLetters
+from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter
 from shared.readers import CLAIM_AFTER, Missed, Read, Reader, Wanted, batches, newest, open_reader, told_plainly
 from shared.results import Result, ResultsStore
@@ -80,8 +80,12 @@ def results(
             return
         count = LIMIT + 1 if limit is None else limit  # the one tells whether there are more
         if failed:
-            letters = ResultsStore(redis, settings).dead_letters(count)
-            lines = [letter.model_dump_json() if as_json else _failure(letter) for letter in letters]
+            failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count))
+            if limit is not None:
+                for line in failures:  # a letter may have half a megabyte
+                    _print([line])
+                return
+            lines = list(failures)
         else:
             lines = [_line(result, as_json) for result in newest(redis, count, wanted)]
         more = limit is None and len(lines) > LIMIT
@@ -92,13 +96,9 @@ def results(
 
 @contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """A reader of our output that goes has seen enough; and Ctrl-C is how following ends."""
+    """End with status 130 on Ctrl-C, which is how following ends."""
     try:
         yield
-    except BrokenPipeError:
-        # What Python flushes at its end would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -155,12 +155,14 @@ def _line(result: Result, as_json: bool) -> str:
     post, found = result
     if as_json:
         entry = {"post": post.model_dump(mode="json", exclude_defaults=True), **found.model_dump(mode="json")}
-        return json.dumps(entry, ensure_ascii=False)
+        return json_line(entry)
     title = printable(" ".join((post.title or post.body).split()))
-    return f"{printable(post.id):<12} {found.label:<16} {found.scores[found.label]:.2f}  {title:.80}"
+    return f"{printable(post.id):<12} {printable(found.label):<16} {found.scores[found.label]:.2f}  {title:.80}"
 
 
-def _failure(letter: DeadLetter) -> str:
+def _failure(letter: DeadLetter, as_json: bool) -> str:
+    if as_json:
+        return json_line(letter.model_dump())
     return printable(f"{letter.id or '-':<12} {_time(letter.failed_at)}  {letter.worker}  {letter.reason}")
 
 
@@ -181,7 +183,7 @@ def get(
     for classification in found:
         if as_json:
             seen = {} if score is None else {"score": score.score, "score_seen_at": score.at}
-            typer.echo(json.dumps(classification.model_dump(mode="json") | seen, ensure_ascii=False))
+            typer.echo(json_line(classification.model_dump(mode="json") | seen))
         else:
             typer.echo(_described(classification))
     if score and not as_json:
@@ -190,8 +192,9 @@ def get(
 
 def _described(found: Classification) -> str:
     when = _time(found.classified_at)
-    scores = "\n".join(f"  {score:6.3f}  {label}" for label, score in found.scores.items())
-    return f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}\n{scores}"
+    scores = "\n".join(f"  {score:6.3f}  {printable(label)}" for label, score in found.scores.items())
+    said = f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"
+    return f"{printable(said)}\n{scores}"
 
 
 def _time(seconds: float) -> str:

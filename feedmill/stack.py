@@ -25,13 +25,15 @@ from feedmill.prerequisites import OLDEST_REDIS, installed_redis_server, server_
 from feedmill.processes import Child, free_port, python_command
 from shared.broker import connect, make_app
 from shared.errors import StackError
-from shared.settings import PREFIX, STACK_FILE, Settings
+from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
 
 #: What the worker's log says while workers/calibration.py measures, at the first start.
 MEASURING = "measuring the token budget"
 #: A worker that ends this often within a minute is not started again.
 RESTARTS_A_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
+#: Attempts to lock the data folder, and the seconds between two of them.
+LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
 #: Secrets that none of the stack's processes needs: each is told its own alone.
 NOT_THEIRS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings that say how another Redis is reached.
@@ -63,11 +65,11 @@ class Stack:
         withheld = {f"{PREFIX}{name.upper()}" for name in NOT_THEIRS}
         self._environment = (
             {name: value for name, value in os.environ.items() if name.upper() not in withheld}
+            | variables(settings)
             | {f"{PREFIX}{name.upper()}": "" for name in OTHER_REDIS}
             | {
                 f"{PREFIX}REDIS_URL": url,
                 f"{PREFIX}DATA_FOLDER": str(folder),
-                f"{PREFIX}LOG_FORMAT": settings.log_format,
                 # The stack is one worker's; `feedmill worker` alone takes several devices.
                 f"{PREFIX}DEVICES": "",
                 # The children work in the data folder; a path is meant from here.
@@ -97,15 +99,12 @@ class Stack:
 
     def _take_folder(self) -> None:
         """Only one stack may work in a folder; the lock goes with this process."""
-        lock = (self._folder / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        lock = (self._folder / LOCK_FILE).open("w")
+        if not _locks(lock):
             lock.close()
-            raise StackError(
-                f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder."
-            ) from None
+            raise StackError(f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder.")
         self._lock = lock
+        (self._folder / STACK_FILE).unlink(missing_ok=True)  # of a stack that was killed
 
     def _start_redis(self) -> str:
         server = find_redis_server()
@@ -176,7 +175,6 @@ class Stack:
     def _announce(self) -> None:
         """Tell other `feedmill` commands of this user where the stack is."""
         path = self._folder / STACK_FILE
-        path.unlink(missing_ok=True)  # of a stack that was killed
         path.touch(mode=0o600)
         found = {
             "redis_url": self.settings.broker_url,
@@ -233,6 +231,19 @@ class Stack:
             if self._lock is not None:  # else the folder is another stack's
                 (self._folder / STACK_FILE).unlink(missing_ok=True)
                 self._lock.close()
+
+
+def _locks(lock: IO[str]) -> bool:
+    """Take the lock, unless another stack holds it.
+
+    A command that looks whether a stack runs (`stack_runs`) holds it for microseconds, so one failure proves nothing.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(LOCK_PAUSE_S)
+    return False
 
 
 def find_redis_server() -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from feedmill import ingest_commands, watch
+from feedmill.capacity import span
 from feedmill.flags import AsJson, RedisUrl, settings_of
 from feedmill.processes import ended_by_signals
 from feedmill.watch import Finding, Lookout, Part, Seen
@@ -27,6 +28,9 @@ from shared.settings import Settings
 REFRESH = 2.0
 #: Where `feedmill metrics` serves unless a port is set.
 METRICS_PORT = 9107
+#: Why no memory is shown, and no worker.
+UNKNOWN = "unknown: Redis does not let this user ask"
+UNASKED = "cannot be asked while Redis takes no writes: `feedmill health --check redis` says why"
 
 app = typer.Typer()
 
@@ -59,9 +63,13 @@ def _told(seen: watch.Status) -> str:
         *(("", line) for line in _queues(seen)),
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
+        *zip(("memory", ""), str(seen.memory or UNKNOWN).split("; "), strict=False),
     ]
-    if not seen.workers:
+    if not seen.asked:
+        facts.append(("workers", UNASKED))
+    elif not seen.workers:
         facts.append(("workers", "none answers: `feedmill worker` starts one, `feedmill up` everything"))
+    facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
     if seen.reddit:
         facts.append(("reddit", ingest_commands.described(seen.reddit)))
     if seen.gaps:
@@ -76,11 +84,15 @@ def _told(seen: watch.Status) -> str:
             ("", f"lately {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
             ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
         ]
-    return "\n".join(f"{name:<12}  {told}" for name, told in facts)
+    return "\n".join(f"{name:<12}  {printable(told)}" for name, told in facts)
+
+
+def _missing(node: str, age: float) -> str:
+    return printable(f"{node} does not answer; it was alive {span(age)} ago")
 
 
 def _queue(seen: watch.Status) -> str:
-    oldest = "" if seen.oldest_seconds is None else f" · oldest sent {_span(seen.oldest_seconds)} ago"
+    oldest = "" if seen.oldest_seconds is None else f" · oldest sent {span(seen.oldest_seconds)} ago"
     return f"{seen.queue.waiting:,} messages waiting · {seen.queue.held:,} held by workers{oldest}"
 
 
@@ -94,8 +106,10 @@ def _queues(seen: watch.Status) -> list[str]:
         return []
     served = {name for pool in seen.workers.values() for name in pool["queues"]}
     return [
-        f"{name}: {queue.waiting:,} waiting for {printable(queue.model or 'no model yet')}"
-        f"{'' if name in served else ' (no worker)'}"
+        printable(
+            f"{name}: {queue.waiting:,} waiting for {queue.model or 'no model yet'}"
+            f"{'' if name in served or not seen.asked else ' (no worker)'}"
+        )
         for name, queue in seen.queues.items()
     ]
 
@@ -108,7 +122,7 @@ def _dead_letters(seen: watch.Status) -> str:
 
 
 def _watch(settings: Settings, as_json: bool) -> None:
-    """Until Ctrl-C: one screen that is written over; where there is no terminal, one block after the other."""
+    """Until Ctrl-C: rewrite one screen; on a dumb terminal, or without one, print one block after the other."""
     console = Console(highlight=False)
     looks = _looks(settings)
     if as_json:
@@ -120,7 +134,7 @@ def _watch(settings: Settings, as_json: bool) -> None:
             else:
                 entry["error"] = seen
             typer.echo(json.dumps(entry))
-    elif console.is_terminal:
+    elif console.is_terminal and not console.is_dumb_terminal:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             for seen in looks:
                 live.update(_screen(seen, settings), refresh=True)
@@ -142,10 +156,10 @@ def _looks(settings: Settings) -> Iterator[Seen | str]:
 
 
 def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
-    """For 80 columns, and lines that are no more than there are workers and ten."""
+    """Return a screen for 80 columns, of as many lines as there are workers and a dozen more."""
     head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C ends", style="bold")
     if isinstance(seen, str):
-        return Group(head, Text(), Text(seen, style="red"))
+        return Group(head, Text(), Text(printable(seen), style="red"))
     found = seen.status
     facts = Table.grid(padding=(0, 2))
     facts.add_row("queue", _queue(found))
@@ -155,8 +169,13 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     facts.add_row("results", f"{pace} a minute · {_results(found)}")
     facts.add_row("dead letters", _dead_letters(found))
     if found.reddit:
-        facts.add_row("reddit", printable(ingest_commands.described(found.reddit)))
+        facts.add_row("reddit", Text(printable(ingest_commands.described(found.reddit))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
+    facts.add_row("memory", str(found.memory or "unknown: Redis does not let this user ask"))
+    for node, age in found.missing.items():
+        facts.add_row("worker", Text(_missing(node, age), style="red"))
+    if not found.asked:
+        return Group(head, Text(), facts, Text(), Text(UNASKED, style="red"))
     if not found.workers:
         return Group(head, Text(), facts, Text(), Text("no worker answers: `feedmill worker` starts one", style="red"))
     return Group(head, Text(), facts, Text(), _workers(seen))
@@ -171,8 +190,8 @@ def _workers(seen: Seen) -> Table:
     for node, pool in seen.status.workers.items():
         recent = pool["recent"]
         table.add_row(
-            Text(node),
-            Text(_device(pool)),
+            Text(printable(node)),
+            Text(printable(_device(pool))),
             f"{seen.posts.get(node, recent['posts_per_second']):,.1f}",
             f"{seen.busy.get(node, recent['device_busy']):.2f}",
             f"{pool['rows_waiting']:,}",
@@ -185,13 +204,6 @@ def _device(pool: dict[str, Any]) -> str:
     return str(pool["device"]).partition(": ")[0]
 
 
-def _span(seconds: float) -> str:
-    """So many seconds, for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
 @app.command()
 def health(
     parts: Annotated[
@@ -200,7 +212,7 @@ def health(
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Say whether all is well: exit status 0 where it is, 1 where it is not."""
+    """Check health. Exits 0 if healthy, 1 if not."""
     settings = settings_of(redis_url=redis_url)
     findings = list(watch.examine(settings, parts or tuple(Part)))
     well = all(finding.well for finding in findings)
@@ -217,7 +229,7 @@ def _entry(finding: Finding) -> dict[str, Any]:
 
 
 def _line(finding: Finding) -> str:
-    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {finding.said}"
+    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}"
 
 
 @app.command()

@@ -35,7 +35,7 @@ from feedmill.processes import die_with
 from feedmill.watch import worker_statistics
 from shared import logs
 from shared.broker import make_app
-from shared.errors import SettingsError, UserError
+from shared.errors import SettingsError, UserError, json_line, printable
 from shared.service import NOTIFY_SOCKET, tell
 from shared.settings import PREFIX, Settings
 
@@ -320,7 +320,7 @@ class Supervisor:
         with suppress(BlockingIOError):
             data = os.read(worker.output, LONGEST_LINE)
         for line in worker.lines(data):
-            text = line.decode(errors="replace")
+            text = printable(line.decode(errors="replace"))
             worker.last_words.append(text)
             # A mistake is most often every worker's: it is told once, at the end.
             if line and not line.startswith(SAID):
@@ -334,7 +334,7 @@ class Supervisor:
             return f"{worker.share.name} | {line}"
         if line.startswith('{"'):
             return f'{{"worker": {json.dumps(worker.node)}, {line[1:]}'
-        return json.dumps({"worker": worker.node, "message": line}, ensure_ascii=False)
+        return json_line({"worker": worker.node, "message": line})
 
     # How they fare.
 

@@ -70,7 +70,8 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
     if len(labelled_by) > 1:
         notes.print(
             f"The labels are those of {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}): of a post "
-            "that several have labelled the oldest result counts."
+            "that several have labelled the oldest result counts.",
+            markup=False,
         )
     provenance = Provenance(
         options.source,
@@ -172,5 +173,5 @@ def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] 
         with told_plainly(settings):
             return RowReader(connect(settings)).gone(ids)
     except RedisError as away:
-        notes.print(f"Purged posts are not left out, since nobody knows them here: {away}")
+        notes.print(f"Purged posts are not left out, since nobody knows them here: {away}", markup=False)
         return None

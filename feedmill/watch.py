@@ -7,24 +7,36 @@ thing whether it is as it should be.
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from celery import Celery
+from kombu.exceptions import OperationalError
 from redis import Redis
+from redis.exceptions import ResponseError
 
+from feedmill import capacity
+from feedmill.capacity import CRITICAL_S, WARNING_S, Memory
 from producers.reddit.state import STATUS_TTL, State
-from shared.broker import QueueDepth, connect, make_app, queue_depth, told_plainly
+from shared.broker import HELD, QueueDepth, connect, make_app, queue_depth, told_plainly
 from shared.dead import DeadLetters
 from shared.errors import RedisError
 from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
 from shared.metrics import connect_briefly, oldest_seconds
+from shared.refusals import takes_no_writes
 from shared.results import Counters, ResultsStore
-from shared.serving import known
+from shared.serving import expected, known
 from shared.settings import Settings
 
 #: Seconds over which rates are taken while somebody watches.
 PACE = 60.0
+#: Seconds without a further answer after which no more workers are waited for: where all are asked, and where it is
+#: known who is to answer.
+PATIENCE, HEALTH_PATIENCE = 1.0, 3.0
+
+#: What Celery calls the pool of our workers.
+OURS = "workers.pool:DevicePool"
 
 
 class Queue(NamedTuple):
@@ -55,14 +67,22 @@ class Status(NamedTuple):
     gaps: int
     #: Dead letters that are there, and what was no message.
     dead_letters: int
+    #: Whether workers could be asked: not while Redis takes no writes, since their answers go through it.
+    asked: bool
+    #: Workers that should have answered and did not, each with the seconds since it was alive last.
+    missing: dict[str, float]
+    #: None where Redis does not let this user ask.
+    memory: Memory | None
 
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
-        return self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
+        memory = self.memory and self.memory._asdict()
+        said = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
+        return said | {"memory": memory}
 
 
 def status(settings: Settings) -> Status:
-    """Ask Redis and every worker, for about a second. Raises redis.exceptions.RedisError."""
+    """Ask Redis and every worker, for about a second at most. Raises redis.exceptions.RedisError."""
     return _look(connect(settings), make_app(settings), settings)
 
 
@@ -72,7 +92,12 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     results = ResultsStore(redis, settings).counters()
     gaps: Any = redis.hlen(REDDIT_GAPS)
     dead = DeadLetters(redis).count()
-    return Status(depth, queues, worker_statistics(app), results, State(redis).told(), oldest, gaps, dead)
+    workers = _ask(app)
+    missing = _missing(redis, workers)
+    memory = capacity.look(redis, settings, _rate(workers))
+    told = State(redis).told()
+    asked = workers is not None
+    return Status(depth, queues, workers or {}, results, told, oldest, gaps, dead, asked, missing, memory)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -86,14 +111,59 @@ def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Que
     return QueueDepth(sum(queue.waiting for queue in queues.values()), held), queues
 
 
-def worker_statistics(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any]]:
+def worker_statistics(
+    app: Celery, nodes: list[str] | None = None, patience: float = PATIENCE
+) -> dict[str, dict[str, Any]]:
     """What each of our workers' pools says of itself, by node name; other Celery workers may share the Redis.
 
-    nodes: who is asked; None: everybody, which takes a second.
+    nodes: who is asked, which ends as soon as all have answered; None: everybody, which ends after `patience`, seconds
+    without a further answer.
     """
-    answers = app.control.inspect(nodes, timeout=1, limit=len(nodes) if nodes else None).stats() or {}
-    pools = {node: answer["pool"] for node, answer in sorted(answers.items())}
-    return {node: pool for node, pool in pools.items() if pool.get("implementation") == "workers.pool:DevicePool"}
+    answers = ask(app, "stats", nodes, patience)
+    pools = {node: answer.get("pool") for node, answer in sorted(answers.items()) if isinstance(answer, dict)}
+    return {node: pool for node, pool in pools.items() if isinstance(pool, dict) and pool.get("implementation") == OURS}
+
+
+class _AllAnsweredError(Exception):
+    """Ends the wait for answers."""
+
+
+def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
+    """Send a remote command; return the first answer by each node's name. nodes, patience: see worker_statistics.
+
+    Celery's own `limit` counts answers: two workers of one name would end the wait for a third.
+    """
+    answers: dict[str, Any] = {}
+
+    def hear(answer: dict[str, Any]) -> None:
+        answers.update({node: said for node, said in answer.items() if node not in answers})
+        if nodes and answers.keys() >= set(nodes):
+            raise _AllAnsweredError
+
+    with suppress(_AllAnsweredError):
+        # limit=0: none; kombu takes None for the number of nodes.
+        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=hear)
+    return answers
+
+
+def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any]] | None:
+    """Return what these workers, or all, say of themselves; None while Redis takes no writes, and so no answers."""
+    try:
+        return worker_statistics(app, nodes, HEALTH_PATIENCE if nodes else PATIENCE)
+    except (ResponseError, OperationalError) as fault:
+        if takes_no_writes(fault):
+            return None
+        raise
+
+
+def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
+    """Return the workers that should have answered and did not."""
+    return {} if workers is None else {node: age for node, age in expected(redis).items() if node not in workers}
+
+
+def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
+    """Return the posts that workers classify each second, lately."""
+    return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
 
 
 class Pace:
@@ -159,6 +229,7 @@ class Part(StrEnum):
     """What can be well or not."""
 
     REDIS = "redis"
+    MEMORY = "memory"
     QUEUE = "queue"
     WORKERS = "workers"
     ROWS = "rows"
@@ -181,21 +252,45 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
             redis.ping()
             depth, queues = _queues(redis, settings)
             told, ever = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
-            asked = not {Part.WORKERS, Part.ROWS}.isdisjoint(parts)
-            workers = worker_statistics(make_app(settings)) if asked else {}
+            wanted = not {Part.WORKERS, Part.ROWS, Part.MEMORY}.isdisjoint(parts)
+            # By name, where names are known: then nothing is waited for once all have answered.
+            workers = _ask(make_app(settings), list(expected(redis)) or None) if wanted else {}
+            missing = _missing(redis, workers)
+            memory = capacity.look(redis, settings, _rate(workers)) if Part.MEMORY in parts else None
     except RedisError as error:
         yield Finding(Part.REDIS, False, str(error))
         return
     found = {
-        Part.REDIS: (True, f"Redis at {settings.redis_address} answers"),
+        Part.REDIS: _writable(redis, settings),
+        Part.MEMORY: _lasting(memory),
         Part.QUEUE: _full(depth, queues, settings),
-        Part.WORKERS: _workers(workers),
-        Part.ROWS: _rows(workers, settings),
+        Part.WORKERS: _workers(workers, missing),
+        Part.ROWS: _rows(workers, missing, settings),
         Part.REDDIT: _reddit(told, ever),
     }
     for part, (well, said) in found.items():
         if part in parts:
             yield Finding(part, well, said)
+
+
+def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
+    """Try a write that changes nothing: Redis refuses it at its memory limit, and as a replica."""
+    try:
+        with told_plainly(settings):
+            redis.zadd(HELD["reserved_index_key"], {"": 0}, xx=True)
+    except RedisError as error:
+        return False, str(error)
+    return True, f"Redis at {settings.redis_address} answers"
+
+
+def _lasting(memory: Memory | None) -> tuple[bool, str]:
+    """Healthy while it lasts for CRITICAL_S; below WARNING_S with a warning."""
+    if memory is None:
+        return True, "unknown: Redis does not let this user ask (docs/redis.md)"
+    if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
+        return True, str(memory)
+    advice = "raise maxmemory, or lower FEEDMILL_RESULTS_TTL and FEEDMILL_SENT_TTL"
+    return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {advice}"
 
 
 def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
@@ -207,16 +302,26 @@ def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tu
     return all(queue.waiting <= settings.queue_limit for queue in queues.values()), said
 
 
-def _workers(workers: dict[str, dict[str, Any]]) -> tuple[bool, str]:
+def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float]) -> tuple[bool, str]:
+    if workers is None:
+        return False, "cannot be asked while Redis takes no writes"
+    if missing:
+        silent = ", ".join(f"{node} (alive {capacity.span(age)} ago)" for node, age in missing.items())
+        answering = ", ".join(workers) or "none"
+        return False, f"no answer from {silent}: read its log, or start it again. Answering: {answering}"
     return bool(workers), f"{', '.join(workers)}" or "none answers: `feedmill worker` starts one"
 
 
-def _rows(workers: dict[str, dict[str, Any]], settings: Settings) -> tuple[bool, str]:
+def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], settings: Settings) -> tuple[bool, str]:
     """A forward pass that hangs ends its worker after forward_timeout; no row may wait for longer."""
+    if workers is None:
+        return False, "cannot be told: workers cannot be asked while Redis takes no writes"
     ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
     stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
     if stuck:
         return False, f"rows wait for longer than a forward pass may take: {', '.join(stuck)}"
+    if missing:
+        return False, f"cannot be told: no answer from {', '.join(missing)}"
     return True, f"the oldest in a worker waits for {max(ages.values()):.1f} s" if ages else "no worker holds any"
 
 

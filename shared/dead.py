@@ -14,10 +14,10 @@ from redis.client import NEVER_DECODE
 
 from shared.keys import DEAD_LETTERS, UNDECODABLE, buried_key
 from shared.messages import DeadLetter
-from shared.results import identity
+from shared.results import PAGE, identity, newest_first
 
-#: Letters that are fetched together: each may have half a megabyte.
-AT_ONCE = 20
+#: How an element's name begins.
+RAW = "raw-"
 
 
 class Entry(NamedTuple):
@@ -51,31 +51,41 @@ class DeadLetters:
         elements: Any = self._redis.llen(UNDECODABLE)
         return int(letters + elements)
 
-    def newest(self, count: int) -> list[Entry | Element]:
-        """The newest `count` letters, oldest of them first; before them the newest `count` elements."""
-        if count <= 0:
-            return []
-        letters: Any = self._redis.xrevrange(DEAD_LETTERS, count=count)
-        return [*self._elements(count), *(_entry(*each) for each in reversed(letters))]
+    def newest(self, count: int) -> Iterator[Entry | Element]:
+        """Yield the newest `count` letters, oldest of them first; before them the newest `count` elements."""
+        if count > 0:
+            yield from self._elements(count)
+            yield from self.letters(count)
+
+    def letters(self, count: int) -> Iterator[Entry]:
+        """Yield the newest `count` letters, oldest of them first.
+
+        The first pass keeps ids alone; the second pass reads forward. A page of letters is in memory at a time.
+        """
+        names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
+        if names:
+            yield from self._between(names[-1], names[0])
 
     def all(self) -> Iterator[Entry | Element]:
         """All that are there now, elements first, oldest first; no letter that comes meanwhile."""
         newest: Any = self._redis.xrevrange(DEAD_LETTERS, count=1)
         yield from self._elements()
-        start = "-"
-        while newest and (letters := self._redis.xrange(DEAD_LETTERS, start, newest[0][0], count=AT_ONCE)):
-            for each in cast(list[Any], letters):
-                yield _entry(*each)
-                start = f"({each[0]}"
+        if newest:
+            yield from self._between("-", newest[0][0])
 
-    def find(self, names: Iterable[str]) -> dict[str, list[Entry | Element]]:
-        """All that go by each of these names."""
-        found: dict[str, list[Entry | Element]] = {name: [] for name in names}
+    def find(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names of all entries that go by each of these names; their content is not kept."""
+        found: dict[str, dict[str, None]] = {name: {} for name in names}
         for each in self.all():
-            for name, several in found.items():
-                if name in (each.name, each.post_id):
-                    several.append(each)
-        return found
+            for name in {each.name, each.post_id} & found.keys():
+                found[str(name)][each.name] = None
+        return {name: list(several) for name, several in found.items()}
+
+    def get(self, name: str) -> Entry | Element | None:
+        """Return the entry of this name; None if it is gone."""
+        if name.startswith(RAW):
+            return next((each for each in self._elements() if each.name == name), None)
+        return next(self._between(name, name), None)
 
     def expect_again(self, letter: DeadLetter) -> None:
         """It is about to be sent once more: should that fail, it is another letter, though this one is there still."""
@@ -88,11 +98,18 @@ class DeadLetters:
         else:
             self._redis.lrem(UNDECODABLE, 0, each.content)  # type: ignore[arg-type]  # the stub wants text
 
+    def _between(self, start: str, end: str) -> Iterator[Entry]:
+        """Yield the letters from one id to another, oldest first."""
+        while letters := self._redis.xrange(DEAD_LETTERS, start, end, count=PAGE):
+            for each in cast(list[Any], letters):
+                yield _entry(*each)
+                start = f"({each[0]}"
+
     def _elements(self, count: int = 0) -> list[Element]:
         """The newest `count`, or all, oldest of them first. They need not be UTF-8."""
         client: Any = self._redis
         found: list[bytes] = client.execute_command("LRANGE", UNDECODABLE, 0, count - 1, **{NEVER_DECODE: True})
-        return [Element(f"raw-{blake2b(content, digest_size=8).hexdigest()}", content) for content in reversed(found)]
+        return [Element(f"{RAW}{blake2b(content, digest_size=8).hexdigest()}", content) for content in reversed(found)]
 
 
 def _entry(name: str, fields: dict[str, str]) -> Entry:

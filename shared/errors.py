@@ -17,6 +17,7 @@ FeedmillError
  └─ MessageFailed        every post of a message failed, or any did with strict=true
 """
 
+import json
 import re
 from collections.abc import Sequence
 from json import JSONDecodeError
@@ -130,6 +131,8 @@ class DeviceLost(FeedmillError):  # noqa: N818
 class ForwardHangs(FeedmillError):  # noqa: N818 - named after what happened
     """A forward pass has not ended within the setting `forward_timeout`.
 
+    The same holds for other calls of a classifier, for the trial of a deployed model, and for an application's own task
+    that has not ended within its time limit.
     The worker ends with status 1 without acknowledging: its messages go back to the queue.
     """
 
@@ -152,13 +155,27 @@ class MessageFailed(FeedmillError):  # noqa: N818
         return cls(f"{len(reasons)} of {posts} posts failed: {quoted}{more}")
 
 
+#: Characters of somebody else's value that an error quotes, and of a field's or an option's name in one.
+QUOTED_CHARACTERS = 80
+#: Names on the way to a nested field, at most; and characters of the reason why something was refused.
+LONGEST_PATH, LONGEST_REASON = 5, 1000
+
+
+def cut(text: str, limit: int = QUOTED_CHARACTERS) -> str:
+    """Return the text, shortened to `limit` characters; "…" marks where it was cut."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The first problem of a pydantic error, as (field, reason) for a person to read."""
+    """Return the first problem of a pydantic error as (field, reason), both of bounded length, for a person to read.
+
+    The field may contain names that the sender chose: unknown options, labels, keys of `extra`.
+    """
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic marks what is wrong with a mapping's key by "[key]".
-    field = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "the object"
+    field = ".".join(cut(str(part)) for part in problem["loc"][:LONGEST_PATH] if part != "[key]") or "the object"
     reason = problem["msg"].removeprefix("Value error, ")
-    return field, reason[0].lower() + reason[1:]
+    return field, cut(reason[0].lower() + reason[1:], LONGEST_REASON)
 
 
 def json_problem(error: ValueError | RecursionError, unit: str = "column") -> str:
@@ -173,10 +190,22 @@ def clause(error: BaseException) -> str:
     return str(error).removesuffix(".")
 
 
-#: Characters that move a terminal's cursor or change its state, and halves of characters, which cannot be printed.
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+#: Characters that move a terminal's cursor, change its state, end a line or turn the direction of what follows; and
+#: halves of characters, which cannot be printed.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Somebody else's words, safe to show in a terminal: control characters as their escapes."""
+    """Somebody else's words, safe to show in a terminal, on one line: control characters as their escapes."""
     return UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines of ours, each as `printable` returns it."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def json_line(value: object) -> str:
+    """Return JSON on one line that is safe to show in a terminal: the same value, with escapes as JSON has them."""
+    written = json.dumps(value, ensure_ascii=False)
+    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", written)

@@ -23,6 +23,8 @@ GROUPS = "feedmill:groups"
 PASSES = "feedmill:passes"
 #: Hash: queue -> the model that workers serve it with, and when one said so last, as JSON.
 MODELS = "feedmill:models"
+#: Hash: worker's node name -> when it was alive last, by Redis' clock, and its process, as JSON.
+WORKERS = "feedmill:workers"
 #: Hash: queue -> the model that it is to be served with, by `feedmill deploy`, as JSON.
 WANTED = "feedmill:wanted"
 #: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
@@ -102,6 +104,12 @@ TABLE: tuple[Key, ...] = (
     Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
     Key(MODELS, "hash", "shared/serving.py", "a field a queue, MOST at most; dropped after KEPT"),
     Key(WANTED, "hash", "shared/serving.py", "a field a queue, MOST at most"),
+    Key(
+        WORKERS,
+        "hash",
+        "shared/serving.py",
+        "a field a worker; dropped after EXPECTED_S of silence; ttl EXPECTED_S",
+    ),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),

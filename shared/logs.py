@@ -1,11 +1,27 @@
 """How every process logs: one line an event, for people or as JSON, to standard error."""
 
-import json
 import logging
 import sys
 from datetime import UTC, datetime
 
+from shared.errors import json_line, printable_lines
 from shared.settings import Settings
+
+#: Characters of a record that are kept, of its beginning and of its end: a traceback stands there.
+BEGINNING, END = 20_000, 10_000
+
+
+class TextFormatter(logging.Formatter):
+    """One record a line, without control characters; further lines, such as a traceback's, are indented.
+
+    So no words of a sender can reach the terminal, or pass for a record of their own.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if len(text) > BEGINNING + END:
+            text = f"{text[:BEGINNING]}…{text[-END:]}"
+        return printable_lines(text).replace("\n", "\n    ")
 
 
 class JsonFormatter(logging.Formatter):
@@ -20,7 +36,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return json_line(entry)
 
 
 def configure(settings: Settings) -> None:
@@ -29,7 +45,7 @@ def configure(settings: Settings) -> None:
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     # One line for each message received and succeeded is Flower's to show, not the log's.
     for chatty in ("celery.worker.strategy", "celery.app.trace"):

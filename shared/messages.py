@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from shared.errors import PostRefused, RequestRefused, first_problem
+from shared.errors import LONGEST_REASON, PostRefused, RequestRefused, cut, first_problem
 
 #: Raised only when an older worker would read a message wrongly; a worker reads this version and all below it. Within a
 #: version only optional fields are added. Docs: docs/messages.md; schema: shared/schema/.
@@ -39,9 +39,10 @@ MAX_TITLE, MAX_BODY = 4_000, 100_000
 #: Bytes of JSON that another application may attach to a post.
 MAX_EXTRA_BYTES = 4096
 #: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
-#: options; and with all dead letters of one message together. Characters of a traceback.
+#: options; and of all dead letters of one message together, whole. Characters of a traceback, and of an id.
 MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
 MAX_DEAD_TRACEBACK = 8_000
+MAX_ID = 128
 #: Labels that one message may choose from, at most; descriptions of one label, and of all together.
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
@@ -82,7 +83,7 @@ class Post(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
-    id: Annotated[str, StringConstraints(min_length=1, max_length=128, strip_whitespace=True), Repaired]
+    id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID, strip_whitespace=True), Repaired]
     topic: Annotated[str, StringConstraints(max_length=200), Repaired] | None = None
     title: Annotated[str, StringConstraints(max_length=MAX_TITLE), Repaired] = ""
     body: Annotated[str, StringConstraints(max_length=MAX_BODY), Repaired] = ""
@@ -137,7 +138,7 @@ class Post(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             post_id = raw.get("id")
-            raise PostRefused(str(post_id)[:128] if post_id else None, *first_problem(error)) from None
+            raise PostRefused(str(post_id)[:MAX_ID] if post_id else None, *first_problem(error)) from None
 
 
 def _described(value: object) -> object:
@@ -159,7 +160,7 @@ def _described(value: object) -> object:
         if not isinstance(name, str):
             raise ValueError(f"expected names, got {type(label).__name__}")
         if name in described:
-            raise ValueError(f"the label {name!r} is named twice")
+            raise ValueError(f"the label {cut(name)!r} is named twice")
         described[name] = (name,)
     return described
 
@@ -180,7 +181,7 @@ def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 
 def _has_a_place(template: str) -> str:
     if "{}" not in template:
-        raise ValueError(f"no {{}} in {template!r}; it marks where the label goes, as in 'This is about {{}}.'")
+        raise ValueError(f"no {{}} in {cut(template)!r}; it marks where the label goes, as in 'This is about {{}}.'")
     return template
 
 
@@ -257,13 +258,18 @@ class Classification(BaseModel):
     queued_seconds: float | None
 
 
+#: Cuts what senders and libraries may have made long: it is copied for each post of a message.
+Id = Annotated[str, AfterValidator(lambda text: text[:MAX_ID]), Repaired]
+Reason = Annotated[str, AfterValidator(lambda text: cut(text, LONGEST_REASON)), Repaired]
+
+
 class PostError(BaseModel):
     """Why one post has no classification."""
 
     model_config = ConfigDict(frozen=True)
 
-    id: Annotated[str, Repaired] | None
-    error: Annotated[str, Repaired]
+    id: Id | None
+    error: Reason
 
     @classmethod
     def of(cls, refused: PostRefused) -> "PostError":
@@ -282,14 +288,14 @@ class DeadLetter(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    id: Annotated[str, Repaired] | None
-    reason: Annotated[str, Repaired]
+    id: Id | None
+    reason: Reason
     #: The post's fields as they were sent, in JSON; None where that is too long (MAX_DEAD_POST_BYTES and below).
     post: str | None
     #: The message's other arguments (labels, template, ...), likewise.
     options: str | None
     #: Id of the Celery message; None where there was none.
-    message: Annotated[str, Repaired] | None
+    message: Id | None
     worker: str
     #: Seconds since 1970, UTC.
     failed_at: float

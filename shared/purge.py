@@ -2,7 +2,8 @@
 
 Deleting what is there would not do: a worker may have the post in hand, and a producer may read it again. So a
 tombstone is set first, after which nothing is stored or sent of the post (shared/results.py, producers/push.py), and
-what was there before is deleted then. A purge that breaks off may be made again, and harms nothing.
+what was there before is deleted then. A purge that breaks off may be made again, and harms nothing. It works at
+`maxmemory` as well: each of its scripts deletes before it writes, and Redis refuses only a script's first write.
 
 What it does not reach: what a worker has in memory, until it is done with it. Nothing is stored of it; but where
 another application waits for such a message, it gets the outcome, and Celery keeps that for `celery_result_ttl`, as it
@@ -22,6 +23,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 
 from shared import queued, serving
+from shared.broker import HELD
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
@@ -68,11 +70,23 @@ repeat
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
 """
-#: Puts one text in another's place, where that is still there, and leaves its time to live.
+#: Sets tombstones. Deletes first: once a script has written, Redis lets it go on at `maxmemory`.
+#:
+#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
+BURY = """
+for _, key in ipairs(KEYS) do
+  redis.call('DEL', key)
+  redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
+end
+"""
+#: Puts one text in another's place, where that is still there, and leaves its time to live. Deletes nothing first: once
+#: a script has written, Redis lets it go on at `maxmemory`.
 #:
 #:   KEYS[1] celery-task-meta-<id>, string    ARGV[1] the text expected there    ARGV[2] the new one
+#:   KEYS[2] feedmill:reserved, hash
 REPLACE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HDEL', KEYS[2], '')
 redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
 return 1
 """
@@ -172,11 +186,8 @@ def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> None:
-    now = int(time.time())
-    pipe = redis.pipeline(transaction=False)
-    for post_id in posts:
-        pipe.set(tombstone_key(post_id), now, ex=settings.tombstone_ttl)
-    pipe.execute()
+    bury: Any = redis.register_script(BURY)
+    bury(keys=[tombstone_key(post_id) for post_id in posts], args=[int(time.time()), settings.tombstone_ttl])
 
 
 def _empty_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
@@ -220,7 +231,7 @@ def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection
     """Clean one result, of which `text` was just read; whether there was anything to clean."""
     replace: Any = redis.register_script(REPLACE)
     while text is not None and (clean := _without(text, posts)) is not None:
-        if replace(keys=[key], args=[text, clean]):
+        if replace(keys=[key, HELD["reserved_key"]], args=[text, clean]):
             return True
         (text,) = _fetch(redis, [key])  # somebody has changed it meanwhile
     return False

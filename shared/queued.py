@@ -18,23 +18,27 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 
 from shared import encoding
-from shared.broker import HELD, queue_lists
+from shared.broker import CLASSIFY_TASK, HELD, queue_lists
+from shared.leases import MAX_MESSAGE
 from shared.messages import Post
-from shared.transport import MAX_MESSAGE
 
 #: Messages fetched together: one of ours has some 20 KB, but a stranger's may have a thousand times as many.
 MESSAGES_AT_ONCE = 10
 #: What makes an object with an id a post.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
+#: The value of `body_encoding` with which kombu writes bodies; without it a body lies there as text.
+BASE64 = "base64"
 #: What a sender's headers say in place of the beginning of the arguments.
 PURGED = "purged"
 
-#: Puts one message in another's place.
+#: Puts one message in another's place. Deletes nothing first: once a script has written, Redis lets it go on at
+#: `maxmemory`.
 #:
-#:   KEYS[1] list    ARGV[1] the message expected there    ARGV[2] the new one
+#:   KEYS[1] list    KEYS[2] feedmill:reserved, hash    ARGV[1] the message expected there    ARGV[2] the new one
 EXCHANGE_WAITING = """
 local at = redis.call('LPOS', KEYS[1], ARGV[1])
 if not at then return 0 end
+redis.call('HDEL', KEYS[2], '')
 redis.call('LSET', KEYS[1], at, ARGV[2])
 return 1
 """
@@ -43,6 +47,7 @@ return 1
 #:   KEYS[1] feedmill:reserved, hash    ARGV[1] the message expected there    ARGV[2] the new one    ARGV[3] its tag
 EXCHANGE_HELD = """
 if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
+redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
 return 1
 """
@@ -61,7 +66,7 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
         exchange, found = (held, _held(redis, name)) if name == reserved else (waiting, _waiting(redis, name))
         for message, *tag in found:
             if (clean := _without(message, posts)) is not None:
-                changed += exchange(keys=[name], args=[message, clean, *tag])
+                changed += exchange(keys=[name, reserved], args=[message, clean, *tag])
     return changed
 
 
@@ -92,15 +97,20 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
     try:
         found = json.loads(message)
         packed = found["headers"].get("compression") == encoding.GZIP
-        data = b64decode(found["body"])
+        declared = (found.get("properties") or {}).get("body_encoding")
+        in_base64 = declared == BASE64 or not found["body"].startswith("[")
+        data = b64decode(found["body"]) if in_base64 else found["body"].encode()
         body = json.loads(encoding.unpack(encoding.GZIP, MAX_MESSAGE, data) if packed else data)
         clean = _reduced(body, posts)
+        if found["headers"].get("task") == CLASSIFY_TASK and isinstance(clean, list) and clean:
+            clean[0] = _bare_first(clean[0], posts)
         if clean == body:
             return None
         # A sender that lets Celery describe the arguments sends their beginning.
         found["headers"] |= {"argsrepr": PURGED, "kwargsrepr": PURGED}
         data = json.dumps(clean).encode()
-        return json.dumps(found | {"body": b64encode(encoding.pack(data) if packed else data).decode()})
+        data = encoding.pack(data) if packed else data
+        return json.dumps(found | {"body": (b64encode(data) if in_base64 else data).decode()})
     except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
@@ -113,7 +123,28 @@ def _reduced(value: Any, posts: Collection[str]) -> Any:
         return value
     if value.keys() & OTHER_FIELDS and _id(value.get("id")) in posts:
         return {"id": value["id"]}
-    return {name: _reduced(item, posts) for name, item in value.items()}
+    clean = {
+        name: _bare(item, posts) if name == "posts" and isinstance(item, list) else _reduced(item, posts)
+        for name, item in value.items()
+    }
+    if clean.get("task") == CLASSIFY_TASK and "args" in clean:  # a callback
+        clean["args"] = _bare_first(clean["args"], posts)
+    return clean
+
+
+def _bare_first(args: Any, posts: Collection[str]) -> Any:
+    """Positional arguments of a classification, of which the first is its list of posts."""
+    if isinstance(args, list) and args and isinstance(args[0], list):
+        return [_bare(args[0], posts), *args[1:]]
+    return args
+
+
+def _bare(items: list[Any], posts: Collection[str]) -> list[Any]:
+    """The items of a list of posts, reduced whatever fields they have: a sender may add unknown ones."""
+    return [
+        {"id": item["id"]} if isinstance(item, dict) and _id(item.get("id")) in posts else _reduced(item, posts)
+        for item in items
+    ]
 
 
 def _id(value: object) -> str | None:

@@ -8,8 +8,10 @@ nothing of models or of Celery.
 
 import json
 import logging
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +19,7 @@ from redis import Redis
 
 from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
+from shared.replay import Replay
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -92,7 +95,7 @@ for i, post in ipairs(cjson.decode(ARGV[2])) do
   found[i] = redis.call('HGET', ARGV[1] .. post[1], post[2])
   if found[i] then answered = answered + 1 end
 end
-if answered > 0 then redis.call('HINCRBY', KEYS[1], 'answered', answered) end
+if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- refused by a Redis that is full
 return found
 """
 
@@ -148,6 +151,10 @@ class Counters(NamedTuple):
     dead_trimmed: int = 0
 
 
+#: Entries that are fetched together: a dead letter may have half a megabyte.
+PAGE = 20
+
+
 class Score(NamedTuple):
     """A post's score where it was posted, as it was seen `at`, in seconds since 1970."""
 
@@ -156,7 +163,11 @@ class Score(NamedTuple):
 
 
 class ResultsStore:
-    """Reads and writes the results in Redis. Thread-safe, as redis-py's client is."""
+    """Reads and writes the results in Redis. Thread-safe, as redis-py's client is.
+
+    Over a client of `shared.broker.connect`, what was written in the last seconds is written again over each new
+    connection: a Redis that was killed may have lost it (shared/replay.py).
+    """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
@@ -164,6 +175,7 @@ class ResultsStore:
         self._write: Any = redis.register_script(WRITE)
         self._refresh: Any = redis.register_script(REFRESH)
         self._find: Any = redis.register_script(FIND)
+        self._replay = Replay(redis)
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         """What is stored under each (post id, fingerprint), in one trip. Raises redis.exceptions.RedisError."""
@@ -178,9 +190,29 @@ class ResultsStore:
         """
         if not results and not dead:
             return 0
-        if len(dead) > DEAD_AT_ONCE:
-            self.write([], dead[DEAD_AT_ONCE:])
-            dead = dead[:DEAD_AT_ONCE]
+        new, trimmed = self._replay.write(*self._writing(results, dead[:DEAD_AT_ONCE]))
+        for start in range(DEAD_AT_ONCE, len(dead), DEAD_AT_ONCE):
+            trimmed += self._replay.write(*self._writing([], dead[start : start + DEAD_AT_ONCE]))[1]
+        if trimmed:
+            logger.warning(
+                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
+                "list`), or raise %sDEAD_LETTERS_LENGTH",
+                trimmed,
+                PREFIX,
+            )
+        return int(new)
+
+    def keep(self, found: Sequence[Result]) -> None:
+        """Write these again, too, should Redis lose them: stored results that answer a message."""
+        if found:
+            self._replay.keep(*self._writing(found, ()))
+
+    def catch_up(self) -> None:
+        """Write again what Redis may have lost meanwhile. Raises redis.exceptions.RedisError."""
+        self._replay.check()
+
+    def _writing(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
+        """Return the call of the script, and how many bytes it sends."""
         settings = self._settings
         keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR))]
         arguments: list[Any] = [
@@ -200,15 +232,9 @@ class ResultsStore:
             post_id = (letter.id or "").strip()
             keys += [tombstone_key(post_id), buried_key(identity(letter))]
             arguments += [post_id, letter.model_dump_json()]
-        new, trimmed = self._write(keys=keys, args=arguments)
-        if trimmed:
-            logger.warning(
-                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
-                "list`), or raise %sDEAD_LETTERS_LENGTH",
-                trimmed,
-                PREFIX,
-            )
-        return int(new)
+        # Encoded once: a string in Python takes up to four bytes for each character.
+        arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
+        return partial(self._write, keys=keys, args=arguments), sum(len(each) for each in arguments[7:])
 
     def _clipped(self, post: Post) -> str:
         """The post as its stream entry carries it."""
@@ -249,10 +275,7 @@ class ResultsStore:
 
     def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
         """(id, fields) of a stream's newest entries, oldest of them first."""
-        if count <= 0:
-            return []
-        entries: Any = self._redis.xrevrange(stream, count=count)
-        return list(reversed(entries))
+        return list(newest_first(self._redis, stream, count))[::-1]
 
     def dead_letters(self, count: int) -> list[DeadLetter]:
         """The newest `count` dead letters, oldest of them first."""
@@ -283,6 +306,19 @@ class ResultsStore:
         """How many posts were stored, came again, failed, or were gone, since the store was made."""
         found: Any = self._redis.hgetall(COUNTERS)
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
+
+
+def newest_first(
+    redis: Redis, stream: str, count: int | None = None, since: str = "-"
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (id, fields) of a stream's entries, newest first; PAGE are in memory at a time.
+
+    count: how many; None: all. since: the id of the oldest. Raises redis.exceptions.RedisError.
+    """
+    until, left = "+", sys.maxsize if count is None else count
+    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(PAGE, left)))):
+        yield from entries
+        until, left = f"({entries[-1][0]}", left - len(entries)
 
 
 def identity(letter: DeadLetter) -> str:

@@ -4,6 +4,7 @@
 Loading a bad value raises SettingsError, which names the variable and says what it should be.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -26,6 +27,8 @@ PREFIX = "FEEDMILL_"
 FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
 #: In the data folder; written by `feedmill up`, readable by its owner alone.
 STACK_FILE = "stack.json"
+#: In the data folder; `feedmill up` holds an exclusive flock on it while it runs.
+LOCK_FILE = "lock"
 DAY = 86_400
 #: The queue that is there without anybody naming it.
 DEFAULT_QUEUE = "feedmill"
@@ -171,7 +174,8 @@ class Settings(BaseSettings):
     prefetch_seconds: Seconds = 2.0
     #: Run the model through torch.compile: needs a C++ compiler, takes a minute at each start. Measure it first.
     compile: bool = False
-    #: Seconds after which a forward pass that has not ended counts as hanging, and ends the worker.
+    #: Seconds after which a forward pass, another call of a classifier, or the trial of a deployed model counts as
+    #: hanging, and ends the worker. An application's own task that takes longer without a time limit is logged.
     forward_timeout: Seconds = 300.0
     #: Seconds between two lines of statistics in the worker's log.
     statistics_interval: Seconds = 60.0
@@ -187,6 +191,10 @@ class Settings(BaseSettings):
     drain: Seconds = 30.0
     #: Seconds after which a message held by a vanished worker is delivered again. A living one renews its claim.
     visibility_timeout: Annotated[int, Field(ge=3)] = 6
+
+    #: Deliveries of a message after which it becomes a dead letter, unread, when each time its worker vanished, and
+    #: from the third on while it handled that message alone. What ends a worker in a forward pass is found sooner.
+    max_deliveries: Annotated[int, Field(ge=3)] = 5
 
     # What trainers do.
 
@@ -314,6 +322,8 @@ class Settings(BaseSettings):
         """The address of Redis with its password: for opening connections, never for people to read."""
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
+        if not stack_runs(self.data_folder):
+            return FALLBACK_REDIS_URL
         try:
             return str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
         except FileNotFoundError:
@@ -352,6 +362,26 @@ def _only_for(scheme: str, info: ValidationInfo) -> None:
         raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {how}")
 
 
+def stack_runs(folder: Path) -> bool:
+    """Look whether a running `feedmill up` has its data in the folder and has announced its address.
+
+    A stack that was killed leaves its file behind, and another program may listen at that address since.
+    """
+    try:
+        with (folder / LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (folder / STACK_FILE).exists()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise SettingsError(
+            f"Cannot look whether `feedmill up` runs: {folder / LOCK_FILE} cannot be read ({error.strerror}). "
+            f"Set {PREFIX}REDIS_URL instead."
+        ) from None
+    return False
+
+
 def load(**flags: Any) -> Settings:
     """Settings from the given flags (None: not given), then the environment, then the defaults.
 
@@ -365,6 +395,24 @@ def load(**flags: Any) -> Settings:
         name, _, place = field.partition(".")
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
         raise SettingsError(f"{shown}: {f'{place}: ' if place else ''}{reason}.") from None
+
+
+def variables(settings: Settings) -> dict[str, str]:
+    """The environment that gives a child process these settings: all that were given, but secrets."""
+    given = settings.model_dump(mode="json", include=settings.model_fields_set)
+    return {
+        f"{PREFIX}{name.upper()}": _as_variable(value)
+        for name, value in given.items()
+        if not isinstance(getattr(settings, name), SecretStr)
+    }
+
+
+def _as_variable(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return "" if value is None else str(value)
 
 
 def unknown_variables() -> Iterator[str]:

@@ -20,9 +20,11 @@ from shared.broker import make_app, queue_depth
 from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
-from shared.serving import announce
+from shared.serving import announce, register
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts
+
+pytestmark = pytest.mark.each_redis
 
 POOL: dict[str, Any] = {
     "device": "cpu in bfloat16: as set", "model": "a model", "queues": ["feedmill"], "posts": 100,
@@ -141,7 +143,7 @@ def findings(settings: Settings, *parts: Part) -> dict[Part, tuple[bool, str]]:
 def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """What the workers answer."""
     workers = {"one@here": dict(POOL)}
-    monkeypatch.setattr(watch, "worker_statistics", lambda _: workers)
+    monkeypatch.setattr(watch, "worker_statistics", lambda *_: workers)
     return workers
 
 
@@ -168,6 +170,15 @@ def test_a_worker_that_is_stuck(settings: Settings, workers: dict[str, Any]) -> 
         False,
         "rows wait for longer than a forward pass may take: two@here (301 s)",
     )
+
+
+def test_rows_of_a_worker_that_does_not_answer_are_unknown(
+    redis: RedisServer, settings: Settings, workers: dict[str, Any]
+) -> None:
+    register(redis.client, "two@here")
+    assert findings(settings)[Part.ROWS] == (False, "cannot be told: no answer from two@here")
+    workers.clear()
+    assert findings(settings)[Part.ROWS] == (False, "cannot be told: no answer from two@here")
 
 
 @pytest.mark.usefixtures("workers")
@@ -279,7 +290,7 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
     shown = screen(Lookout(settings).look(), settings)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= 12 + len(workers)
+    assert len(lines) <= 14 + len(workers)
     for words in ("0 messages waiting", "12,345,678 stored · 99 again, already known",
                   "1, and 12,345 before them were trimmed · `feedmill dead list`", "1 · `feedmill ingest gaps`",
                   "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
@@ -313,6 +324,17 @@ def test_several_queues_are_shown_each_with_its_model(redis: RedisServer, settin
     for shown in (screen(seen, settings), status_commands._told(seen.status)):
         assert "feedmill: 2 waiting for no model yet\n" in re.sub(" +\n", "\n", shown)
         assert "other: 1 waiting for a model \\x1b (no worker)" in shown
+
+
+def test_no_queue_is_without_a_worker_while_workers_cannot_be_asked(
+    redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(redis.client, "other", "a model")
+    monkeypatch.setattr(watch, "_ask", lambda *_: None)
+    seen = Lookout(settings).look()
+    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+        assert "other: 0 waiting for a model" in shown
+        assert "(no worker)" not in shown
 
 
 def test_redis_may_go_and_come_while_somebody_watches(

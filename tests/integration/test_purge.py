@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from base64 import b64decode
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,17 +12,20 @@ from redis import Redis
 from redis.exceptions import ConnectionError as ConnectionFault
 
 from shared import purge as purging
-from shared.broker import make_app
+from shared.broker import make_app, publish
 from shared.errors import MessageFailed, RequestRefused, UserError
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM, reddit_known_key, result_key, sent_key, tombstone_key
-from shared.messages import Classification, DeadLetter, Post
+from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import Purged, lift, purge
 from shared.results import Counters, Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer
 
 # Celery's, when it keeps a result in this process.
-pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+pytestmark = [
+    pytest.mark.each_redis,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
+]
 
 #: Stands in everything that is kept of a post.
 WORDS = "words of somebody"
@@ -106,6 +110,34 @@ def test_all_that_is_kept_of_a_post_goes_and_the_others_stay(
         assert 0 < client.ttl(tombstone_key(post_id)) <= settings.tombstone_ttl
     assert client.exists(tombstone_key("kept")) == 0
     assert purge(client, settings, [posts[0], posts[2]]) == Purged()
+
+
+def test_a_purge_works_at_the_memory_limit(client: Redis, settings: Settings, store: ResultsStore, app: Any) -> None:
+    store.write([result("gone"), result("kept")], [letter("gone")])
+    client.hset(sent_key("gone"), "digest", 1)
+    app.backend.mark_as_done("of-gone", [classification("gone").model_dump()])
+    pushed = [Post(id="gone", title=WORDS), Post(id="kept", title="another")]
+    for _ in range(2):
+        publish(app, [pushed], ClassifyOptions())
+    held = client.rpop("feedmill")
+    client.hset("feedmill:reserved", "tag feedmill", str(held))
+    client.config_set("maxmemory", 1)
+    try:
+        found = purge(client, settings, ["gone", "never there"])
+        assert store.find([("gone", "f")]) == [None]
+    finally:
+        client.config_set("maxmemory", 0)
+    assert found == Purged(sent=1, results=1, entries=1, dead_letters=1, celery_results=1, messages=2)
+    assert client.exists(tombstone_key("gone"), tombstone_key("never there")) == 2
+    waiting, taken = client.lindex("feedmill", 0), client.hget("feedmill:reserved", "tag feedmill")
+    assert [arguments(str(message)) for message in (waiting, taken)] == 2 * [
+        [{"id": "gone"}, {"id": "kept", "title": "another"}]
+    ]
+
+
+def arguments(message: str) -> Any:
+    """The posts of a message as it lies in Redis."""
+    return json.loads(b64decode(json.loads(message)["body"]))[1]["posts"]
 
 
 def test_the_known_posts_of_the_daemon_are_left_alone(client: Redis, settings: Settings) -> None:

@@ -56,6 +56,15 @@ def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(
     assert "FEEDMILL_DEAD_LETTERS_LENGTH" in caplog.text
 
 
+def test_writes_more_dead_letters_than_the_recursion_limit_allows_calls(
+    store: ResultsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.results.DEAD_AT_ONCE", 1)
+    letters = [letter(str(number)) for number in range(1000 + 100)]
+    assert store.write([result("1")], letters) == 1
+    assert [found.id for found in store.dead_letters(len(letters))] == [each.id for each in letters]
+
+
 def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsStore, server: RedisServer) -> None:
     """What a killed worker had written and not acknowledged fails once more, with a sender's second message as well."""
     again = letter("1", "another reason").model_copy(
@@ -183,6 +192,17 @@ def test_what_is_there_is_found_and_counted(store: ResultsStore) -> None:
     assert [each and each.id for each in found] == ["1", None, None, "2"]
     assert store.find([]) == []
     assert store.counters() == Counters(stored=2, answered=2)
+
+
+def test_finds_results_at_the_memory_limit(store: ResultsStore, server: RedisServer) -> None:
+    store.write([result("1")])
+    server.client.config_set("maxmemory", 1)
+    try:
+        (found,) = store.find([("1", "f")])
+    finally:
+        server.client.config_set("maxmemory", 0)
+    assert found
+    assert found.id == "1"
 
 
 def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: RedisServer) -> None:

@@ -4,7 +4,7 @@ Each redis-server of this machine, set up as docker/redis.conf says, with an app
 """
 
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ from shared import queued
 from shared.broker import CLASSIFY_TASK, HELD, connect, make_app, publish, queue_lists
 from shared.errors import UserError
 from shared.keys import sent_key
-from shared.leases import RESERVE
+from shared.lease_scripts import RESERVE
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
@@ -190,6 +190,34 @@ def test_ids_are_found_as_posts_bear_them(kept: Kept, post_id: Any, asked: str) 
     assert purge(connect(kept.settings), kept.settings, [asked]).messages == 1
     ((_, kwargs, _),) = messages(kept)
     assert kwargs["posts"] == [{"id": post_id}, {"id": "x", "body": OTHERS}]
+
+
+def test_a_body_that_is_not_in_base64_stays_readable(kept: Kept) -> None:
+    with make_app(kept.settings) as app:
+        app.send_task(CLASSIFY_TASK, kwargs={"posts": [{"id": "gone", "body": WORDS}, {"id": "x", "body": OTHERS}]})
+    message = json.loads(kept.raw.rpop("feedmill"))
+    del message["properties"]["body_encoding"]
+    kept.raw.lpush("feedmill", json.dumps(message | {"body": b64decode(message["body"]).decode()}))
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    (left,) = kept.raw.lrange("feedmill", 0, -1)
+    assert WORDS.encode() not in left
+    assert json.loads(json.loads(left)["body"])[1]["posts"] == [{"id": "gone"}, {"id": "x", "body": OTHERS}]
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_post_of_unknown_fields_is_reduced_to_its_id(kept: Kept, positional: bool) -> None:
+    posts = [{"id": "gone", "unknown": WORDS}, {"id": "x", "unknown": OTHERS}]
+    with make_app(kept.settings) as app:
+        app.send_task(CLASSIFY_TASK, *([[posts]] if positional else [[], {"posts": posts}]))
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 1
+    ((args, kwargs, _),) = messages(kept)
+    assert (args[0] if positional else kwargs["posts"]) == [{"id": "gone"}, posts[1]]
+
+
+def test_objects_with_an_id_in_other_tasks_are_left_alone(kept: Kept) -> None:
+    with make_app(kept.settings) as app:
+        app.send_task("own.add", [[{"id": "gone", "amount": 5}]])
+    assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
 
 
 def test_a_message_that_a_worker_takes_meanwhile_is_found_where_it_went(

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,16 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from feedmill import demo, deploy_commands, flower_commands, measuring_commands, offline_commands, train_commands
+from feedmill import cli, demo, deploy_commands, flower_commands, measuring_commands, offline_commands, train_commands
 from feedmill.cli import app
 from feedmill.training_job import within
 from feedmill.tuning_report import TuningReport
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
 from shared.messages import Classification, Post, PostError
-from shared.settings import STACK_FILE, Settings
+from shared.settings import Settings
 from shared.training import TrainOptions
+from tests.support import announced
 from workers import tuning
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,13 +62,15 @@ def test_an_address_that_nothing_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
         f"No `feedmill up` runs with its data in {tmp_path}, and FEEDMILL_REDIS_URL is not set: start the one, or set "
         "the other."
     )
-    (tmp_path / STACK_FILE).write_text('{"redis_url": "redis://:p@127.0.0.1:1/0"}')
-    for given, url in (
-        ({}, "redis://:p@127.0.0.1:1/0"),
-        ({"FEEDMILL_REDIS_URL": "redis://there/0"}, "redis://there/0"),
-    ):
-        said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
-        assert (said.exit_code, said.stdout) == (0, f"{url}\n")
+    with announced(tmp_path, '{"redis_url": "redis://:p@127.0.0.1:1/0"}'):
+        for given, url in (
+            ({}, "redis://:p@127.0.0.1:1/0"),
+            ({"FEEDMILL_REDIS_URL": "redis://there/0"}, "redis://there/0"),
+        ):
+            said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
+            assert (said.exit_code, said.stdout) == (0, f"{url}\n")
+    killed = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)])
+    assert str(killed.exception) == str(error)
 
 
 def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +200,26 @@ def test_a_demo_whose_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
     with pytest.raises(StackError, match=r"^the worker does not answer. See /data\.$"):
         demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), False, False)
+
+
+def test_up_prints_words_of_the_settings_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stack:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def start(self) -> Iterator[str]:
+            yield "Flower at http://127.0.0.1:1, user [/x]"
+
+        def stay(self, say: Callable[[str], None]) -> None:
+            say("the worker [/x] ended")
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(cli, "Stack", Stack)
+    folder = tmp_path / "[b]" / "[" / "x]"
+    cli.up(folder)
+    said = capsys.readouterr().err
+    assert "✓ Flower at http://127.0.0.1:1, user [/x]\n" in said
+    assert f"Data and logs are in {folder}." in said
+    assert "the worker [/x] ended\n" in said

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import SettingsError
-from shared.settings import STACK_FILE, Settings, load, unknown_variables
+from shared.settings import LOCK_FILE, STACK_FILE, Settings, load, unknown_variables
+from tests.support import announced
 
 
 def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +100,21 @@ def test_the_password_is_never_shown() -> None:
 def test_a_running_stack_is_found(tmp_path: Path) -> None:
     settings = Settings.model_validate({"data_folder": tmp_path})
     assert settings.broker_url == "redis://127.0.0.1:6379/0"
-    (tmp_path / STACK_FILE).write_text(json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"}))
-    assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
-    (tmp_path / STACK_FILE).write_text("{")
-    with pytest.raises(SettingsError, match=f"{STACK_FILE} should hold the address of the running `feedmill up`"):
-        _ = settings.broker_url
+    with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})) as file:
+        assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
+        file.write_text("{")
+        with pytest.raises(SettingsError, match=f"{STACK_FILE} should hold the address of the running `feedmill up`"):
+            _ = settings.broker_url
+
+
+def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"data_folder": tmp_path})
+    with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})):
+        pass
+    assert settings.broker_url == "redis://127.0.0.1:6379/0"
+
+
+def test_a_lock_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(SettingsError, match="Cannot look whether `feedmill up` runs: .* cannot be read"):
+        _ = Settings.model_validate({"data_folder": tmp_path}).broker_url

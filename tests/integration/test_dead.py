@@ -1,0 +1,91 @@
+"""Reading many large dead letters from a real Redis without holding them in memory together."""
+
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from feedmill import cli
+from feedmill.dead_commands import _named
+from feedmill.report import gather
+from shared.dead import DeadLetters
+from shared.errors import UserError
+from shared.keys import DEAD_LETTERS
+from shared.messages import DeadLetter
+from shared.results import ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer
+
+COUNT, BYTES = 400, 100_000
+#: Python may hold a few pages, as text and as letters; all letters are 40 MB.
+MEMORY = 12_000_000
+
+
+@pytest.fixture
+def redis(redis: RedisServer) -> RedisServer:
+    """Fill Redis with letters of one post; the newest half failed in this hour."""
+    now = time.time()
+    for number in range(COUNT):
+        failed_at = now if number >= COUNT // 2 else 0.0
+        letter = DeadLetter(
+            id="same", reason=f"reason {number % 2}", post="x" * BYTES, options="{}", message=str(number), worker="w",
+            failed_at=failed_at,
+        )  # fmt: skip
+        name = "*" if failed_at else f"1-{number + 1}"
+        redis.client.xadd(DEAD_LETTERS, {"letter": letter.model_dump_json()}, id=name)
+    return redis
+
+
+def peak(read: Callable[[], object]) -> int:
+    """The most memory, in bytes, that Python held at once while this was read."""
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_report_pages_through_dead_letters(redis: RedisServer) -> None:
+    report = []
+    assert peak(lambda: report.append(gather(redis.client, Settings(), hours=1))) < MEMORY
+    assert report[0].reasons == {"reason 0": COUNT // 4, "reason 1": COUNT // 4}
+    assert [letter.message for letter in report[0].dead] == [str(COUNT - 1 - number) for number in range(10)]
+
+
+def test_finds_names_alone(redis: RedisServer) -> None:
+    found: dict[str, list[str]] = {}
+    dead = DeadLetters(redis.client)
+    assert peak(lambda: found.update(dead.find(["same", "1-7", "other"]))) < MEMORY
+    assert (len(found["same"]), found["1-7"], found["other"]) == (COUNT, ["1-7"], [])
+    with pytest.raises(UserError, match="400 dead letters go by same"):
+        _named(dead, ["same"])
+    ((letter,), missing) = _named(dead, ["1-7", "other"])
+    assert (letter.name, missing) == ("1-7", ["other"])
+
+
+@pytest.mark.parametrize("command", [["dead", "list", "--count"], ["results", "--failed", "--limit"]], ids=" ".join)
+def test_lists_page_by_page(
+    redis: RedisServer, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FEEDMILL_REDIS_URL", redis.url)
+    monkeypatch.setattr("sys.argv", ["feedmill", *command, str(COUNT - 1)])
+
+    def run() -> None:
+        with pytest.raises(SystemExit):
+            cli.run()
+
+    assert peak(run) < MEMORY
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == COUNT - 1
+    assert lines[0].endswith("reason 1")
+
+
+def test_stops_at_the_count_and_keeps_the_order(redis: RedisServer) -> None:
+    names = [each.name for each in DeadLetters(redis.client).all()]
+    for count in (0, 1, 20, 21, 45, COUNT + 1):
+        newest = [each.name for each in DeadLetters(redis.client).newest(count)]
+        assert newest == names[max(0, COUNT - count) :]
+    letters = ResultsStore(redis.client, Settings()).dead_letters(45)
+    assert [letter.message for letter in letters] == [str(number) for number in range(COUNT - 45, COUNT)]

@@ -1,0 +1,180 @@
+"""No command shows what others sent with characters that a terminal obeys."""
+
+import io
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from feedmill import cli, status_commands, watch
+from feedmill.watch import Lookout
+from shared.errors import UNPRINTABLE, json_line, printable, printable_lines
+from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, UNDECODABLE, WANTED, WORKERS, result_key
+from shared.logs import JsonFormatter, TextFormatter
+from shared.messages import Classification, DeadLetter, Post
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.integration.test_metrics import POOL
+from tests.support import RedisServer
+
+#: What moves the cursor, sets the terminal's title, ends a line, and turns the direction of what follows.
+HOSTILE = {
+    "escape": "\x1b[2J",
+    "title": "\x1b]0;mine\x07",
+    "C1": "\x9b2J",
+    "newline": "a\nb\r\x0b\x0c",
+    "separator": "\u2028\u2029\x85",
+    "delete": "\x7f\x08",
+    "override": "\u202egnp.exe\u202c",
+    "isolate": "\u2066\u2067\u2068\u2069",
+    "mark": "\u200e\u200f\u061c",
+}
+#: What an output of ours may hold of them: ends of its own lines.
+ALLOWED = re.compile(r"\n")
+
+COMMANDS = [
+    ["results"],
+    ["results", "--json"],
+    ["results", "--failed"],
+    ["results", "--failed", "--json"],
+    ["results", "--group", "g", "--from-start"],
+    ["results", "--group", "h", "--from-start", "--json"],
+    ["results", "get", "ID"],
+    ["results", "get", "ID", "--json"],
+    ["results", "get", "no HOSTILE"],
+    ["results", "--group", "HOSTILE"],
+    ["results", "--subreddit", "HOSTILE"],
+    ["dead", "list"],
+    ["dead", "list", "--json"],
+    ["dead", "show", "ID"],
+    ["dead", "show", "ID", "--json"],
+    ["dead", "show", "twice"],
+    ["dead", "retry", "--all"],
+    ["dead", "retry", "no HOSTILE"],
+    ["dead", "drop", "no HOSTILE"],
+    ["status"],
+    ["status", "--json"],
+    ["health"],
+    ["health", "--json"],
+    ["ingest", "gaps"],
+    ["ingest", "gaps", "--json"],
+    ["deploy", "--show"],
+    ["deploy", "--show", "--json"],
+    ["enqueue", "posts.jsonl"],
+    ["enqueue", "posts.csv"],
+    ["enqueue", "posts.jsonl", "--model", "HOSTILE"],
+    ["enqueue", "posts.jsonl", "--queue", "HOSTILE"],
+    ["purge", "HOSTILE"],
+    ["purge", "--lift", "HOSTILE"],
+    ["export", "out.csv"],
+    ["report", "--out", "report.html"],
+]
+
+
+def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """Put these words wherever a producer with access to Redis can, and into the answers of a worker."""
+    found = Classification(
+        id=words, label=words, scores={words: 0.9}, model=words, revision=words, weights=words, fingerprint=words,
+        classified_at=1.0, worker=words, device=words, queued_seconds=None,
+    )  # fmt: skip
+    post = Post(id=f"x{words}x", title=f"x{words}x", subreddit=words, url=words, topic=words)
+    letter = DeadLetter(
+        id=f"x{words}x", reason=words, post=json.dumps({"id": "1", "title": "t", "url": words}), message=words,
+        options=json.dumps({words: words}), worker=words, failed_at=1.0, traceback=words.replace("\n", ""),
+        queue="feedmill", payload=words,
+    )  # fmt: skip
+    twice = [letter.model_copy(update={"id": "twice", "message": name, "post": None}) for name in ("a", words)]
+    ResultsStore(redis.client, Settings()).write([Result(post, found)], [letter, *twice])
+    redis.client.hset(result_key(f"x{words}x"), words, found.model_dump_json())
+    redis.client.lpush(UNDECODABLE, words)
+    redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
+    redis.client.hset(WANTED, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
+    redis.client.hset(WORKERS, words, 2_000_000_000)
+    redis.client.hset(REDDIT_GAPS, words, json.dumps([words, 1.0, 2.0, 3.0]))
+    told = {
+        "subreddits": 1, "topics": 1, "sent": 1, "paused": False, "held": 0, "failing": [words], "gaps": 1,
+        "budget": 1.0, "hindrance": words, "purged": 1, "requests": 1,
+    }  # fmt: skip
+    redis.client.set(REDDIT_STATUS, json.dumps(told))
+    deployed = {"at": 1.0, "stage": words, "said": words}
+    pool = POOL | {"device": words, "model": words, "weights": words, "queues": [words], "deploy": deployed}
+    monkeypatch.setattr(watch, "worker_statistics", lambda *_: {words: pool})
+
+
+@pytest.fixture
+def hostile(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str) -> str:
+    filled(redis, monkeypatch, words)
+    monkeypatch.setenv("FEEDMILL_REDIS_URL", redis.url)
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.chdir(tmp_path)
+    bad: list[Any] = [{"id": words}, {"id": "2", "title": "t", "extra": {words: float("nan")}}, {words: words}]
+    Path("posts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in bad) + f'{{"{words}\n')
+    with Path("posts.csv").open("w", newline="") as file:
+        file.write(f'"{words}",title\n"{words}",t\n')
+    return words
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
+def test_shows_no_control_character(
+    hostile: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [each.replace("HOSTILE", hostile).replace("ID", f"x{hostile}x") for each in command]
+    monkeypatch.setattr(sys, "argv", ["feedmill", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.run()
+    assert ended.value.code in (0, 1, 2, None)
+    said = "".join(capsys.readouterr())
+    assert "Traceback" not in said
+    assert not UNPRINTABLE.search(ALLOWED.sub("", said)), said
+    assert "a\nb" not in said
+    if command[-1] == "--json":
+        assert all(isinstance(json.loads(line), dict) for line in said.splitlines() if line.startswith("{"))
+    if command[0] == "report":
+        assert not UNPRINTABLE.search(ALLOWED.sub("", Path("report.html").read_text()))
+
+
+@pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.usefixtures("hostile")
+def test_the_screen_shows_no_control_character(settings: Settings) -> None:
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(status_commands._screen(Lookout(settings).look(), settings))
+    assert not UNPRINTABLE.search(ALLOWED.sub("", shown.getvalue()))
+
+
+@pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
+def test_a_log_record_holds_no_control_character(words: str) -> None:
+    try:
+        raise ValueError(words)
+    except ValueError:
+        record = logging.LogRecord(words, logging.ERROR, "f", 1, "post %s", (words,), sys.exc_info())
+    text = TextFormatter("%(name)s: %(message)s").format(record)
+    assert not UNPRINTABLE.search(ALLOWED.sub("", text))
+    _, *others = text.split("\n")
+    assert all(line.startswith("    ") for line in others), "no line passes for a record of its own"
+    assert "    Traceback (most recent call last):" in others
+    found = JsonFormatter().format(record)
+    assert not UNPRINTABLE.search(found)
+    assert json.loads(found)["message"] == f"post {words}"
+
+
+def test_a_long_log_record_is_cut_in_its_middle() -> None:
+    record = logging.LogRecord("n", logging.ERROR, "f", 1, "%s", (f"a{'x' * 10**6}b",), None)
+    text = TextFormatter("%(message)s").format(record)
+    assert len(text) < 40_000
+    assert (text[0], text[-1]) == ("a", "b")
+
+
+@pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
+def test_json_on_one_line_is_the_same_value(words: str) -> None:
+    value = {words: [words, 1, None, "é🙂"]}
+    assert json.loads(json_line(value)) == value
+    assert not UNPRINTABLE.search(json_line(value))
+    assert "é🙂" in json_line(value)
+    assert not UNPRINTABLE.search(printable(words))
+    assert printable_lines(f"a\n{printable(words)}").count("\n") == 1
