@@ -30,7 +30,7 @@ from shared.broker import connect
 from shared.errors import StackError
 from shared.messages import Classification, Post, digest
 from shared.results import Result, ResultsStore
-from shared.settings import Settings, load
+from shared.settings import Settings, load, variables
 from shared.topics import TOPICS
 
 FORMATS = ("parquet", "csv", "jsonl")
@@ -121,7 +121,7 @@ def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, f
     began = time.perf_counter()
     process = subprocess.Popen(
         [*python_command(), "export", "--format", form, "--json", str(out)],
-        env=os.environ | {"FEEDMILL_REDIS_URL": settings.broker_url},
+        env=os.environ | variables(settings) | {"FEEDMILL_REDIS_URL": settings.broker_url},
         stdout=subprocess.PIPE,
         text=True,
     )

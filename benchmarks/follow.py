@@ -34,7 +34,7 @@ from shared.broker import connect
 from shared.errors import StackError
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
-from shared.settings import PREFIX, Settings, load
+from shared.settings import PREFIX, Settings, load, variables
 
 #: Results in one writing of the second part, as in a worker's micro-batch.
 BATCH = 32
@@ -55,7 +55,7 @@ class Following:
         self._process = subprocess.Popen(
             [*python_command(), "results", "--follow", "--json", *arguments],
             stdout=subprocess.PIPE,
-            env=os.environ | {f"{PREFIX}REDIS_URL": settings.broker_url},
+            env=os.environ | variables(settings) | {f"{PREFIX}REDIS_URL": settings.broker_url},
         )
         #: Each result's post id, with the moment at which its line was read.
         self.read_at: dict[str, float] = {}

@@ -121,6 +121,12 @@ class Ideal:
         self._labels = [best[number] for number in range(len(posts))]
 
 
+def ran(pool: dict[str, Any]) -> dict[str, str]:
+    """Device, precision and model of a worker, from what it reports of its pool."""
+    where, _, how = str(pool["device"]).partition(" in ")
+    return {"device": where, "dtype": how.partition(":")[0], "model": str(pool["model"]), "weights": pool["weights"]}
+
+
 def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
     """Cut sorted rows into batches whose longest row times their rows is at most the budget."""
     batch: list[Row] = []
@@ -137,12 +143,15 @@ class Feedmill:
     """The real system: producer, Redis, a worker process with events on, Flower listening, the results store."""
 
     def __init__(self, job: Job, posts_per_message: int) -> None:
+        self._device = job.device
         self._settings: Settings = job.settings.model_copy(update={"posts_per_message": posts_per_message})
         self._folder: Path = job.folder / f"feedmill_{posts_per_message}"
         self._stack: Stack | None = None
         self._posts: Sequence[Post] = ()
         #: Seconds that the device computed during the last `run`; known once `labels` was called.
         self.device_seconds = 0.0
+        #: Device, precision and model, as the worker reports them; known once `labels` was called.
+        self.ran: dict[str, str] = {}
         #: Share of the computed tokens that were real ones, since the worker started.
         self.padding_efficiency = 0.0
         self._device_seconds_before = 0.0
@@ -176,6 +185,9 @@ class Feedmill:
 
     def labels(self) -> list[str]:
         pool = worker_statistics(make_app(self._started().settings))[WORKER_NODE]
+        self.ran = ran(pool)
+        if (found := self.ran["dtype"]) != (wanted := str(self._device.dtype).removeprefix("torch.")):
+            raise StackError(f"the worker computed in {found}, and the benchmark's other variants in {wanted}.")
         self.device_seconds = pool["device_seconds"] - self._device_seconds_before
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]

@@ -51,6 +51,22 @@ def middle(values: Sequence[float], digits: int) -> float | None:
     return round(median(values), digits) if values else None
 
 
+def disagreeing(record: Record) -> dict[str, str]:
+    """The variants that give too many posts another label than the ideal, with that as the reason to leave them out."""
+    shares = {name: middle(agreements(record, name), 4) for name in record}
+    return {
+        name: f"does other work: gives {share:.1%} of the posts the ideal's label, below {LEAST_AGREEMENT:.0%}"
+        for name, share in shares.items()
+        if share is not None and share < LEAST_AGREEMENT
+    }
+
+
+def comparable(record: Record) -> Record:
+    """The record without the variants that do other work."""
+    left_out = disagreeing(record)
+    return {name: rounds for name, rounds in record.items() if name not in left_out}
+
+
 def print_round(console: Console, record: Record, number: int, rounds: int) -> None:
     """The table of one round, with a warning for each variant that does other work."""
     table = Table(title=f"round {number} of {rounds}", title_justify="left")
@@ -67,18 +83,23 @@ def print_round(console: Console, record: Record, number: int, rounds: int) -> N
         share = f"{measured.posts_per_s / ideal.posts_per_s:.3f}" if ideal else "—"
         table.add_row(name, f"{measured.posts_per_s:.1f}", share, "—" if same is None else f"{same:.4f}")
         if same is not None and same < LEAST_AGREEMENT:
-            warnings.append(f"warning: {name} gives {1 - same:.1%} of the posts another label: it does other work.")
+            warnings.append(f"warning: {name} gives {1 - same:.1%} of the posts another label, so it may be left out.")
     console.print(table)
     for warning in warnings:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
-    """The last line's figures of each variant: medians of the rates, and of the rounds' ratios to the ideal."""
-    found: dict[str, object] = {name: middle(rates(record, name), 1) for name in names}
+    """The last line's figures of each variant: medians of the rates, and of the rounds' ratios to the ideal.
+
+    A variant that does other work has none, and the reason under `left_out`.
+    """
+    compared = comparable(record)
+    found: dict[str, object] = {name: middle(rates(compared, name), 1) for name in names}
     return found | {
-        "share_of_ideal": {name: middle(shares(record, name), 3) for name in names},
-        "shares_by_round": {name: [round(share, 3) for share in shares(record, name)] for name in names},
+        "share_of_ideal": {name: middle(shares(compared, name), 3) for name in names},
+        "shares_by_round": {name: [round(share, 3) for share in shares(compared, name)] for name in names},
+        "left_out": disagreeing(record),
         "agreement": {name: middle(agreements(record, name), 4) for name in names},
     }
 

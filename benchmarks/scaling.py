@@ -35,6 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from celery import Celery
 from redis.exceptions import RedisError as RedisFault
 from rich.console import Console
 
@@ -48,7 +49,7 @@ from shared.broker import connect, make_app, publish
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
-from shared.settings import PREFIX, Settings
+from shared.settings import PREFIX, Settings, variables
 
 PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlog", "first")
 #: Posts a message where as much as possible is to pass, and otherwise.
@@ -148,12 +149,16 @@ class House:
     @contextmanager
     def workers(self, row_seconds: Sequence[float]) -> Iterator[list[Child]]:
         """Stand-in workers, one for each of these, once they all answer."""
-        environment = os.environ | {
-            f"{PREFIX}REDIS_URL": self.settings.broker_url,
-            f"{PREFIX}TOKEN_BUDGET": "100000",
-            f"{PREFIX}CACHE_FOLDER": str(self._folder),
-            "PYTHONPATH": str(Path(__file__).parent.parent),
-        }
+        environment = (
+            os.environ
+            | variables(self.settings)
+            | {
+                f"{PREFIX}REDIS_URL": self.settings.broker_url,
+                f"{PREFIX}TOKEN_BUDGET": "100000",
+                f"{PREFIX}CACHE_FOLDER": str(self._folder),
+                "PYTHONPATH": str(Path(__file__).parent.parent),
+            }
+        )
         command = [sys.executable, "-m", "tests.fakes.standin_worker"]
         children = [
             Child(
@@ -341,7 +346,7 @@ def _tokenizing(house: House) -> float:
 
 
 def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
-    found = {}
+    found, stock = {}, {}
     for size in SIZES:
         house.clear()
         posts = house.posts(6400)
@@ -350,8 +355,26 @@ def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
         held = house.redis.memory_usage(house.settings.queue, samples=0) / len(posts)
         found[size] = round(held / plain, 3)
         console.print(f"memory: {size} a message: {held:.0f} bytes for a waiting post of {plain:.0f}, {found[size]}")
+        stock[size] = {packed: _held_by_stock_client(house, posts, size, packed) for packed in ("none", "gzip")}
+        console.print(f"memory: {size} a message, from a stock Celery client: {stock[size]} bytes")
     house.clear()
-    return {"bytes_per_post_over_json": found[LARGE], "bytes_over_json_by_posts_per_message": found}
+    return {
+        "bytes_per_post_over_json": found[LARGE],
+        "bytes_over_json_by_posts_per_message": found,
+        "stock_client_bytes_per_post": stock,
+    }
+
+
+def _held_by_stock_client(house: House, posts: Sequence[Post], size: int, packed: str) -> int:
+    """Bytes of a waiting post that plain Celery has sent."""
+    house.clear()
+    client: Any = Celery("elsewhere", broker=house.settings.broker_url, set_as_current=False)
+    compression = None if packed == "none" else packed
+    for at in range(0, len(posts), size):
+        given = {"posts": [post.model_dump(exclude_defaults=True) for post in posts[at : at + size]]}
+        client.send_task("feedmill.classify", kwargs=given, queue=house.settings.queue, compression=compression)
+    held: int = house.redis.memory_usage(house.settings.queue, samples=0)
+    return round(held / len(posts))
 
 
 def measure_speedup(house: House, given: argparse.Namespace) -> dict[str, Any]:
@@ -442,11 +465,15 @@ def _topped_up(house: House, messages: int) -> Iterator[None]:
 def measure_first(house: House, given: argparse.Namespace) -> dict[str, Any]:
     """The first start, which measures the token budget, is not counted."""
     took = []
-    environment = os.environ | {
-        f"{PREFIX}REDIS_URL": house.settings.broker_url,
-        f"{PREFIX}CACHE_FOLDER": str(house._folder / "cache"),
-        f"{PREFIX}DATA_FOLDER": str(house._folder),
-    }
+    environment = (
+        os.environ
+        | variables(house.settings)
+        | {
+            f"{PREFIX}REDIS_URL": house.settings.broker_url,
+            f"{PREFIX}CACHE_FOLDER": str(house._folder / "cache"),
+            f"{PREFIX}DATA_FOLDER": str(house._folder),
+        }
+    )
     for number in range(given.rounds + 1):
         house.clear()
         publish(house.app, [house.posts(1)], ClassifyOptions())

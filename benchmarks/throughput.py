@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.hardware import describe, forward_flops, matrix_ceiling
 from benchmarks.ours import Feedmill, Ideal
-from benchmarks.report import Measured, Record, draw, middle, print_round, rates, summary
+from benchmarks.report import Measured, Record, comparable, draw, middle, print_round, rates, summary
 from benchmarks.rivals import Job, NotInstalled, Variant
 from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork
 from benchmarks.rivals.by_http import litserve, ray_serve
@@ -110,11 +110,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.chart:
         draw(
             arguments.chart,
-            {name: rates(record, name) for name in variants},
+            {name: rates(comparable(record), name) for name in variants},
             f"{len(posts)} posts; {hardware.partition(';')[0]}",
         )
     config = json.loads((locate(settings.model).folder / "config.json").read_text())
-    model_gflops = (middle(rates(record, "feedmill_32"), 3) or 0) * forward_flops(config, lengths) / len(posts) / 1e9
+    model_gflops = (
+        (middle(rates(comparable(record), "feedmill_32"), 3) or 0) * forward_flops(config, lengths) / len(posts) / 1e9
+    )
     found = summary(record, list(VARIANTS)) | {
         "padding_efficiency": middle([look.padding_efficiency for look in looks], 4),
         "device_busy": middle([look.device_busy for look in looks], 3),
@@ -125,6 +127,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "ceiling_gflops": round(ceiling),
         "offline_token_budget": ideal.token_budget,
         "offline_lanes": ideal.lanes,
+        "worker": next((made.ran for made in variants.values() if isinstance(made, Feedmill)), {}),
     }
     print(json.dumps(found))
 

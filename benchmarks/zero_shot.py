@@ -15,7 +15,8 @@
 Speed needs no trained weights: without --model a model of the shape's real configuration gets random ones, and a
 tokenizer trained on the posts (bart-large) or the embedded model's own (minilm). --layers takes that many layers of
 each stack instead of all, for machines on which the whole is too slow. Sixteen labels, so sixteen rows a post. The
-labels of every variant are compared with the ideal's in float32. The last line is JSON.
+labels of every variant are compared with the ideal's; one that does other work is left out, with the reason in the JSON
+of the last line.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from transformers import (
 
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.ours import Feedmill, Ideal
-from benchmarks.report import Record, agreement, draw, print_round, rates, summary
+from benchmarks.report import Record, agreement, comparable, draw, print_round, rates, summary
 from benchmarks.rivals import Job, Variant
 from benchmarks.running import own_folder
 from benchmarks.throughput import measure, read_posts
@@ -290,7 +291,7 @@ def ladder(
         "direct": direct,
         "direct_sorted": by_length,
         "ideal": ideal,
-        "feedmill": Feedmill(job, 32),
+        "feedmill": (feedmill := Feedmill(job, 32)),
     }
     record: Record = {name: [] for name in variants}
     for number in range(1, arguments.rounds + 1):
@@ -298,17 +299,20 @@ def ladder(
             what = f"{settings.dtype}, round {number} of {arguments.rounds}: {name}"
             record[name].append(measure(name, variants[name], posts, what))
         print_round(console, record, number, arguments.rounds)
+    compared = comparable(record)
     if arguments.chart and not arguments.chart.exists():
-        draw(arguments.chart, {name: rates(record, name) for name in variants}, f"{len(posts)} posts, {chosen.name}")
+        draw(arguments.chart, {name: rates(compared, name) for name in variants}, f"{len(posts)} posts, {chosen.name}")
     last = record["ideal"][-1]
     faster = [
-        mine / theirs for mine, theirs in zip(rates(record, "feedmill"), rates(record, "pipeline_best"), strict=False)
+        mine / theirs
+        for mine, theirs in zip(rates(compared, "feedmill"), rates(compared, "pipeline_best"), strict=False)
     ]
     figures = summary(record, list(variants)) | {
         "over_pipeline_best": [round(ratio, 2) for ratio in faster],
         "pipeline_batch_size": best.batch_size,
         "ideal_token_budget": ideal.token_budget,
         "ideal_lanes": ideal.lanes,
+        "worker": feedmill.ran,
         "ceiling_gflops": round(ceiling),
     }
     return figures, last.labels if last else ()

@@ -1,13 +1,20 @@
 """What the benchmarks' figures rest on: operations counted as torch counts them, batches cut as the ideal says."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel
 
 from benchmarks.hardware import forward_flops
-from benchmarks.ours import cut
-from benchmarks.report import agreement
+from benchmarks.ours import cut, ran
+from benchmarks.report import Measured, Record, agreement, comparable, summary
+from feedmill.stack import Stack
+from shared.settings import Settings, load, variables
 from workers.classifiers import LabelSet, Row
+from workers.device import Device
 from workers.tokenizer import Tokens
 
 
@@ -26,6 +33,48 @@ def test_batches_of_the_ideal_fill_the_budget_and_lose_nothing() -> None:
     rows = [Row(Tokens([0] * length), labels) for length in (2, 2, 3, 5, 5, 9, 40)]
     batches = list(cut(rows, token_budget=12))
     assert [[row.length for row in batch] for batch in batches] == [[2, 2, 3], [5, 5], [9], [40]]
+
+
+def test_a_worker_of_the_stack_gets_every_setting_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {
+        "dtype": "float32", "classifier": "nli", "labels": {"a": "one, two", "b": "b"}, "include": "json,math",
+        "compile": True, "token_budget": 77, "template": None, "forward_timeout": 7.5, "models_folder": tmp_path,
+    }  # fmt: skip
+    monkeypatch.setenv("FEEDMILL_DTYPE", "bfloat16")
+    monkeypatch.setenv("FEEDMILL_TEMPLATE", "It is {}.")
+    stack = Stack(Settings.model_validate(given), tmp_path, durable=False)
+    for name, value in stack._environment.items():
+        monkeypatch.setenv(name, value)
+    child = load()
+    assert {name: getattr(child, name) for name in given} == {name: getattr(stack.settings, name) for name in given}
+    assert child.broker_url == stack.settings.broker_url
+
+
+def test_settings_as_variables_hold_no_secret() -> None:
+    secrets = {"redis_url": "redis://:hidden@127.0.0.1/0", "flower_password": "hidden", "reddit_client_id": "hidden"}
+    found = variables(Settings.model_validate(secrets | {"queue": "other"}))
+    assert found["FEEDMILL_QUEUE"] == "other"
+    assert "hidden" not in str(found)
+
+
+def test_a_variant_that_does_other_work_is_left_out_with_the_reason() -> None:
+    labels = ["a"] * 100
+    ideal, good = Measured(100.0, labels), Measured(50.0, [*labels[:98], "b", "b"])
+    other = Measured(300.0, ["a"] * 90 + ["b"] * 10)
+    record: Record = {"ideal": [ideal, ideal], "good": [good, None], "other": [other, other]}
+    assert set(comparable(record)) == {"ideal", "good"}
+    found: Any = summary(record, list(record))
+    assert (found["ideal"], found["good"], found["other"]) == (100.0, 50.0, None)
+    assert found["share_of_ideal"] == {"ideal": 1.0, "good": 0.5, "other": None}
+    assert found["left_out"] == {"other": "does other work: gives 90.0% of the posts the ideal's label, below 97%"}
+    assert found["agreement"]["other"] == 0.9
+
+
+def test_a_worker_reports_what_it_ran() -> None:
+    where = Device(torch.device("cpu"), torch.float32, "no GPU found; precision as set")
+    assert ran({"device": str(where), "model": "m", "weights": "00"}) == {
+        "device": "cpu", "dtype": "float32", "model": "m", "weights": "00"
+    }  # fmt: skip
 
 
 def test_agreement_is_the_share_of_equal_labels() -> None:
