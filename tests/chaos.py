@@ -6,7 +6,8 @@ Faults are spread over the run at random, as the seed has it: kills by time, the
 Without faults it is the throughput test, and with --soak, where the store forgets, the soak.
 
 The last line is JSON. Of the posts that were accepted: `sent`, `stored`, `dead_lettered`, `lost` (neither),
-`duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
+`lost_waiting` (neither, and unknown to a Redis that came back without its latest writes: they waited in the queue, and
+count apart), `duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
 `innocent_dead_letters` (no poison), `poison_stored`; with --again `lost_at_first`, before all was sent once more.
 `recovery_s`: the longest time from a fault until two seconds begin in which results come at 90% of the run's median
 rate or more. `longest_pause_s`: between two results. With --rolling, `worker_start_s`: the longest time from the end of
@@ -44,13 +45,13 @@ from redis.exceptions import RedisError as RedisFault
 
 from feedmill.processes import Child
 from producers.push import Pusher
-from shared.broker import connect, make_app, queue_depth
+from shared.broker import HELD, connect, make_app, queue_depth, queue_lists
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
-from tests.support import Restartable, wait_until
+from tests.support import Restartable, body_of, redis_servers, wait_until
 
 ROOT = Path(__file__).parent.parent
 #: Seconds: leases of messages, a forward pass that hangs, a delayed piece on its way.
@@ -60,6 +61,8 @@ LEASE, FORWARD_TIMEOUT, DELAY = 3, 8, 0.2
 PAUSE, SLOW, FULL_MEMORY = 2.0 * LEASE, 3.0, 3.0
 #: Seconds of the append-only file that a power cut costs.
 UNSYNCED = 1.0
+#: A port without a server: a proxy to it closes each connection.
+CLOSED_PORT = 1
 #: What a worker says when it takes messages.
 READY = " ready."
 #: Share of the posts by whose end all faults were done: what follows shows whether the last was overcome.
@@ -122,7 +125,8 @@ class Chaos:
         self.poison = dict.fromkeys(poison[killing:], RAISES) | dict.fromkeys(poison[:killing], KILLS)
         self._redis = self._start_redis()
         self._replica = self._start_replica() if given.failovers else None
-        self._proxy = Proxy(self._redis.port) if given.cuts or given.delays or given.failovers else None
+        proxied = given.cuts or given.delays or given.failovers or given.power_cuts
+        self._proxy = Proxy(self._redis.port) if proxied else None
         self._settings = Settings.model_validate(
             {
                 "redis_url": f"redis://127.0.0.1:{self._proxy.port if self._proxy else self._redis.port}/0",
@@ -142,6 +146,8 @@ class Chaos:
         )
         self.ledger = Ledger(given.posts)
         self._sent, self._stopping = 0, Event()
+        #: Posts that a Redis did not know when it came back without its latest writes.
+        self._unknown: set[int] = set()
         #: When what is to be done next: (monotonic seconds, number, what).
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         #: Time of each fault, and how often each kind was done.
@@ -162,7 +168,7 @@ class Chaos:
         """A redis-server with a folder of its own."""
         folder = self._folder / f"redis-{next(self._numbers)}"
         folder.mkdir()
-        return Restartable(folder, self._given.appendfsync)
+        return Restartable(next(iter(redis_servers().values())), folder, self._given.appendfsync)
 
     def _start_replica(self) -> Restartable:
         replica = self._start_redis()
@@ -316,7 +322,11 @@ class Chaos:
         )
         if path == self._log():  # else it was rewritten since, and is synced by that
             os.truncate(path, size)
-        self._redis.start()
+        if proxy := self._proxy:
+            proxy.server_port = CLOSED_PORT
+            self._redis.start()
+            self._note_unknown()
+            proxy.server_port = self._redis.port
         self._written.clear()
         self._note_log()
 
@@ -335,8 +345,23 @@ class Chaos:
             wait_until(lambda: _is_in_step(replica.client), "the replica is in step")
             self._redis.kill()
             replica.client.replicaof("NO", "ONE")
-            self._redis, self._proxy.server_port = replica, replica.port
+            self._redis = replica
+            self._note_unknown()
+            self._proxy.server_port = replica.port
             self._replica = self._start_replica()
+
+    def _note_unknown(self) -> None:
+        """Note which posts that may have been sent Redis does not know, before workers and producers reach it."""
+        client: Any = self._redis.client
+        queued = [message for name in queue_lists(self._settings.queue) for message in client.lrange(name, 0, -1)]
+        known = {
+            int(post["id"].removeprefix("p"))
+            for message in (*queued, *client.hvals(HELD["reserved_key"]))
+            for post in body_of(message)[1]["posts"]
+        }
+        for stream in (RESULTS_STREAM, DEAD_LETTERS):
+            known |= {int(fields["id"].removeprefix("p")) for _, fields in client.xrange(stream)}
+        self._unknown |= set(range(min(self._sent + AT_ONCE, self._given.posts))) - known
 
     def _cut(self) -> None:
         if self._proxy:
@@ -363,10 +388,10 @@ class Chaos:
         try:
             producer.start()
             finished = self._go_on(began)
-            lost = self._counted()["lost"]
+            counted = self._counted()
             figures = {"seconds": round(time.monotonic() - began, 1), **self._figures()}
             if self._given.again:
-                figures["lost_at_first"] = lost
+                figures["lost_at_first"] = counted["lost"] + counted["lost_waiting"]
                 self._send_again()
         finally:
             self._stopping.set()
@@ -453,7 +478,8 @@ class Chaos:
         """Raises redis.exceptions.RedisError."""
         self.ledger.read(self._redis.client)
         results, dead = self.ledger.entries[RESULTS_STREAM], self.ledger.entries[DEAD_LETTERS]
-        lost = [number for number in range(self._sent) if not (results[number] or dead[number])]
+        missing = [number for number in range(self._sent) if not (results[number] or dead[number])]
+        lost = [number for number in missing if number not in self._unknown]
         innocent = [number for number in self.ledger.reasons if number not in self.poison]
         for what, numbers in (("lost", lost), ("dead without being poison", innocent)):
             for number in numbers[:10]:
@@ -464,6 +490,7 @@ class Chaos:
             "stored": sum(map(bool, results)),
             "dead_lettered": sum(map(bool, dead)),
             "lost": len(lost),
+            "lost_waiting": len(missing) - len(lost),
             "duplicated": both + sum(times - 1 for entries in (results, dead) for times in entries if times > 1),
             "innocent_dead_letters": len(innocent),
             "poison_stored": sum(1 for number in self.poison if results[number]),

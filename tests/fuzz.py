@@ -32,7 +32,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from shared.broker import HELD, SENT_AT, shown_arguments
 from shared.errors import RequestRefused
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
-from shared.leases import KEPT_ASIDE, marked
+from shared.leases import KEPT_ASIDE, lapsed
 from shared.transport import Channel, UndecodableError, decoded
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
@@ -70,7 +70,7 @@ def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> N
 
 def read(element: bytes) -> str:
     """Read an element as a worker does, up to its dead letters; returns how far it came. Raises what must not be."""
-    marked(element)
+    lapsed(element)
     try:
         found = decoded(element)
         found["properties"]["delivery_tag"] = "tag"
@@ -111,6 +111,10 @@ class Served:
         self._sent = 0
         self.fates: Counter[str] = Counter()
         self.vanished: list[str] = []
+
+    def revoke_a_stamp(self) -> None:
+        """Have the worker look at stamps, which it does once any was revoked."""
+        assert self._app.control.revoke_by_stamped_headers({"user": "revoked"}, reply=True, timeout=5, limit=1)
 
     def take(self, batch: Sequence[Hostile]) -> None:
         """Put them into the queue, see a good one answered, and find out what became of each."""
@@ -193,6 +197,7 @@ def serving(folder: Path) -> Iterator[Served]:
     try:
         served = Served(redis, worker, log)
         wait_until(lambda: served._lives() and " ready." in log.read_text(), "the worker is ready")
+        served.revoke_a_stamp()
         yield served
         worker.terminate()
         assert worker.wait(60) == 0, log.read_text()[-6000:]

@@ -1,6 +1,7 @@
 """What tests share: waiting for a condition by name, a real redis-server, and `feedmill` as a process."""
 
 import atexit
+import fcntl
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from redis import Redis
 from feedmill.prerequisites import installed_redis_server, server_version
 from feedmill.processes import Child, free_port
 from shared.messages import Post
+from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 
 PASSWORD = "test-password"
@@ -32,6 +34,16 @@ Process = subprocess.Popen[bytes] | Forked
 FORK_SERVER = "PYTEST_FORK_SERVER"
 #: Real posts for tests that look beyond the project's own; not part of the project.
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+@contextmanager
+def announced(folder: Path, text: str) -> Iterator[Path]:
+    """Hold the lock of a running `feedmill up` in the folder, and have its file say this."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STACK_FILE).write_text(text)
+    with (folder / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / STACK_FILE
 
 
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 60.0) -> None:
@@ -90,11 +102,11 @@ class RedisServer:
 class Restartable:
     """A redis-server on loopback that keeps its data, and can be killed and started again."""
 
-    def __init__(self, folder: Path, appendfsync: str = "always") -> None:
+    def __init__(self, path: str, folder: Path, appendfsync: str = "always") -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = Redis.from_url(self.url, decode_responses=True)
-        self.folder, self._path = folder, next(iter(redis_servers().values()))
+        self.folder, self._path = folder, path
         self._configuration = (
             f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly yes\nappendfsync {appendfsync}\ndir "{folder}"\n'
         )

@@ -15,7 +15,7 @@ from shared.broker import connect, publish, queue_depth, told_plainly
 from shared.broker import make_app as make_celery
 from shared.errors import RedisError
 from shared.messages import ClassifyOptions, DeadLetter
-from shared.purge import purge, rewrite
+from shared.purge import purge
 from shared.results import ResultsStore
 from shared.settings import load
 from tests.support import (
@@ -118,7 +118,7 @@ def test_a_purge_reaches_what_waits_and_what_is_held(guarded: Guarded) -> None:
         ),
         told_plainly(settings),
     ):
-        rewrite(redis)
+        redis.bgrewriteaof()
     guarded.client.acl_log_reset()
 
 

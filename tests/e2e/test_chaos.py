@@ -22,6 +22,16 @@ def test_every_post_ends_once_and_only_poison_is_a_dead_letter(tmp_path: Path) -
         assert ("3 workers vanished" if how == KILLS else "told to raise") in run.ledger.reasons[number]
 
 
+def test_power_cuts_lose_only_posts_that_waited(tmp_path: Path) -> None:
+    """Nothing is sent again: that would hide a result that was lost in a worker's hands."""
+    cuts = "--power-cuts 3 --appendfsync everysec --row-ms 5 --batch-rows 8"
+    found = chaos.Chaos(chaos.parse(f"--posts 1500 --workers 2 --limit 120 --seed 3 {cuts}".split()), tmp_path).run()
+    assert found["finished"]
+    assert found["faults"] == {"power_cut": 3}
+    assert found["lost"] == found["duplicated"] == found["innocent_dead_letters"] == 0
+    assert found["stored"] + found["lost_waiting"] == found["sent"]
+
+
 def test_recovery_is_from_the_fault_until_full_speed() -> None:
     rates = [10, 10, 0, 0, 0, 10, 10, 10]
     assert [chaos.recovery(fault, rates, median=10) for fault in (0.0, 0.5, 2.5, 6.5)] == [0.0, 4.5, 2.5, 1.5]

@@ -198,6 +198,7 @@ def test_again_starts_over(redis: RedisServer, tmp_path: Path, frames: list[byte
     assert positions(redis) == []
 
 
+@pytest.mark.each_redis
 def test_a_full_redis(redis: RedisServer, tmp_path: Path) -> None:
     redis.client.config_set("maxmemory", 1)
     try:

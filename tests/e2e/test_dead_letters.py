@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import NotRegistered
+from celery.exceptions import InvalidTaskError, NotRegistered
 
 from shared.broker import make_app, queue_depth
 from shared.dead import DeadLetters, Element
-from shared.messages import DeadLetter
+from shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.support import Feedmill, RedisServer, wait_until, working
@@ -85,8 +85,9 @@ ODD = "Celery cannot take it: InvalidTaskError: "
         (message({"no": "task"}, headers={}), "neither its headers nor its body name a task", [None]),
         (message(headers={"task": ["list"], "id": "1"}), f"{ODD}task should be a str, not a list", ["x"]),
         (message(headers={"task": "feedmill.classify"}), f"{ODD}id should be a str, not a NoneType", ["x"]),
-        (message(headers=TO_US | {"eta": "soon"}), f"{ODD}invalid ETA value", ["x"]),
+        (message(headers=TO_US | {"eta": "soon"}), f"{ODD}eta should be a time in ISO 8601, not 'soon'", ["x"]),
         (message([["p", "q"]]), f"{ODD}its body should hold arguments", [None]),
+        (message(headers=TO_US | {"eta": "9999-12-31T23:59:59-12:00"}), f"{ODD}eta is out of range", ["x"]),
         (message(b'[["what'), "its body cannot be read as application/json in utf-8: ", [None]),
         (message(**{"content-type": "application/x-python-serialize"}), "Celery cannot take it: Content", [None]),
         (message([[{"id": "x"}], {}, {}]), "posts: expected a list of at least one post", ["x"]),
@@ -94,7 +95,7 @@ ODD = "Celery cannot take it: InvalidTaskError: "
     ],
     ids=[
         "unknown", "no id", "several posts", "no posts", "first protocol", "no task", "odd task", "no id of ours",
-        "odd eta", "no three parts", "no JSON", "pickle", "no list", "too many posts",
+        "odd eta", "eta out of range", "no three parts", "no JSON", "pickle", "no list", "too many posts",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("app")
@@ -109,6 +110,27 @@ def test_what_no_task_can_take(
         assert (letter.message, letter.attempts) == ("1", 1)
         assert letter.worker.startswith("worker@")
         assert "author" not in (letter.post or "")
+
+
+@pytest.mark.parametrize(("posts", "characters"), [(200, 10**6), (50, 25 * 10**6)], ids=["1 MB", "25 MB"])
+def test_a_long_label_is_not_copied_for_each_post(
+    app: Celery, redis_server: RedisServer, posts: int, characters: int
+) -> None:
+    """Redis keeps at most MAX_DEAD_MESSAGE_BYTES of the letters, and the sender is told in few words."""
+    sent = [{"id": f"p{number}", "title": "t"} for number in range(posts)]
+    labels = ["x" * characters] * 2
+    before = redis_server.client.info("memory")["used_memory"]
+    answer = app.send_task("feedmill.classify", kwargs={"posts": sent, "labels": labels}, compression="gzip")
+    with pytest.raises(Exception, match="is named twice") as raised:
+        answer.get(timeout=60)
+    assert len(str(raised.value)) < 1000
+    assert all(len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100)))
+    wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "all are letters")
+    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "the message has ended")
+    kept: Any = redis_server.client.xrange("feedmill:dead")
+    assert sum(len(fields["letter"]) for _, fields in kept) < 100_000
+    after = redis_server.client.info("memory")["used_memory"]
+    assert after - before < MAX_DEAD_MESSAGE_BYTES
 
 
 @pytest.mark.usefixtures("app")
@@ -132,6 +154,13 @@ def test_who_waits_for_it_is_told_by_celery(app: Celery, redis_server: RedisServ
     answer = app.send_task("no.such", kwargs={"posts": [POST]})
     assert isinstance(answer.get(timeout=30, propagate=False), NotRegistered)
     assert letters(redis_server)[0].message == answer.id
+
+
+def test_the_sender_of_a_refused_message_is_told_by_celery(app: Celery, redis_server: RedisServer) -> None:
+    odd = message(headers=TO_US | {"id": "2", "eta": "9999-12-31T23:59:59-12:00"})
+    redis_server.client.lpush("feedmill", json.dumps(odd))
+    assert isinstance(app.AsyncResult("2").get(timeout=30, propagate=False), InvalidTaskError)
+    assert letters(redis_server)[0].message == "2"
 
 
 @pytest.mark.usefixtures("app")

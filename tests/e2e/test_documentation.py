@@ -13,8 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
 from feedmill.processes import free_port
-from shared.settings import STACK_FILE
-from tests.support import RedisServer, feedmill, redis_servers, run, wait_until
+from tests.support import RedisServer, announced, feedmill, redis_servers, run, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -31,9 +30,8 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
         environment["FEEDMILL_REDIS_URL"] = served.url
     else:
         folder = tmp_path / ".local" / "share" / "feedmill"
-        folder.mkdir(parents=True)
-        (folder / STACK_FILE).write_text(json.dumps({"redis_url": served.url}))
-        address = feedmill("url", cwd=tmp_path, HOME=str(tmp_path))
+        with announced(folder, json.dumps({"redis_url": served.url})):
+            address = feedmill("url", cwd=tmp_path, HOME=str(tmp_path))
         environment["FEEDMILL_REDIS_URL"] = address.stdout.strip()
     said = run([sys.executable, "-c", "".join(blocks("docs/messages.md", "python"))], tmp_path, environment)
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr

@@ -3,18 +3,22 @@
 import json
 import os
 import pty
+import re
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from feedmill.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app
+from shared.keys import WORKERS
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.support import (
@@ -97,7 +101,7 @@ def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tm
     well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
     assert well.returncode == 0, well.stdout + well.stderr
     assert [line.split()[:2] for line in well.stdout.splitlines()] == [
-        ["✓", "redis"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"], ["✓", "reddit"],
+        ["✓", "redis"], ["✓", "memory"], ["✓", "queue"], ["✓", "workers"], ["✓", "rows"], ["✓", "reddit"],
     ]  # fmt: skip
     alone = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert alone.returncode == 1
@@ -112,6 +116,23 @@ def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tm
     }
     without = feedmill("health", "--check", "queue", "--check", "redis", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (without.returncode, len(without.stdout.splitlines())) == (0, 2)
+
+
+def test_health_names_a_worker_that_is_stopped(redis: RedisServer, tmp_path: Path) -> None:
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    with working(redis, tmp_path, "one") as one, working(redis, tmp_path, "two") as two:
+        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both are registered")
+        one.process.send_signal(signal.SIGSTOP)
+        said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
+        seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
+        one.process.send_signal(signal.SIGCONT)
+        assert said.returncode == 1
+        assert re.match(r"✗ workers  no answer from one@\S+ \(alive \d+ s ago\): read its log.*two@", said.stdout)
+        assert [name.partition("@")[0] for name in seen["missing"]] == ["one"]
+        assert one.end() == 0
+        said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
+        assert said.returncode == 0, "what ended in good order is expected no more"
+        assert two.end() == 0
 
 
 def test_health_without_redis(tmp_path: Path) -> None:
@@ -133,7 +154,12 @@ def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) 
     assert lines[1]["results_per_second"] == 0
     assert lines[0]["at"] < lines[1]["at"]
     once = last_json(feedmill("status", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url).stdout)
-    assert set(once) == {"queue", "queues", "workers", "results", "reddit", "oldest_seconds", "gaps", "dead_letters"}
+    assert set(once) == {
+        "queue", "queues", "workers", "results", "reddit", "oldest_seconds", "gaps", "dead_letters", "asked", "missing",
+        "memory",
+    }  # fmt: skip
+    assert (once["asked"], once["missing"]) == (True, {})
+    assert once["memory"]["limit"] > once["memory"]["used"] > 0
 
 
 def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
@@ -194,3 +220,49 @@ def test_watching_what_was_never_there_is_a_mistake(tmp_path: Path) -> None:
     said = feedmill("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
     assert said.returncode == 2
     assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+
+
+def test_watching_in_a_dumb_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
+    command = Terminal("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url, TERM="dumb")
+    with closing(command):
+        wait_until(lambda: command.text().count("Ctrl-C ends") >= 2, "two blocks were printed")
+        assert "\x1b[?1049h" not in command.text()
+
+
+def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
+    """Run the command as any shell does; returns its status, what it printed into a PIPE, and its errors."""
+    said = subprocess.run(
+        [FEEDMILL, *arguments],
+        cwd=cwd,
+        env=os.environ | {"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1/0"} | environment,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return said.returncode, said.stdout, said.stderr
+
+
+def test_escapes_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
+    status, said, errors = redirected(subprocess.PIPE, "health", cwd=tmp_path, PYTHONIOENCODING="latin-1")
+    assert (status, errors) == (1, "")
+    assert said.startswith("\\u2717 redis ")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["health", "--json"], ["health"], ["--version"], ["--help"]])
+def test_output_without_room_is_a_mistake(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        status, _, errors = redirected(full, *arguments, cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert errors == "feedmill: Output cannot be written: No space left on device.\n"
+    assert status == 2
+
+
+@pytest.mark.parametrize("arguments", [["health"], ["--help"]])
+def test_a_closed_pipe_ends_a_command_with_status_0(tmp_path: Path, arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        status, _, errors = redirected(pipe, *arguments, cwd=tmp_path)
+    assert (status, errors) == (0, "")

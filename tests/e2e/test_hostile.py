@@ -1,21 +1,38 @@
 """A real worker, with a stand-in for its model, among hostile messages and on a Redis that takes nothing more."""
 
+import json
 import os
+import re
 import signal
 import sys
+import time
+import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from celery.exceptions import InvalidTaskError
 
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
-from shared.keys import RESULTS_STREAM
+from shared.keys import PASSES, RESULTS_STREAM
 from shared.messages import ClassifyOptions
+from shared.results import ResultsStore
 from shared.settings import Settings
 from tests import fuzz
+from tests.fakes.hostile_messages import Hostile, good
+from tests.fakes.standin_worker import KILLS_EARLY
 from tests.support import Process, RedisServer, make_posts, start, wait_until
+from workers import wellformed
+
+
+def _errback(**options: Any) -> dict[str, Any]:
+    return {"task": "x", "args": [], "kwargs": {}, "options": options, "subtask_type": None, "immutable": False}
 
 
 def test_no_hostile_message_ends_the_worker_or_vanishes(tmp_path: Path) -> None:
@@ -24,6 +41,84 @@ def test_no_hostile_message_ends_the_worker_or_vanishes(tmp_path: Path) -> None:
     assert set(found["read"]) >= {"undecodable", "refused", "refused by us", "good"}
 
 
+#: Changes to a good message: its headers, and the links that Celery sends when it has ended.
+SPOILT: tuple[dict[str, Any], ...] = (
+    {"stamped_headers": ["user"], "stamps": {"user": [{"a": 1}]}},
+    {"stamped_headers": ["other"], "stamps": {"other": [{"a": 1}]}},
+    {"timelimit": [10**400, None]},
+    {"timelimit": [None, 10**400]},
+    {"errbacks": [_errback(queue="in-the-way")]},
+    {"errbacks": [_errback(compression="odd")]},
+    {"errbacks": [_errback(serializer="odd")]},
+    {"errbacks": [_errback(exchange={"a": 1})]},
+)
+
+
+#: Links that are refused before any of the message is done.
+NO_LINKS: tuple[dict[str, Any], ...] = (
+    {"errbacks": [1]},
+    {"errbacks": "9" * 100},
+    {"callbacks": [1]},
+    {"callbacks": [{"task": "x"}] * 1001},
+    {"callbacks": [{"task": "x", "options": {"queue": "feedmill:result:a"}}]},
+    {"chain": "x"},
+    {"chord": 5},
+)
+
+
+@pytest.mark.parametrize("links", NO_LINKS, ids=[str(number) for number in range(len(NO_LINKS))])
+def test_links_that_are_no_tasks_make_a_dead_letter(links: dict[str, Any]) -> None:
+    whole: Any = good()
+    whole["body"][2] |= links
+    message = SimpleNamespace(payload=whole["body"], headers=whole["headers"])
+    with pytest.raises(InvalidTaskError, match=next(iter(links))):
+        wellformed.check(message)
+
+
+@pytest.mark.parametrize("posts", [[{"id": "a", "title": "A title"}], [{"id": "a"}]], ids=["good", "failing"])
+def test_no_odd_header_or_link_ends_the_worker_or_keeps_it_busy(
+    redis: RedisServer, settings: Settings, tmp_path: Path, posts: list[dict[str, str]]
+) -> None:
+    app = make_app(settings)
+    with standing_in(redis, tmp_path) as (worker, said):
+        app.control.revoke_by_stamped_headers({"user": "b"}, reply=True)
+
+        def is_done() -> bool:
+            return not sum(queue_depth(redis.client, "feedmill"))
+
+        redis.client.set("in-the-way", "no list")
+        for number, changes in enumerate(SPOILT):
+            whole: Any = good()
+            whole["body"][1]["posts"] = posts
+            for name, value in changes.items():
+                (whole["headers"] if name in whole["headers"] else whole["body"][2])[name] = value
+            redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
+            wait_until(lambda: worker.poll() is not None or is_done(), f"{changes} is acknowledged")
+            assert worker.poll() is None, said()
+            assert app.AsyncResult(f"m{number}").ready(), changes
+        # The others are errbacks, whose task no worker knows.
+        letters = [letter for letter in ResultsStore(redis.client, settings).dead_letters(100) if letter.id == "a"]
+        assert len(letters) == (0 if "title" in posts[0] else 1)
+
+
+@pytest.mark.parametrize("reply_to", [None, [1]], ids=["none", "no name"])
+def test_an_odd_reply_queue_does_not_end_the_worker(
+    redis: RedisServer, settings: Settings, tmp_path: Path, reply_to: Any
+) -> None:
+    with standing_in(redis, tmp_path, FEEDMILL_CELERY_RESULTS="rpc") as (worker, said):
+        for number, headers in enumerate(({"task": "no.such"}, {"eta": "soon"}, {})):
+            whole = good()
+            whole["headers"] |= headers
+            whole["properties"]["reply_to"] = reply_to
+            redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
+        store = ResultsStore(redis.client, settings)
+        wait_until(lambda: worker.poll() is not None or store.get("m2"), "the last is classified")
+        assert worker.poll() is None, said()
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all are acknowledged")
+        assert [letter.id for letter in store.dead_letters(9)] == ["m0", "m1"]
+
+
+@pytest.mark.each_redis
 def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
     redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -57,22 +152,147 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
 
+def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
+    redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One that has expired when it arrives, and one when its turn comes: Celery stores that before it acknowledges."""
+    request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
+    app, names = make_app(settings), count()
+
+    def send(posts: int, **options: Any) -> Any:
+        kwargs = {"posts": [{"id": f"p{next(names)}", "title": "Who waits for this?"} for _ in range(posts)]}
+        return app.send_task("feedmill.classify", kwargs=kwargs, **options)
+
+    with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.5") as (worker, said):
+        busy = send(10)
+        wait_until(lambda: redis.client.exists(PASSES), "the device is busy")
+        late = send(1, expires=2)
+        wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "another waits for its turn")
+        redis.client.config_set("maxmemory", 1)
+        wait_until(lambda: "Redis does not take its end" in said(), "its end is refused")
+        redis.client.config_set("maxmemory", 0)
+        worker.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 0.2
+        expired = send(1, expires=0.1)
+        redis.client.config_set("maxmemory", 1)
+        wait_until(lambda: time.monotonic() > until, "it has expired")
+        worker.send_signal(signal.SIGCONT)
+        wait_until(lambda: "Redis does not take its result" in said(), "its end is refused on arrival")
+        redis.client.config_set("maxmemory", 0)
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+        assert len(busy.get(timeout=10)) == 10
+        assert (late.state, expired.state) == ("REVOKED", "REVOKED")
+
+
+def test_small_messages_that_unpack_to_gigabytes_leave_the_worker_its_memory(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    """Each is refused before objects are made of it, or decoded while no other is held."""
+    app = make_app(settings)
+    hostile: tuple[list[Any], ...] = ([{}] * 15_000_000, [[0] * 1_000_000, {"id": "x", "title": "A good post"}])
+    for posts in hostile:
+        body = json.dumps([[posts], {}, {}]).encode()
+        template = app.send_task("feedmill.classify", ([],))
+        found = json.loads(str(redis.client.rpop("feedmill")))
+        found["headers"]["compression"], found["body"] = "application/x-gzip", b64encode(zlib.compress(body)).decode()
+        for number in range(13):
+            found["headers"]["id"] = found["properties"]["correlation_id"] = f"{template.id}-{number}"
+            redis.client.lpush("feedmill", json.dumps(found))
+    with standing_in(redis, tmp_path) as (worker, _):
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all are done with")
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.pid}/status").read_text())
+        assert int(peak) < 1_500_000
+    store = ResultsStore(connect(settings), settings)
+    assert (store.counters().failed, store.counters().stored) == (26, 1)
+
+
+def test_messages_for_later_keep_nothing_that_is_due_waiting(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    """However large they are, or many: what they may take is counted apart, and bounded."""
+    app = make_app(settings)
+    large = [{"id": "e", "title": "x", "body": "a" * 40_000_000}]
+    for _ in range(4):
+        app.send_task("feedmill.classify", kwargs={"posts": large}, countdown=10_000, compression="bzip2")
+    for number in range(2500):
+        app.send_task("feedmill.classify", kwargs={"posts": [{"id": f"l{number}", "title": "Later"}]}, countdown=10_000)
+    Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(64))
+    store = ResultsStore(connect(settings), settings)
+    with standing_in(redis, tmp_path):
+        wait_until(lambda: store.counters().stored == 64, "what is due is classified")
+        wait_until(lambda: store.dead_letters(9), "one message is too much")
+        assert "messages for later would take more than" in store.dead_letters(1)[0].reason
+
+
+def test_a_new_worker_leaves_messages_of_many_posts_to_others(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
+    """Before it has seen one: it cannot know how many posts they hold, and bounds their bytes."""
+    Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64 * 32))
+    with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.01"):
+        wait_until(lambda: redis.client.hlen("feedmill:reserved"), "it has some")
+        assert redis.client.hlen("feedmill:reserved") < 16
+
+
+@pytest.mark.parametrize("eta", [None, "2026-01-01T00:00:00+00:00"], ids=["at once", "after Celery's timer"])
+def test_a_message_that_ends_workers_before_a_forward_pass_becomes_a_dead_letter(
+    redis: RedisServer, settings: Settings, tmp_path: Path, eta: str | None
+) -> None:
+    """After five deliveries, the last three of them alone; the messages beside it are classified."""
+    app = make_app(settings)
+    titles = [*(f"Post {number}" for number in range(20)), KILLS_EARLY, *(f"Post {number}" for number in range(20, 40))]
+    sent = [
+        app.send_task(
+            "feedmill.classify",
+            kwargs={"posts": [{"id": f"p{number}", "title": title}]},
+            headers={"eta": eta} if title == KILLS_EARLY else {},
+        )
+        for number, title in enumerate(titles)
+    ]
+    store, deaths = ResultsStore(connect(settings), settings), 0
+    while not store.dead_letters(1):
+        with standin(redis, tmp_path) as (worker, said):
+            wait_until(lambda: worker.poll() is not None or store.dead_letters(1), "it ends, or the message does")
+            deaths += worker.poll() is not None
+            assert deaths <= 5, said()
+            if worker.poll() is None:
+                wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
+    (letter,) = store.dead_letters(2)
+    assert (deaths, letter.attempts, store.counters().stored) == (5, 5, 40)
+    assert "delivered 5 times" in letter.reason
+    assert KILLS_EARLY in (letter.payload or "")
+    with pytest.raises(Exception, match="delivered 5 times"):
+        sent[titles.index(KILLS_EARLY)].get(timeout=10)
+
+
 @contextmanager
-def standing_in(redis: RedisServer, folder: Path) -> Iterator[tuple[Process, Callable[[], str]]]:
+def standing_in(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
     """A worker that is ready, and what it has said; it must live to the end."""
+    with standin(redis, folder, **environment) as (worker, said):
+        wait_until(lambda: " ready." in said(), "the worker is ready")
+        yield worker, said
+        assert worker.poll() is None, said()
+
+
+@contextmanager
+def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
+    """A worker that starts, and what it has said."""
     log = folder / "worker.log"
     with log.open("wb") as output:
         worker = start(
             [sys.executable, "-m", "tests.fakes.standin_worker", "standin"],
             fuzz.ROOT,
             os.environ
-            | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_VISIBILITY_TIMEOUT": "3"},
+            | {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_VISIBILITY_TIMEOUT": "3"}
+            | environment,
             output,
         )
     try:
-        wait_until(lambda: " ready." in log.read_text(), "the worker is ready")
         yield worker, log.read_text
-        assert worker.poll() is None, log.read_text()
+    except AssertionError as error:
+        error.add_note(f"the worker said:\n{log.read_text()[-8000:]}")
+        raise
     finally:
-        worker.terminate()
-        worker.wait(60)
+        if worker.poll() is None:
+            worker.terminate()
+            worker.wait(60)

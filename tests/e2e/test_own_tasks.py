@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain, chord
+from celery.exceptions import TimeLimitExceeded
 
+from shared.broker import queue_depth
 from tests.support import Feedmill, RedisServer, feedmill, run, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,6 +126,39 @@ def test_one_that_calls_feedmills(app: Celery) -> None:
     other = app.send_task("feedmill.classify", [POSTS])
     assert sent.get(timeout=60) == ["sports", "food"]
     assert len(other.get(timeout=60)) == 2
+
+
+def test_a_time_limit_fails_the_task_and_ends_the_worker(redis_server: RedisServer, tmp_path: Path) -> None:
+    """No thread can be interrupted: all other messages go back to the queue, for the next worker."""
+    redis, app = redis_server, _app(redis_server)
+    app.conf.task_default_queue = "limits"
+    redis.client.delete("ran")
+    environment = {
+        "FEEDMILL_REDIS_URL": redis.url,
+        "FEEDMILL_QUEUE": "limits",
+        "FEEDMILL_FORWARD_TIMEOUT": "2",
+        "FAKE_TIME_LIMIT": "3",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = ("worker", "--name", "limits", "--include", "tests.fakes.own_tasks")
+    with running(*command, cwd=tmp_path, **environment) as worker:
+        wait_until(lambda: worker.says(" ready."), "the worker is ready")
+        redis.client.set("gate", "1")
+        long = app.send_task("own.hold", ["gate"], time_limit=1000)
+        wait_until(lambda: worker.says(f"task own.hold[{long.id}] has kept the device thread for "), "it is logged")
+        redis.client.delete("gate")
+        assert long.get(timeout=60) == "gate"
+        redis.client.set("gate", "1")
+        limited = app.send_task("own.hold", ["gate"], soft_time_limit=1)
+        wait_until(lambda: len(ran(redis)) == 2, "it runs")
+        app.send_task("feedmill.classify", [[{**POSTS[0], "id": "not stored yet"}]])
+        wait_until(lambda: worker.process.poll() is not None, "the worker has ended")
+        assert worker.process.poll() == 1
+        assert "has not ended within its time limit of 3 s; this worker ends" in worker.text()
+    with pytest.raises(TimeLimitExceeded):
+        limited.get(timeout=60)
+    assert queue_depth(redis.client, "limits") == (1, 0), "the posts, and not the task"
 
 
 MODULES = {"broken_tasks": "1 / 0", "unfinished_tasks": "def task(:", "needy_tasks": "import no_such_package"}

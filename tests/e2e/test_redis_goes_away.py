@@ -17,6 +17,8 @@ from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.support import Restartable, make_posts, running, wait_until, working
 
+pytestmark = pytest.mark.each_redis
+
 #: Seconds; the shortest that the setting takes.
 LEASE = 3
 #: Leases are short, and the first results come early.
@@ -24,8 +26,8 @@ QUICK = {"FEEDMILL_VISIBILITY_TIMEOUT": str(LEASE), "FEEDMILL_BATCH_ROWS": "8"}
 
 
 @pytest.fixture
-def durable(tmp_path: Path) -> Iterator[Restartable]:
-    server = Restartable(tmp_path)
+def durable(redis_path: str, tmp_path: Path) -> Iterator[Restartable]:
+    server = Restartable(redis_path, tmp_path)
     yield server
     server.stop()
 

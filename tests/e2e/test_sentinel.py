@@ -25,10 +25,11 @@ from tests.support import (
     body_of,
     feedmill,
     make_posts,
-    redis_servers,
     running,
     wait_until,
 )
+
+pytestmark = pytest.mark.each_redis
 
 #: The Sentinels' own.
 SENTINELS_PASSWORD = "sentinels-password"
@@ -39,8 +40,8 @@ DOWN_AFTER_MS = 1000
 class Watched:
     """A master with a replica, watched by three Sentinels."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._path = next(iter(redis_servers().values()))
+    def __init__(self, path: str, folder: Path, stack: ExitStack) -> None:
+        self._path = path
         self._folder = folder
         self.first = self._redis("first", stack)
         self.second = self._redis("second", stack, f"replicaof 127.0.0.1 {self.first.port}\n")
@@ -97,11 +98,9 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    if not redis_servers():
-        pytest.skip("needs a redis-server: apt install redis-server")
+def watched(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with ExitStack() as stack:
-        yield Watched(tmp_path_factory.mktemp("watched"), stack)
+        yield Watched(redis_path, tmp_path_factory.mktemp("watched"), stack)
 
 
 def test_from_end_to_end_and_through_a_failover_under_load(watched: Watched, tmp_path: Path) -> None:

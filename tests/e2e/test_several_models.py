@@ -121,12 +121,14 @@ def test_a_dead_letter_says_which_queue_it_came_out_of(house: House) -> None:
     assert house.run("enqueue", str(path), "--model", "moods", "--labels", "a,b", "--priority", "5")[0] == 0
     dead = DeadLetters(house.redis.client)
     wait_until(lambda: dead.find(["bad"])["bad"], "it is a dead letter: that model has labels of its own")
-    (entry,) = dead.find(["bad"])["bad"]
+    (name,) = dead.find(["bad"])["bad"]
+    entry = dead.get(name)
     assert isinstance(entry, Entry)
     assert entry.letter.queue == "feedmill-moods"
     assert house.run("dead", "retry", "bad")[:2] == (0, "1 sent again\n")
     wait_until(lambda: dead.find(["bad"])["bad"], "it is one again, of the same worker")
-    (entry,) = dead.find(["bad"])["bad"]
+    (name,) = dead.find(["bad"])["bad"]
+    entry = dead.get(name)
     assert isinstance(entry, Entry)
     assert entry.letter.worker.startswith("other@")
 

@@ -123,7 +123,7 @@ def test_one_that_always_fails_is_given_up_and_the_other_goes_on(tmp_path: Path)
         supervisor.process.send_signal(signal.SIGINT)
         assert supervisor.process.wait(60) == 0
     said = supervisor.text()
-    assert "is given up: it ended 5 times in a row, at last with status 1. Its log ends:\n  it broke\n" in said
+    assert "is given up: it ended 5 times in a row, at last with status 1. Its log ends:\n      it broke\n" in said
     assert said.count("cpu:0 | it broke") == 5
     assert said.count("cpu:1 | begun feedmill-cpu:1@") == 1
 

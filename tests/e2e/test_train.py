@@ -145,7 +145,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
     """By torchrun and gloo, at the same effective batch; only the first one tells, and writes."""
     write_posts(tmp_path / "posts.jsonl")
     asked = ["train", "--from", "posts.jsonl", "--base", str(base), "--split", "none", "--device", "cpu"]
-    asked += ["--learning-rate", "0.001", "--epochs", "2"]
+    asked += ["--learning-rate", "0.001", "--epochs", "2", "--precision", "float32"]
     assert feedmill(*asked, "--out", "one", "--batch-size", "16", cwd=tmp_path).returncode == 0
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "feedmill"]
     said = run(

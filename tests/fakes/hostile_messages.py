@@ -107,6 +107,20 @@ def protocol_1() -> dict[str, Any]:
     return message
 
 
+def elaborate() -> dict[str, Any]:
+    """A good message with what few senders use: stamps, times, limits, and links."""
+    message = good()
+    link = {"task": "no.such", "args": [], "kwargs": {}, "options": {"queue": "feedmill", "compression": None}}
+    message["headers"] |= {
+        "eta": "2020-01-01T00:00:00+01:00",
+        "timelimit": [300, 200.5],
+        "stamped_headers": ["user", "other"],
+        "stamps": {"user": ["a", "b"], "other": "c"},
+    }
+    message["body"][2] = {"callbacks": [link], "errbacks": [link], "chain": [link], "chord": None}
+    return message
+
+
 NUMBERS = st.one_of(
     st.integers(),
     st.floats(),
@@ -127,6 +141,9 @@ STRINGS = st.one_of(
             "2026-11-21T00:00:00",
             "0001-01-01T00:00:00+14:00",
             "9999-12-31T23:59:59-14:00",
+            "9999-12-31T23:59:59-12:00",
+            "gzip",
+            "feedmill:results",
             "application/x-python-serialize",
             "application/json",
             "application/data",
@@ -262,6 +279,7 @@ TASKS = (
 
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "changed": changed(st.builds(good)),
+    "elaborate": changed(st.builds(elaborate)),
     "protocol 1": changed(st.builds(protocol_1)),
     "another task": changed(st.builds(good, st.sampled_from(TASKS))),
     "body": with_body(),

@@ -26,6 +26,8 @@ if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than a setting may make i
         "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
         "unacked_restore_interval": 1,
     }
+if "FAKE_TIME_LIMIT" in os.environ:
+    current_app.conf.task_time_limit = int(os.environ["FAKE_TIME_LIMIT"])
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Training on a tiny model: however it is divided, interrupted or short of memory, the same weights come of it."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,12 @@ def assert_same(one: Any, other: Any, tolerance: float = 2e-5) -> None:
         assert torch.allclose(found[name], value, atol=tolerance, rtol=0), name
 
 
+def distance(one: Any, other: Any) -> float:
+    """Euclidean, over all weights."""
+    expected = weights(other)
+    return math.sqrt(sum(float((value - expected[name]).square().sum()) for name, value in weights(one).items()))
+
+
 def moved(model: Any, base: Path) -> float:
     before = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).state_dict()
     return max(
@@ -98,11 +105,21 @@ def moved(model: Any, base: Path) -> float:
 @pytest.mark.parametrize("length_grouping", [True, False])
 def test_accumulated_batches_are_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
     """Also the last step's, which is not full: 100 posts are three steps of 32 and one of 4."""
-    whole = trained(still, tmp_path / "a", batch_size=32, length_grouping=length_grouping)
-    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, length_grouping=length_grouping)
+    given: dict[str, Any] = {"length_grouping": length_grouping, "precision": "float32"}
+    whole = trained(still, tmp_path / "a", batch_size=32, **given)
+    parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, **given)
     assert (whole.plan.steps, parts.plan.steps, parts.plan.effective_batch) == (8, 8, 32)
     assert_same(parts.model, whole.model)
     assert moved(whole.model, still) > 1e-3
+
+
+def test_accumulation_in_bfloat16_differs_less_than_bfloat16_itself(still: Path, tmp_path: Path) -> None:
+    """Rounding depends on a batch's shape, so equal weights are those of float32 alone."""
+    exact = trained(still, tmp_path / "exact", batch_size=32, precision="float32")
+    whole = trained(still, tmp_path / "whole", batch_size=32, precision="bfloat16")
+    parts = trained(still, tmp_path / "parts", batch_size=8, accumulation=4, precision="bfloat16")
+    apart = distance(parts.model, whole.model)
+    assert apart < min(distance(whole.model, exact.model), distance(parts.model, exact.model))
 
 
 def test_resumed_is_uninterrupted(base: Path, tmp_path: Path) -> None:

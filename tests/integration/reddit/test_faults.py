@@ -163,6 +163,7 @@ def test_credentials_that_reddit_refuses(house: House, client: tuple[str, str]) 
     assert "wrong" not in str(refused.value)
 
 
+@pytest.mark.each_redis
 def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
@@ -178,6 +179,7 @@ def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
     assert daemon.hindrance == ""
 
 
+@pytest.mark.each_redis
 def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
