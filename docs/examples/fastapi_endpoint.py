@@ -1,11 +1,11 @@
-"""Labels over HTTP. It needs `pip install 'celery[redis]' fastapi uvicorn`.
+"""Serve labels over HTTP. Needs `pip install 'celery[redis]' fastapi uvicorn`.
 
     FEEDMILL_REDIS_URL=redis://:password@127.0.0.1:6379/0 uvicorn fastapi_endpoint:app
 
     curl http://127.0.0.1:8000/classify --json '{"posts": [{"id": "a1", "title": "The keeper saved two penalties"}]}'
 
-POST /classify takes the arguments of `feedmill.classify` and answers 200 with one outcome per post; 422 with the
-reason where the message failed; 202 with the address of its result where that takes longer than `PATIENCE`.
+POST /classify takes the arguments of `feedmill.classify`. It responds 200 with one outcome per post, 422 with the
+reason if the message failed, or 202 with the result's address if that takes longer than `PATIENCE` seconds.
 """
 
 import os
@@ -17,9 +17,9 @@ from celery.result import AsyncResult
 from fastapi import Body, FastAPI, HTTPException, Response
 
 URL = os.environ["FEEDMILL_REDIS_URL"]
-#: Seconds that a request waits for its outcomes.
+#: Seconds that a request waits for outcomes before it responds 202.
 PATIENCE = float(os.environ.get("PATIENCE", "30"))
-#: What a sender can mend: wrong options; posts that all failed, or any with `strict`.
+#: Errors that the sender can fix: invalid options; all posts failed, or any with `strict`.
 REFUSALS = {"RequestRefused", "MessageFailed"}
 
 celery = Celery(broker=URL, backend=URL)
@@ -32,13 +32,13 @@ def classify(arguments: Annotated[dict[str, Any], Body()], response: Response) -
     try:
         sent.get(timeout=PATIENCE, propagate=False)
     except TooSlow:
-        sent.backend.remove_pending_result(sent)  # nobody listens for it any more
+        sent.backend.remove_pending_result(sent)  # stop listening for the result
     return answer(sent, response)
 
 
 @app.get("/results/{message_id}")
 def result(message_id: str, response: Response) -> dict[str, Any]:
-    """What has become of a message. Celery knows no difference between one that waits and one that never was."""
+    """Return a message's outcomes. Celery reports an unknown message as one that still waits."""
     return answer(AsyncResult(message_id, app=celery), response)
 
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Labels for posts through Flower's REST API, with nothing but curl.
+# Classify posts through Flower's REST API, using only curl.
 #
 #   FEEDMILL_FLOWER_USER=... FEEDMILL_FLOWER_PASSWORD=... ./flower_curl.sh [ARGUMENTS]
 #
-# ARGUMENTS: of feedmill.classify, a JSON object. It prints Flower's answer, whose `result` has one outcome per post, and
-# ends with status 1 where the message failed: `result` is the reason then. FLOWER_URL: where Flower is.
+# ARGUMENTS is a JSON object: the arguments of feedmill.classify. FLOWER_URL is Flower's address. The script prints
+# Flower's response, whose `result` has one outcome per post. If the message failed, `result` is the reason and the exit
+# status is 1.
 set -euo pipefail
 
 flower=${FLOWER_URL:-http://127.0.0.1:5555}
 example='{"version": 1, "posts": [{"id": "c1", "title": "The keeper saved two penalties"}], "labels": "sport, kitchen"}'
 arguments=${1:-$example}
 
-# Through a file that is none: a password on a command line can be read by everyone on the machine.
+# Pass the password through a pipe: every user of the machine can read command lines.
 login() {
   if [ -n "${FEEDMILL_FLOWER_PASSWORD:-}" ]; then
     printf 'header = "Authorization: Basic %s"\n' \
@@ -24,12 +25,12 @@ ask() {
 }
 
 if ! sent=$(ask --data "{\"kwargs\": $arguments, \"queue\": \"feedmill\"}" "$flower/api/task/send-task/feedmill.classify"); then
-  echo "Flower says: $sent" >&2
+  echo "Flower refused the message: $sent" >&2
   exit 1
 fi
 id=$(sed -n 's/.*"task-id": *"\([^"]*\)".*/\1/p' <<<"$sent")
 
-# The first call waits, for 60 seconds at most; the state that it tells is the one from before.
+# The first call waits up to 60 seconds, but returns the state from before the wait. The second returns the result.
 ask --output /dev/null "$flower/api/task/result/$id?timeout=60"
 answer=$(ask "$flower/api/task/result/$id")
 echo "$answer"

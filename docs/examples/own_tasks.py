@@ -1,10 +1,10 @@
-"""An application whose own tasks go on with Feedmill's outcomes, with a worker of its own. It needs `celery[redis]`.
+"""Process Feedmill's outcomes with your own tasks on your own worker. Needs `celery[redis]`.
 
     export FEEDMILL_REDIS_URL=redis://:password@127.0.0.1:6379/0
     celery -A own_tasks worker --pool solo &
     python own_tasks.py
 
-Feedmill's worker sends these tasks on, and knows of them what their signature holds: hence each names its queue.
+Feedmill's worker publishes these tasks and knows only their signatures, so each signature names its queue.
 """
 
 import os
@@ -23,31 +23,31 @@ app.conf.task_default_queue = "own"
 
 
 def classify(posts: list[dict[str, Any]], **options: Any) -> Signature:
-    """Feedmill's task, ready to be sent or to be part of something larger."""
+    """Return a signature of Feedmill's task, to send or to use in a canvas."""
     arguments = {"version": 1, "posts": posts, **options}
     return app.signature("feedmill.classify", kwargs=arguments, queue="feedmill")
 
 
 def own(task: Any) -> Signature:
-    """One of the tasks below, which gets what went before it as its argument."""
+    """Return a signature of one of the tasks below. It receives the previous result as its argument."""
     return app.signature(task.name, queue="own")
 
 
 @app.task(name="own.labels")
 def labels(outcomes: Outcomes) -> dict[str, str | None]:
-    """After one message: each post's label."""
+    """Return each post's label. Runs after one message."""
     return {outcome["id"]: outcome.get("label") for outcome in outcomes}
 
 
 @app.task(name="own.count")
 def count(messages: list[Outcomes]) -> dict[str, int]:
-    """After a chord of messages: how many posts have each label."""
+    """Count the posts of each label. Runs after a chord of messages."""
     return Counter(outcome.get("label", "none") for outcomes in messages for outcome in outcomes)
 
 
 @app.task(name="own.failed")
 def failed(message_id: str) -> str:
-    """After a message that failed: why."""
+    """Return a failed message's error."""
     error = AsyncResult(message_id, app=app).result
     return f"{type(error).__name__}: {error}"
 

@@ -1,8 +1,8 @@
-"""Labels for posts, with labels of one's own, from a program that has nothing but `pip install 'celery[redis]'`.
+"""Classify posts with your own labels. Needs only `pip install 'celery[redis]'`.
 
     FEEDMILL_REDIS_URL=redis://:password@127.0.0.1:6379/0 python plain_python.py
 
-It prints one line per post, and ends with status 1 where the message as a whole was refused.
+Prints one line per post. Exits with status 1 if the whole message failed.
 """
 
 import os
@@ -25,6 +25,6 @@ if sent.failed():
     sys.exit(f"{type(outcomes).__name__}: {outcomes}")
 for outcome in outcomes:
     if "error" in outcome:
-        print(f"{outcome['id']}: no label, since {outcome['error']}")
+        print(f"{outcome['id']}: no label: {outcome['error']}")
     else:
         print(f"{outcome['id']}: {outcome['label']}")

@@ -61,7 +61,7 @@ def test_plain_python(served: RedisServer, tmp_path: Path) -> None:
     assert said.stdout.splitlines() == [
         "a1: sport",
         "a2: kitchen",
-        "a3: no label, since neither title nor body holds any text",
+        "a3: no label: neither title nor body holds any text",
     ], said.stderr
 
 
@@ -208,4 +208,4 @@ def test_flower_says_why_a_message_failed(unguarded: str, tmp_path: Path) -> Non
 def test_what_is_no_json_is_refused_by_flower(unguarded: str, tmp_path: Path) -> None:
     said = curl(unguarded, tmp_path, "{")
     assert said.returncode == 1
-    assert "Flower says: " in said.stderr
+    assert "Flower refused" in said.stderr

@@ -1,4 +1,4 @@
-"""A source: stories of Hacker News, as its search answers (https://hn.algolia.com/api), as posts in the queue.
+"""A source that enqueues Hacker News stories from its search API (https://hn.algolia.com/api).
 
 curl "https://hn.algolia.com/api/v1/search_by_date?tags=story" | python hacker_news.py
 """
@@ -17,7 +17,7 @@ from shared.settings import load
 
 
 def posts(answer: dict[str, Any]) -> Iterator[Post]:
-    """Each story that can be classified; of the others it is told what is wrong."""
+    """Yield the stories that can be classified; print an error for each of the others."""
     for hit in answer["hits"]:
         story = {
             "id": f"hn-{hit['objectID']}",

@@ -1,4 +1,4 @@
-"""A classifier: the label of whose words a post has most. Each label is described by its words.
+"""A classifier that chooses the label with the most words in the post. A label's description lists its words.
 
     PYTHONPATH=docs/examples/extending feedmill classify "Soup with beans" --classifier keywords:Keywords \
         --labels '{"food": "soup beans bread", "sports": "match goal"}'
@@ -21,10 +21,14 @@ from workers.weights import Weights
 
 
 class Keywords:
-    """Counts words. A row's tokens are the places of the labels whose words stand in the post, one for each."""
+    """Classifier that counts words.
+
+    A row's tokens are label indices, one for each word of the post that belongs to a label; if there is none, the index
+    after the last label.
+    """
 
     kind = "keywords"
-    #: Nothing is computed for padding: there is none.
+    #: True: rows are not padded.
     packed = True
 
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
@@ -33,22 +37,22 @@ class Keywords:
         self._label_sets = LabelSets(self.kind, "version 1", labels, "{}", self._words)
 
     def warm_up(self) -> None:
-        """There is nothing to warm up."""
+        """Do nothing: there is no device state to set up."""
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 
     def _words(self, described: Sequence[Sequence[str]]) -> dict[str, int]:
-        """The place of the label that each word stands for."""
-        return {word: place for place, texts in enumerate(described) for word in words(" ".join(texts))}
+        """Map each word to the index of its label."""
+        return {word: index for index, texts in enumerate(described) for word in words(" ".join(texts))}
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        """On the tokenizer thread: all that can be done before the device has its turn."""
-        places = label_set.prepared
+        """Turn texts into rows. Runs on the tokenizer thread."""
+        indices = label_set.prepared
         return [
             [
                 Row(
-                    Tokens([places[word] for word in words(text) if word in places] or [len(label_set.labels)]),
+                    Tokens([indices[word] for word in words(text) if word in indices] or [len(label_set.labels)]),
                     label_set,
                 )
             ]
@@ -56,17 +60,17 @@ class Keywords:
         ]
 
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
-        """On the device thread: counts [rows, most labels of any row]."""
+        """Count words: a tensor [rows, largest label set]. Runs on the device thread."""
         with device_errors():
             began = time.perf_counter()
             width = max(len(row.label_set.labels) for row in rows)
             counts = torch.zeros(len(rows), width + 1)
-            for place, row in enumerate(rows):
-                counts[place] += torch.bincount(torch.tensor(row.tokens.ids), minlength=width + 1)
+            for index, row in enumerate(rows):
+                counts[index] += torch.bincount(torch.tensor(row.tokens.ids), minlength=width + 1)
             return TensorOutputs(counts[:, :width], began)
 
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
-        """On the writer thread: each label's share of the words that were found."""
+        """Return each label's share of the words found. Runs on the writer thread."""
         found = []
         for row, counts in zip(rows, outputs.wait(), strict=True):
             labels = row.label_set.labels

@@ -1,4 +1,4 @@
-"""An engine: torch's, that logs each forward pass of a CPU that takes long, with what was in it.
+"""torch's engine with a log line for each slow forward pass on a CPU.
 
 PYTHONPATH=docs/examples/extending feedmill worker --engine logged:LoggedEngine
 """
@@ -17,12 +17,12 @@ from workers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of a forward pass that is worth a line.
-LONG = 1.0
+#: Log forward passes that take longer, in seconds.
+SLOW_PASS_S = 1.0
 
 
 class LoggedEngine(TorchEngine):
-    """What every engine is made of: `reads` is what the classifier wants read off the model, see network.py."""
+    """torch's engine with logging. `reads` names the model outputs that the classifier needs; see network.py."""
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         super().__init__(weights, device, reads, pad_id, settings.max_tokens)
@@ -30,7 +30,7 @@ class LoggedEngine(TorchEngine):
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         began = time.perf_counter()
         found = super().forward(rows)
-        if (seconds := time.perf_counter() - began) > LONG:
+        if (seconds := time.perf_counter() - began) > SLOW_PASS_S:
             longest = max(len(row.ids) for row in rows)
             logger.warning("%d rows of up to %d tokens took %.1f s", len(rows), longest, seconds)
         return found
