@@ -1,4 +1,4 @@
-"""What Celery's own integration tests ask of a task, asked of micro-batched ones; docs/celery-suite.md says which.
+"""What Celery's own integration tests ask of a task, asked of micro-batched ones; docs/contributing/celery-suite.md says which.
 
 A number is a post with it for its id. `add` has such posts classified and returns them, each with so much more, so that
 one can follow another (tests/fakes/suite_tasks.py). The client is plain Celery, and knows the tasks by their names.
@@ -893,7 +893,7 @@ def test_many_commands_that_are_refused(worker: Feedmill) -> None:
 
 # The table.
 
-TABLE = ROOT / "docs" / "celery-suite.md"
+TABLE = ROOT / "docs" / "contributing" / "celery-suite.md"
 HERE = Path(__file__).parent
 
 
