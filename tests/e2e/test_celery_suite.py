@@ -1,4 +1,4 @@
-"""What Celery's own integration tests ask of a task, asked of micro-batched ones; docs/contributing/celery-suite.md says which.
+"""Behaviour that Celery's own integration tests check, for micro-batched tasks. See docs/contributing/celery-suite.md.
 
 A number is a post with it for its id. `add` has such posts classified and returns them, each with so much more, so that
 one can follow another (tests/fakes/suite_tasks.py). The client is plain Celery, and knows the tasks by their names.
