@@ -106,9 +106,9 @@ def commands() -> str:
     common = {flag.name: flag for flag, count in reversed(uses) if count >= SHARED_FLAG_COMMANDS}
     shared = set(common.values())
     columns = ("argument or flag", "description", "default, bounds")
-    index = ((f"[`{one.name}`](#{one.name.replace(' ', '-')})", one.help.partition("\n")[0]) for one in found[1:])
+    index = (f"[{one.name.partition(' ')[2]}](#{one.name.replace(' ', '-')})" for one in found[1:])
     parts = [
-        table(("command", "description"), index),
+        f"{', '.join(index)}.\n",
         "\n## Shared flags\n\nEach command below names those it takes.\n\n",
         table(columns, sorted(shared)),
     ]
