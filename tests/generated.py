@@ -60,11 +60,10 @@ SHARED_FLAG_COMMANDS = 3
 
 
 class Flag(NamedTuple):
-    """An argument or a flag of a command, as its row in the table."""
+    """An argument or a flag of a command, as its row in the table. The description ends with default and bounds."""
 
     name: str
     description: str
-    default: str
 
 
 class Command(NamedTuple):
@@ -105,7 +104,7 @@ def commands() -> str:
     uses = Counter(flag for command in found for flag in command.flags).most_common()
     common = {flag.name: flag for flag, count in reversed(uses) if count >= SHARED_FLAG_COMMANDS}
     shared = set(common.values())
-    columns = ("argument or flag", "description", "default, bounds")
+    columns = ("argument or flag", "description")
     index = (f"[{one.name.partition(' ')[2]}](#{one.name.replace(' ', '-')})" for one in found[1:])
     parts = [
         f"{', '.join(index)}.\n",
@@ -130,10 +129,9 @@ def described(command: Any, name: str, parent: Any = None) -> Iterator[Command]:
         records = [parameter.get_help_record(context) for parameter in command.params]
         flags = []
         for record in filter(None, records):
-            text, _, rest = record[1].partition("  [")
+            text, _, limits = record[1].replace("\\[", "[").partition("  [")
             shown = re.sub(r" <(list\[)?(.*?)\]?( range)?>", r" <\2>", record[0])
-            default = rest.removesuffix("]").replace("default: ", "")
-            flags.append(Flag(f"`{shown}`", text.replace("\\[", "["), default))
+            flags.append(Flag(f"`{shown}`", f"{text} ({limits.removesuffix(']')})" if limits else text))
         yield Command(name, command.help, flags)
         for word, below in getattr(command, "commands", {}).items():
             yield from described(below, f"{name} {word}", context)
