@@ -200,7 +200,7 @@ def metrics() -> str:
 def redis_keys() -> str:
     """Return each key in Redis, described by its comment or by the docstring of the function that makes it."""
     holds = {getattr(keys, name): comment for _, name, comment in commented(keys)}
-    holds |= {make("*"): inspect.getdoc(make) for name, make in vars(keys).items() if name.endswith("_key")}
+    holds |= {make("*"): described_key(make) for name, make in vars(keys).items() if name.endswith("_key")}
     rows = []
     for key in keys.TABLE:
         writer, _, rest = key.writer.partition(", ")
@@ -209,10 +209,16 @@ def redis_keys() -> str:
     return table(("key", "type", "content", "written by", "bound"), rows)
 
 
+def described_key(make: Callable[[str], str]) -> str:
+    """Return the docstring of a function that makes a key, with `*` in place of its parameter's name."""
+    (parameter,) = inspect.signature(make).parameters
+    return re.sub(rf"(?<=\. ){parameter}: ", "`*`: ", inspect.getdoc(make) or "")
+
+
 def limit(bound: str, writer: str) -> str:
-    """Return a key's bound with its settings as variables and the constants of its writer with their values."""
+    """Return a key's bound with its settings as variables, and its writer's constants as their values."""
     module = import_module(writer.removesuffix(".py").replace("/", ".")) if writer.endswith(".py") else None
-    bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{name[0]} ({getattr(module, name[0]):,})", bound)
+    bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
     return re.sub(
         r"\b[a-z]+(_[a-z]+)+\b",
         lambda name: f"`{PREFIX}{name[0].upper()}`" if name[0] in Settings.model_fields else name[0],
