@@ -1,8 +1,8 @@
 """Figures for Prometheus, and whether a process is well: one small HTTP server, for workers and for the Reddit daemon.
 
 The only file that knows prometheus-client, which is asked for once a port is set. What there is to tell its owners
-say: their figures are declared in tables, which docs/metrics.md shows, and are read when somebody asks for them, not
-before. The figures of the queue and of the results are here: every process can read them off Redis.
+say: their figures are declared in tables, which docs/reference/metrics.md shows, and are read when somebody asks for
+them, not before. The figures of the queue and of the results are here: every process can read them off Redis.
 """
 
 import logging

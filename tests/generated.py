@@ -1,17 +1,18 @@
-"""What of the documentation is written by the code: `make docs` writes it, and tests/unit/test_generated.py holds it.
+"""Generate the parts of the documentation that repeat the code. `make docs` runs it.
 
-A page's generated part stands between two comments; what is around them is written by hand. Each function of a page
-returns its part. The JSON Schema is generated as well, as whole files.
+The generated part of a page stands between the comments BEGIN and END; the text around it is written by hand. The JSON
+Schema files are generated as a whole. tests/unit/test_generated.py fails when a page differs from the code.
 """
 
 import ast
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, SecretStr
@@ -20,15 +21,14 @@ from typer.main import get_command
 
 from feedmill.cli import app
 from producers.reddit import metrics as reddit_metrics
-from shared import keys, schema
+from shared import errors, keys, schema
 from shared.metrics import REDIS_FIGURES
 from shared.settings import DAY, PREFIX, Settings
-from tests.sentences import CLASSES, sentences
 from workers import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- Its end. -->\n"
-#: The README's folders, with a line for each that is no package.
+BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- End of the generated part. -->\n"
+#: The README's folders. A package's line is the first sentence of its docstring; other folders have theirs here.
 FOLDERS = {
     "feedmill": "",
     "producers": "",
@@ -36,91 +36,120 @@ FOLDERS = {
     "shared": "",
     "tests": "",
     "benchmarks": "",
-    "docs": "How it works, and a page for each subject; runnable examples",
+    "docs": "How it works, a page for each subject, a reference, runnable examples",
     "docker": "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana",
 }
-#: In the order in which a post comes through them; then the command, which is around them.
+#: In the order in which a post passes through them, then the package around them.
 PACKAGES = ("producers", "shared", "workers", "feedmill")
-#: By who serves them.
+#: Metrics by the process that serves them.
 FIGURES = {
-    "Every process that serves metrics, read off Redis": REDIS_FIGURES,
+    "Every process that serves metrics (read from Redis)": REDIS_FIGURES,
     "Workers": worker_metrics.FIGURES,
     "The Reddit daemon": reddit_metrics.FIGURES,
 }
-#: What a setting of a type takes.
+#: The values that a setting of each type takes.
 TYPES = {
     bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    Path: "a path",
-    SecretStr: "text, a secret",
+    int: "integer",
+    float: "number",
+    Path: "path",
+    SecretStr: "text, secret",
 }
+#: A flag that this many commands share is described once, at the head of the page.
+SHARED_FLAG_COMMANDS = 3
+
+
+class Flag(NamedTuple):
+    """An argument or a flag of a command, as its row in the table. The description ends with default and bounds."""
+
+    name: str
+    description: str
+
+
+class Command(NamedTuple):
+    """A command with its help text and flags."""
+
+    name: str
+    help: str
+    flags: list[Flag]
 
 
 def tree() -> str:
-    """The folders of the project: of a package the first sentence of its docstring."""
+    """Return the project's folders with a line for each."""
     lines = [
-        f"{folder + '/':<12} {line or docstring(ROOT / folder / '__init__.py').partition('. ')[0].rstrip('.')}\n"
+        f"{folder + '/':<12} {line or first_sentence(ROOT / folder / '__init__.py').rstrip('.')}\n"
         for folder, line in FOLDERS.items()
     ]
     return f"```\n{''.join(lines)}```\n"
 
 
 def modules() -> str:
-    """Each module of the packages with the first paragraph of its docstring."""
-    return "\n".join(
-        f"## {package}/\n\n{docstring(ROOT / package / '__init__.py')}\n\n"
-        + table(
-            ("file", "what it does"),
-            (
-                (f"[{path.relative_to(ROOT / package)}](../{path.relative_to(ROOT)})", docstring(path))
-                for path in sorted((ROOT / package).rglob("*.py"))
-                if path.parent != ROOT / package or path.name != "__init__.py"
-            ),
-        )
-        for package in PACKAGES
-    )
+    """Return a list of each package's modules with the first sentence of each docstring."""
+    parts = []
+    for package in PACKAGES:
+        folder = ROOT / package
+        lines = [
+            f"- [{path.relative_to(folder)}](../../{path.relative_to(ROOT)}): {plain(first_sentence(path))}\n"
+            for path in sorted(folder.rglob("*.py"))
+            if path != folder / "__init__.py"
+        ]
+        parts.append(f"## {package}/\n\n{docstring(folder / '__init__.py')}\n\n{''.join(lines)}")
+    return "\n".join(parts)
 
 
 def commands() -> str:
-    """Each command with its arguments and flags, in the order of `feedmill --help`."""
-    parts = list(described(get_command(app), "feedmill"))
-    rows = [(f"[`{name}`](#{name.replace(' ', '-')})", said.partition("\n")[0]) for name, said, _ in parts[1:]]
-    return table(("command", "what it does"), rows) + "".join(
-        f"\n## {name}\n\n{said}\n" + (flags and f"\n{flags}") for name, said, flags in parts
-    )
+    """Return each command with its arguments and flags, in the order of `feedmill --help`."""
+    found = list(described(get_command(app), "feedmill"))
+    # A flag's name may have several descriptions: the most common one is shared.
+    uses = Counter(flag for command in found for flag in command.flags).most_common()
+    common = {flag.name: flag for flag, count in reversed(uses) if count >= SHARED_FLAG_COMMANDS}
+    shared = set(common.values())
+    columns = ("argument or flag", "description")
+    index = (f"[{one.name.partition(' ')[2]}](#{one.name.replace(' ', '-')})" for one in found[1:])
+    parts = [
+        f"{', '.join(index)}.\n",
+        "\n## Shared flags\n\nEach command below names those it takes.\n\n",
+        table(columns, sorted(shared)),
+    ]
+    for command in found:
+        parts.append(f"\n## {command.name}\n\n{command.help}\n")
+        if own := [flag for flag in command.flags if flag not in shared]:
+            parts.append(f"\n{table(columns, own)}")
+        if others := [flag.name.partition(" ")[0].strip("`") for flag in command.flags if flag in shared]:
+            parts.append(f"\nShared flags: {', '.join(f'`{name}`' for name in others)}.\n")
+    return "".join(parts)
 
 
-def described(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str, str]]:
-    """(name, what it does, table of its arguments and flags) of a command, and of those below it.
+def described(command: Any, name: str, parent: Any = None) -> Iterator[Command]:
+    """Yield a command and its subcommands.
 
-    command: click's, or that of the click that typer brings along.
+    command: an object of click, or of the copy of click in typer.
     """
     with command.context_class(command, info_name=name, parent=parent) as context:
         records = [parameter.get_help_record(context) for parameter in command.params]
-        rows = []
+        flags = []
         for record in filter(None, records):
-            said, _, rest = record[1].partition("  [")
+            text, _, limits = record[1].replace("\\[", "[").partition("  [")
             shown = re.sub(r" <(list\[)?(.*?)\]?( range)?>", r" <\2>", record[0])
-            rows.append((f"`{shown}`", said.replace("\\[", "["), rest.removesuffix("]").replace("default: ", "")))
-        yield name, command.help, table(("argument or flag", "what it says", "default, bounds"), rows) if rows else ""
+            flags.append(Flag(f"`{shown}`", f"{text} ({limits.removesuffix(']')})" if limits else text))
+        yield Command(name, command.help, flags)
         for word, below in getattr(command, "commands", {}).items():
             yield from described(below, f"{name} {word}", context)
 
 
 def settings() -> str:
-    """Each setting with its default, under the headings of its class."""
+    """Return each setting with its default and description, under the headings in its class."""
     hints = get_type_hints(Settings, include_extras=True)
     rows: dict[str, list[tuple[str, ...]]] = {}
     for heading, name, comment in commented(Settings):
         row = (f"`{PREFIX}{name.upper()}`", default(Settings.model_fields[name].default), taken(hints[name]), comment)
         rows.setdefault(heading, []).append(row)
-    columns = ("variable", "default", "takes", "what it is")
+    columns = ("variable", "default", "value", "description")
     return "\n".join(f"## {heading}\n\n{table(columns, found)}" for heading, found in rows.items())
 
 
 def default(value: Any) -> str:
-    """As it is written in the environment."""
+    """Return a default as it is written in the environment."""
     if value is None or value == ():
         return ""
     if isinstance(value, int) and value and value % DAY == 0:
@@ -129,7 +158,7 @@ def default(value: Any) -> str:
 
 
 def taken(hint: Any) -> str:
-    """What a setting of this type takes, in words."""
+    """Describe the values that a setting of this type takes."""
     kind, of = get_origin(hint), get_args(hint)
     if kind is Literal:
         return ", ".join(of)
@@ -137,14 +166,14 @@ def taken(hint: Any) -> str:
         return taken(of[0])
     if kind is not Annotated:
         return TYPES.get(hint, "text")
-    for said in of[1:]:
-        if isinstance(said, AfterValidator) and "words" in (known := inspect.getclosurevars(said.func).nonlocals):
+    for part in of[1:]:
+        if isinstance(part, AfterValidator) and "words" in (known := inspect.getclosurevars(part.func).nonlocals):
             return str(known["words"])
-    return ", ".join([taken(of[0]), *(bounds(said) for said in of[1:] if isinstance(said, FieldInfo))])
+    return ", ".join([taken(of[0]), *(bounds(part) for part in of[1:] if isinstance(part, FieldInfo))])
 
 
 def bounds(field: FieldInfo) -> str:
-    """A number's, in words."""
+    """Describe a number's bounds."""
     match field.metadata:
         case [Gt(gt=above)]:
             return f"more than {above}"
@@ -152,12 +181,12 @@ def bounds(field: FieldInfo) -> str:
             return f"{least} or more"
         case [Ge(ge=least), Le(le=most)]:
             return f"{least} to {most}"
-    raise AssertionError(f"say in words what {field.metadata} means")
+    raise AssertionError(f"describe {field.metadata} here")
 
 
 def metrics() -> str:
-    """Each figure that is served, by who serves it."""
-    columns = ("metric", "type", "labels", "what it tells")
+    """Return each metric by the process that serves it."""
+    columns = ("metric", "type", "labels", "meaning")
     return "\n".join(
         f"### {title}\n\n"
         + table(
@@ -169,21 +198,27 @@ def metrics() -> str:
 
 
 def redis_keys() -> str:
-    """Each key in Redis, with what its comment or its function's docstring says that it holds."""
+    """Return each key in Redis, described by its comment or by the docstring of the function that makes it."""
     holds = {getattr(keys, name): comment for _, name, comment in commented(keys)}
-    holds |= {make("*"): inspect.getdoc(make) for name, make in vars(keys).items() if name.endswith("_key")}
+    holds |= {make("*"): described_key(make) for name, make in vars(keys).items() if name.endswith("_key")}
     rows = []
     for key in keys.TABLE:
         writer, _, rest = key.writer.partition(", ")
         pattern = repr(key.pattern)[1:-1]
         rows.append((f"`{pattern}`", key.type, holds.get(key.pattern, rest), writer, limit(key.bound, writer)))
-    return table(("key", "type", "what it holds", "written by", "bound"), rows)
+    return table(("key", "type", "content", "written by", "bound"), rows)
+
+
+def described_key(make: Callable[[str], str]) -> str:
+    """Return the docstring of a function that makes a key, with `*` in place of its parameter's name."""
+    (parameter,) = inspect.signature(make).parameters
+    return re.sub(rf"(?<=\. ){parameter}: ", "`*`: ", inspect.getdoc(make) or "")
 
 
 def limit(bound: str, writer: str) -> str:
-    """A key's bound with its settings as variables, and with the values of its writer's constants."""
+    """Return a key's bound with its settings as variables, and its writer's constants as their values."""
     module = import_module(writer.removesuffix(".py").replace("/", ".")) if writer.endswith(".py") else None
-    bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{name[0]} ({getattr(module, name[0]):,})", bound)
+    bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
     return re.sub(
         r"\b[a-z]+(_[a-z]+)+\b",
         lambda name: f"`{PREFIX}{name[0].upper()}`" if name[0] in Settings.model_fields else name[0],
@@ -191,28 +226,33 @@ def limit(bound: str, writer: str) -> str:
     )
 
 
-def errors() -> str:
-    """Each error, with the sentences that are raised as it."""
-    parts = []
-    for name, error in CLASSES.items():
-        rows = [
-            (sentence.words, ", ".join(f"`{path}`" for path in sentence.files))
-            for sentence in sentences()
-            if sentence.error == name
-        ]
-        found = "\n" + table(("sentence", "raised in"), rows) if rows else ""
-        parts.append(f"## {name}\n\n{inspect.getdoc(error)}\n{found}")
-    return "\n".join(parts)
+def error_classes() -> str:
+    """Return each error class with its meaning (the first paragraph of its docstring) and its effect (the rest)."""
+    rows = []
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and issubclass(error, errors.FeedmillError) and error is not errors.FeedmillError:
+            meaning, *rest = (inspect.getdoc(error) or "").split("\n\n")
+            # A paragraph such as "field: the name of …" describes an attribute.
+            effect = [paragraph for paragraph in rest if not re.match(r"\w+: ", paragraph)]
+            rows.append((f"`{name}`", " ".join(meaning.split()), " ".join(" ".join(effect).split())))
+    return table(("class", "meaning", "effect"), rows)
 
 
 def docstring(path: Path) -> str:
-    """The first paragraph of a module's."""
+    """Return the first paragraph of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    paragraph = docstring(path)
+    found = re.match(r".*?[.?](?= |$)", paragraph)
+    return found[0] if found else paragraph
+
+
 def commented(declared: ModuleType | type) -> Iterator[tuple[str, str, str]]:
-    """(heading, name, comment) of what is declared under a comment with a colon: `#: Seconds that …`."""
+    """Yield (heading, name, comment) of each name declared under a `#: …` comment. A `# …` comment is a heading."""
     heading, comment = "", ""
     for line in map(str.strip, inspect.getsource(declared).splitlines()):
         if line.startswith("#: "):
@@ -225,29 +265,32 @@ def commented(declared: ModuleType | type) -> Iterator[tuple[str, str, str]]:
 
 
 def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table in Markdown. Cells may hold code and links; what else means something there is shown as it is."""
+    """Return a Markdown table. Cells may hold code and links; other markup is escaped."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(plain(cell) for cell in row)} |" for row in rows]
+    lines += [
+        f"| {' | '.join(cells)} |" for cells in ([plain(cell).replace("|", r"\|") for cell in row] for row in rows)
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def plain(cell: str) -> str:
-    return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", cell).replace("|", r"\|")
+def plain(text: str) -> str:
+    """Escape HTML outside of code."""
+    return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "README.md": tree,
-    "docs/commands.md": commands,
-    "docs/errors.md": errors,
-    "docs/keys.md": redis_keys,
-    "docs/metrics.md": metrics,
-    "docs/modules.md": modules,
-    "docs/settings.md": settings,
+    "docs/contributing/modules.md": modules,
+    "docs/reference/commands.md": commands,
+    "docs/reference/errors.md": error_classes,
+    "docs/reference/keys.md": redis_keys,
+    "docs/reference/metrics.md": metrics,
+    "docs/reference/settings.md": settings,
 }
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Each file that is generated, or has a part that is, with its text as it should be."""
+    """Yield each generated or partly generated file with the text it should have."""
     for page, part in PARTS.items():
         before, _, rest = (ROOT / page).read_text().partition(BEGIN)
         yield ROOT / page, before + BEGIN + part() + END + rest.partition(END)[2]

@@ -169,7 +169,7 @@ class Scene:
         self.settled(*sent)
         with suppress(NotYet):
             self.send(post("other")).get(timeout=3 if self.kind == "celery-batches" else 60)
-        found = {each.state if each.ready() else f"{each.state} for ever" for each in sent}
+        found = {each.state if each.ready() else f"{each.state} forever" for each in sent}
         return " and ".join(sorted(found))
 
     def told(self, sent: AsyncResult[Any], last: str) -> str:
@@ -227,7 +227,11 @@ def row(name: str, own_body: bool = False) -> Callable[[Row], Row]:
 
 
 def labels(outcomes: Any) -> str:
-    return f"{len(outcomes)} outcomes" if all("label" in outcome for outcome in outcomes) else str(outcomes)
+    return (
+        f"{len(outcomes)} outcome{'s' * (len(outcomes) > 1)}"
+        if all("label" in outcome for outcome in outcomes)
+        else str(outcomes)
+    )
 
 
 @row("`AsyncResult.get()`")
@@ -235,7 +239,7 @@ def _(scene: Scene) -> str:
     return labels(scene.send(post(), post("other")).get(timeout=30))
 
 
-@row("states that are stored")
+@row("stored states")
 def _(scene: Scene) -> str:
     client: Any = scene.redis.client
     with client.pubsub() as heard:
@@ -249,7 +253,7 @@ def _(scene: Scene) -> str:
     return ", ".join(found)
 
 
-@row("a message that fails, and its neighbour")
+@row("a failing message; another in its batch")
 def _(scene: Scene) -> str:
     while True:
         with scene.held():
@@ -264,46 +268,44 @@ def _(scene: Scene) -> str:
 def _(scene: Scene) -> str:
     sent = scene.send(post(), ignore_result=True)
     scene.settled(sent)
-    return "nothing is kept" if not scene.redis.client.exists(f"celery-task-meta-{sent.id}") else "a result is kept"
+    return "no result stored" if not scene.redis.client.exists(f"celery-task-meta-{sent.id}") else "result stored"
 
 
 @row("`result_expires`")
 def _(scene: Scene) -> str:
     sent = scene.send(post())
     sent.get(timeout=30)
-    return (
-        "kept as long as it says" if 0 < int(scene.redis.client.ttl(f"celery-task-meta-{sent.id}")) <= 3600 else "kept"
-    )
+    return "applied" if 0 < int(scene.redis.client.ttl(f"celery-task-meta-{sent.id}")) <= 3600 else "not applied"
 
 
-@row("`task_id` of the sender's choice")
+@row("custom `task_id`")
 def _(scene: Scene) -> str:
     scene.send(post(), task_id="chosen").get(timeout=30)
     return "respected" if AsyncResult("chosen", app=scene.app).successful() else "lost"
 
 
-@row("headers of the sender's own", own_body=True)
+@row("custom headers", own_body=True)
 def _(scene: Scene) -> str:
     found = scene.send(post(), task="own.header", headers={"ticket": "T1"}).get(timeout=30)
-    return "the task sees them" if found == ["T1", 1] else str(found)
+    return "visible to the task" if found == ["T1", 1] else str(found)
 
 
-@row("events of a message that succeeds")
+@row("events on success")
 def _(scene: Scene) -> str:
     return scene.told(scene.send(post()), "succeeded")
 
 
-@row("events of one that fails")
+@row("events on failure")
 def _(scene: Scene) -> str:
     return scene.told(scene.send(BAD), "failed")
 
 
-@row("signals of a message that succeeds")
+@row("signals on success")
 def _(scene: Scene) -> str:
     return scene.signals(scene.send(post()), "postrun")
 
 
-@row("signals of one that fails")
+@row("signals on failure")
 def _(scene: Scene) -> str:
     return scene.signals(scene.send(BAD), "postrun")
 
@@ -331,30 +333,28 @@ def _called(scene: Scene, task_id: str) -> str:
     return f"called with {labels(found.result)}" if found.ready() else "never called"
 
 
-@row("a chain goes on")
+@row("chain")
 def _(scene: Scene) -> str:
     tell = scene.app.signature("own.tell", task_id="chained")
     scene.settled(chain(scene.signature(post()), tell, app=scene.app).apply_async())
     return _called(scene, "chained")
 
 
-@row("a group")
+@row("group")
 def _(scene: Scene) -> str:
     found = (
         group([scene.signature(post()), scene.signature(post("other"))], app=scene.app).apply_async().get(timeout=30)
     )
-    return (
-        "in its order" if [outcomes[0]["id"].split("-")[0] for outcomes in found] == ["good", "other"] else str(found)
-    )
+    return "in order" if [outcomes[0]["id"].split("-")[0] for outcomes in found] == ["good", "other"] else str(found)
 
 
-@row("a chord's body")
+@row("chord body")
 def _(scene: Scene) -> str:
     body = scene.app.signature("own.tell", task_id="body")
     chord([scene.signature(post()), scene.signature(post("other"))], app=scene.app)(body)
     found: Any = AsyncResult("body", app=scene.app)
     scene.settled(found)
-    return "called with both" if found.ready() and len(found.result) == 2 else "never called"
+    return "called with both results" if found.ready() and len(found.result) == 2 else "never called"
 
 
 @row("stamps")
@@ -375,15 +375,15 @@ def _(scene: Scene) -> str:
     sent = scene.send(post(), eta=due)
     sent.get(timeout=30)
     done = sent.date_done if sent.date_done.tzinfo else sent.date_done.replace(tzinfo=UTC)
-    return "not before" if done >= due else "too early"
+    return "on time" if done >= due else "too early"
 
 
-@row("`expires` before the worker has it")
+@row("`expires` in the queue")
 def _(scene: Scene) -> str:
     return scene.state(scene.send(post(), expires=datetime.now(UTC) - timedelta(seconds=1)))
 
 
-@row("`expires` while it waits in the worker")
+@row("`expires` in the worker")
 def _(scene: Scene) -> str:
     with scene.held():
         due = datetime.now(UTC) + timedelta(seconds=0.5)
@@ -393,7 +393,7 @@ def _(scene: Scene) -> str:
     return scene.state(sent)
 
 
-@row("`revoke` while it waits in the worker")
+@row("`revoke` before its start")
 def _(scene: Scene) -> str:
     with scene.held():
         sent = scene.send(post())
@@ -402,7 +402,7 @@ def _(scene: Scene) -> str:
     return f"{scene.state(sent)}: {scene.told(sent, 'revoked')}"
 
 
-@row("`revoke` of one for later")
+@row("`revoke` of a postponed message")
 def _(scene: Scene) -> str:
     due = datetime.now(UTC) + timedelta(seconds=1)
     sent = scene.send(post(), eta=due)
@@ -422,10 +422,10 @@ def _(scene: Scene) -> str:
         sent, other = stamped.apply_async(), scene.send(post())
         scene.received(sent, other)
         scene.order("revoke_by_stamped_headers", headers={"batch": ["B1"]})
-    return f"{scene.state(sent)}; another: {scene.state(other)}"
+    return f"{scene.state(sent)}; unstamped: {scene.state(other)}"
 
 
-@row("`revoke(terminate=True)` once it runs")
+@row("`revoke(terminate=True)` of a started message")
 def _(scene: Scene) -> str:
     with scene.gate() as gate:
         sent = scene.running(gate)
@@ -434,7 +434,7 @@ def _(scene: Scene) -> str:
     return f"{said}; {scene.state(sent)}"
 
 
-@row("`time_limit`, and its neighbour")
+@row("`time_limit`; another message in its batch")
 def _(scene: Scene) -> str:
     with scene.gate() as gate:
         with scene.held():
@@ -470,12 +470,12 @@ def _(scene: Scene) -> str:
     return scene.told(scene.send(BAD, task="own.autoretries"), "failed")
 
 
-@row("signals of `retry`", own_body=True)
+@row("signals on `retry`", own_body=True)
 def _(scene: Scene) -> str:
     return scene.signals(scene.send(BAD, task="own.autoretries"), "failure")
 
 
-@row("priorities among those that wait in the worker")
+@row("priorities in the worker")
 def _(scene: Scene) -> str:
     sent = []
     with scene.held():
@@ -486,7 +486,7 @@ def _(scene: Scene) -> str:
     later, sooner = sent
     scene.settled(later, sooner)
     later.get(timeout=30)
-    return "the urgent one first" if sooner.date_done < later.date_done else "as they came"
+    return "urgent first" if sooner.date_done < later.date_done else "in arrival order"
 
 
 @row("`rate_limit`")
@@ -498,7 +498,7 @@ def _(scene: Scene) -> str:
     done = sorted(each.date_done for each in sent if each.ready())
     scene.order("rate_limit", task_name="feedmill.classify", rate_limit="")
     apart = (done[-1] - done[0]).total_seconds()
-    return "kept" if apart >= 0.5 else "not kept"
+    return "applied" if apart >= 0.5 else "not applied"
 
 
 @row("`control.time_limit`")
@@ -510,15 +510,15 @@ def _(scene: Scene) -> str:
             wait_until(sent.ready, "it has failed", 5)
     scene.order("time_limit", task_name="feedmill.classify", soft=None, hard=None)
     scene.settled(sent)
-    return "kept" if sent.failed() else "not kept before a restart"
+    return "applied" if sent.failed() else "not applied before a restart"
 
 
-@row("`acks_late`, the default: held until its result is stored")
+@row("`acks_late=True` (default), while running")
 def _(scene: Scene) -> str:
     return _held_while_running(scene, "feedmill.classify")
 
 
-@row("`acks_late=False`", own_body=True)
+@row("`acks_late=False`, while running", own_body=True)
 def _(scene: Scene) -> str:
     return _held_while_running(scene, "own.early")
 
@@ -560,7 +560,7 @@ def _(scene: Scene) -> str:
     return str(sent.state)
 
 
-@row("`inspect active`, `query_task`: one that runs")
+@row("`inspect active`, `query_task` of a running message")
 def _(scene: Scene) -> str:
     with scene.gate() as gate:
         sent = scene.running(gate)
@@ -570,7 +570,7 @@ def _(scene: Scene) -> str:
     return f"{'shown' if sent.id in found else 'not shown'}, {asked}"
 
 
-@row("`inspect reserved`: one that waits")
+@row("`inspect reserved` of a waiting message")
 def _(scene: Scene) -> str:
     with scene.held():
         sent = scene.send(post())
@@ -580,7 +580,7 @@ def _(scene: Scene) -> str:
     return "shown" if sent.id in found else "not shown"
 
 
-@row("`inspect scheduled`: one for later")
+@row("`inspect scheduled` of a postponed message")
 def _(scene: Scene) -> str:
     sent = scene.send(post(), countdown=2)
     scene.received(sent)
@@ -607,7 +607,7 @@ def _(scene: Scene) -> str:
     assert scene.redis.client.llen("second") == 1
     left.forget()
     scene.redis.client.delete("second")
-    return "it serves the queue, and no longer" if found == "1 outcomes" else found
+    return "starts and stops serving the queue" if found == "1 outcome" else found
 
 
 def _ordered(scene: Scene, command: str, **arguments: Any) -> str:
@@ -643,7 +643,7 @@ def _(scene: Scene) -> str:
 @row("other tasks on the same worker")
 def _(scene: Scene) -> str:
     good = scene.app.send_task("own.tell", [7])
-    return f"run: {good.get(timeout=30)}"
+    return f"returns {good.get(timeout=30)}"
 
 
 @row("`shutdown`")
@@ -683,7 +683,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
 def test_each_cell(scenes: Callable[[str], Scene], name: str, kind: str) -> None:
     if name in OWN_BODY and kind == "celery-batches":
-        assert table()[name, kind] == "no way to ask for it"
+        assert table()[name, kind] == "not possible"
         return
     assert ROWS[name](scenes(kind)) == table()[name, kind]
 
@@ -701,7 +701,7 @@ def main() -> None:
         scene = Scene(kind, Path(tempfile.mkdtemp()))
         for name, function in ROWS.items():
             try:
-                cell = "no way to ask for it" if name in OWN_BODY and kind == "celery-batches" else function(scene)
+                cell = "not possible" if name in OWN_BODY and kind == "celery-batches" else function(scene)
             except BaseException as error:
                 cell = f"!! {type(error).__name__}: {error}"
             found[name].append(cell)

@@ -46,7 +46,6 @@ RUN_BY = {
     "demo --keep": "e2e/test_demo.py test_the_demo_from_a_folder_with_other_packages_of_our_names",
     "deploy": "e2e/test_deploy.py test_a_worker_goes_over_and_all_who_ask_are_told",
     "deploy --own": "e2e/test_deploy.py test_a_worker_that_starts_later_loads_what_is_wanted_or_does_not_start",
-    "deploy --own --queue": "e2e/test_deploy.py test_a_mistake_is_told_in_a_sentence",
     "deploy --show": "e2e/test_deploy.py test_a_worker_goes_over_and_all_who_ask_are_told",
     "enqueue": "e2e/test_commands.py test_enqueue_skips_bad_lines_and_says_so",
     "enqueue --again": "e2e/test_commands.py test_again_starts_over",

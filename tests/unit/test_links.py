@@ -36,7 +36,7 @@ def test_pages_that_code_names_are_there() -> None:
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.*"):
             if file.suffix in (".py", ".yml", ".yaml", ".json", ".conf", ".sh", ".service"):
-                for page, anchor in re.findall(r"\b(docs/[\w-]+\.md)(?:#([\w-]+))?", file.read_text()):
+                for page, anchor in re.findall(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?", file.read_text()):
                     assert (ROOT / page).exists(), f"{file}: {page}"
                     assert not anchor or anchor in anchors(ROOT / page), f"{file}: {page}#{anchor}"
 

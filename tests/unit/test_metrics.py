@@ -29,7 +29,7 @@ from workers.device import Device
 from workers.statistics import Histogram, Statistics
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
 FIGURES: tuple[Figure, ...] = (*REDIS_FIGURES, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
