@@ -101,7 +101,7 @@ TABLE: tuple[Key, ...] = (
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "seven fields"),
     Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
-    Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl KEPT"),
+    Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl NOTE_TTL_S"),
     Key(MODELS, "hash", "shared/serving.py", "a field a queue, MOST at most; dropped after KEPT"),
     Key(WANTED, "hash", "shared/serving.py", "a field a queue, MOST at most"),
     Key(
@@ -110,7 +110,7 @@ TABLE: tuple[Key, ...] = (
         "shared/serving.py",
         "a field a worker; dropped after EXPECTED_S of silence; ttl EXPECTED_S",
     ),
-    Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message has ended"),
+    Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl NOTE_TTL_S; deleted when the message has ended"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
