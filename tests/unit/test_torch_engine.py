@@ -137,7 +137,7 @@ def test_decoders_find_their_last_token_whatever_the_tokenizer_pads_with(tmp_pat
 @pytest.mark.parametrize("config", [XLNetConfig(), FNetConfig()])
 def test_models_whose_scores_depend_on_padding_are_refused(tmp_path: Path, config: Any) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=f"of the kind {config.model_type}: its scores would depend on padding"):
+    with pytest.raises(ModelError, match=f"{config.model_type}: .* padding"):
         engine_of(tmp_path)
 
 
