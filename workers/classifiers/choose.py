@@ -69,12 +69,12 @@ def check_size(weights: Weights, device: Device) -> None:
     """Raise ModelError if the model does not fit the device's free memory. A model runs on a single device."""
     bytes_each = {torch.float16: 2, torch.bfloat16: 2}.get(device.dtype, 4)
     needed = int(parameters(weights) * bytes_each * (1 + MEMORY_MARGIN))
-    there = _memory(device)
-    if there is not None and needed > there:
+    available = _memory(device)
+    if available is not None and needed > available:
         precision = str(device.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has {there / 1e9:.1f} GB "
-            "free. Use a smaller model or half precision."
+            f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has "
+            f"{available / 1e9:.1f} GB free. Use a smaller model or half precision."
         )
 
 

@@ -72,14 +72,14 @@ def read_layout(weights: Weights) -> Layout:
     if len(poolings) != 1:
         raise ModelError(f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported.")
     pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
-    of_texts = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
-    of_prompts = _json_if_there(folder / "config_sentence_transformers.json")
-    prompt = (of_prompts.get("prompts") or {}).get(of_prompts.get("default_prompt_name") or "") or ""
+    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
+    prompt_config = _json_if_there(folder / "config_sentence_transformers.json")
+    prompt = (prompt_config.get("prompts") or {}).get(prompt_config.get("default_prompt_name") or "") or ""
     if prompt and not with_prompt:
         raise ModelError(f"{folder} excludes the prompt from pooling (include_prompt is false): unsupported.")
-    limit = of_texts.get("max_seq_length")
+    limit = text_config.get("max_seq_length")
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    lower_case = bool(of_texts.get("do_lower_case"))
+    lower_case = bool(text_config.get("do_lower_case"))
     dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
     parts = [*pooling, str(limit), str(lower_case), prompt, *(digest_of for _, digest_of in dense)]
     return Layout(pooling, tuple(layer for layer, _ in dense), limit, lower_case, prompt, digest(*parts))
@@ -88,14 +88,14 @@ def read_layout(weights: Weights) -> Layout:
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     """Return the pooling modes, and whether the prompt's tokens are pooled too."""
     config = _json(path)
-    named = config.get("pooling_mode")
-    ways = (named,) if isinstance(named, str) else tuple(named or ())
-    ways = ways or tuple(way for name, way in LEGACY_POOLING_KEYS.items() if config.get(name)) or ("mean",)
-    if unsupported := [way for way in ways if way not in POOLINGS]:
+    configured = config.get("pooling_mode")
+    modes = (configured,) if isinstance(configured, str) else tuple(configured or ())
+    modes = modes or tuple(mode for name, mode in LEGACY_POOLING_KEYS.items() if config.get(name)) or ("mean",)
+    if unsupported := [mode for mode in modes if mode not in POOLINGS]:
         raise ModelError(
             f"{path} has an unsupported pooling_mode: {unsupported[0]!r}. Supported: {', '.join(sorted(POOLINGS))}."
         )
-    return ways, bool(config.get("include_prompt", True))
+    return modes, bool(config.get("include_prompt", True))
 
 
 def _dense(folder: Path) -> tuple[torch.nn.Module, str]:

@@ -67,8 +67,8 @@ class SequenceClassifier:
         others = options.labels and set(options.labels) != set(self._label_set.labels)
         for option, given in (("labels", others), ("template", options.template)):
             if given:
-                own = ", ".join(self._label_set.labels[:20])
-                raise RequestRefused(f"{option}: the worker's model has fixed labels: {own}")
+                known = ", ".join(self._label_set.labels[:20])
+                raise RequestRefused(f"{option}: the worker's model has fixed labels: {known}")
         if options.multi_label and self._meaning == "softmax":
             raise RequestRefused("multi_label: the worker's model gives each post exactly one label")
         return self._label_set

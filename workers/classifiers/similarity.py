@@ -47,8 +47,8 @@ class Similarity:
         self.weights = weights
         self.device = device
         self._layout = read_layout(weights)
-        most = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
-        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, most)
+        max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, max_tokens)
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
@@ -102,11 +102,11 @@ class Similarity:
             if sentences is None:  # another lane has just embedded them
                 return self._scores(embeddings, label_set)
             pieces = [
-                self.embed(sentences.tokens[at : at + SENTENCE_BATCH_SIZE])
-                for at in range(0, len(sentences.tokens), SENTENCE_BATCH_SIZE)
+                self.embed(sentences.tokens[start : start + SENTENCE_BATCH_SIZE])
+                for start in range(0, len(sentences.tokens), SENTENCE_BATCH_SIZE)
             ]
-            of_labels = torch.split(torch.cat(pieces), sentences.counts)
-            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
+            per_label = torch.split(torch.cat(pieces), sentences.counts)
+            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
             label_set.prepared = None  # free the tokens: they are needed once and can be large
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1

@@ -126,9 +126,9 @@ class Network(torch.nn.Module):
         except Exception as error:  # a broken folder can fail in any way
             raise ModelError(f"transformers cannot load the model in {weights.folder}: {error}") from error
         # transformers initializes missing weights at random, so the model would run but return noise.
-        if lacking := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
+        if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
-                f"The model in {weights.folder} has no weights for {', '.join(sorted(lacking)[:3])}: it was not "
+                f"The model in {weights.folder} has no weights for {', '.join(sorted(missing)[:3])}: it was not "
                 f"trained for {'classification' if self.classifies else 'embedding'}. Use a model that was."
             )
         self.model: Any = model

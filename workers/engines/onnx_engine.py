@@ -71,10 +71,10 @@ class OnnxEngine:
         options.intra_op_num_threads = max(1, CORES // device.lanes)
         options.log_severity_level = 3
         wanted = PROVIDERS[device.torch.type]
-        there = [name for name in wanted if name in onnxruntime.get_available_providers()]
+        available = [name for name in wanted if name in onnxruntime.get_available_providers()]
         try:
             self._session: Any = onnxruntime.InferenceSession(
-                str(graph), options, providers=[(name, self._options(name, graph.parent)) for name in there]
+                str(graph), options, providers=[(name, self._options(name, graph.parent)) for name in available]
             )
         except Exception as error:
             raise ModelError(
@@ -165,15 +165,15 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
             if not (folder / GRAPH).is_file():
                 logger.info("exporting %s to ONNX in %s; this takes a while, once per model", weights.name, precision)
                 began = time.monotonic()
-                for left in folder.parent.glob(f"{folder.name}?*/"):  # left by an export that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                fresh = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+                for stale in folder.parent.glob(f"{folder.name}?*/"):  # left by an export that was killed
+                    shutil.rmtree(stale, ignore_errors=True)
+                temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
                 try:
-                    _export(weights, dtype, reads, pad_id, fresh, settings.trust_remote_code)
+                    _export(weights, dtype, reads, pad_id, temporary, settings.trust_remote_code)
                     shutil.rmtree(folder, ignore_errors=True)  # an incomplete folder without a graph
-                    fresh.replace(folder)
+                    temporary.replace(folder)
                 finally:
-                    shutil.rmtree(fresh, ignore_errors=True)
+                    shutil.rmtree(temporary, ignore_errors=True)
                 logger.info("exported the ONNX graph in %.0f s to %s", time.monotonic() - began, folder)
     except OSError as error:
         raise ModelError(f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}") from error

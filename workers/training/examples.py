@@ -56,15 +56,15 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
     Raises InputError if the examples are not enough to train or test on.
     """
     left_out: Counter[str] = Counter()
-    examples = _once(found, left_out, "repeated text")
+    examples = _deduplicate(found, left_out, "repeated text")
     if options.labels == "soft":
-        examples = _of_one_label_set(examples, left_out)
+        examples = _keep_common_label_set(examples, left_out)
     if tested is None:
         train, test = split(examples, options.split, options.test_share, options.seed)
     else:
-        test = _once(tested, left_out, "repeated text in the test")
-        texts = {_plain(example.post.text) for example in test}
-        train = [example for example in examples if _plain(example.post.text) not in texts]
+        test = _deduplicate(tested, left_out, "repeated text in the test")
+        texts = {_normalized(example.post.text) for example in test}
+        train = [example for example in examples if _normalized(example.post.text) not in texts]
         left_out["also in the test"] += len(examples) - len(train)
     labels = _labels(train, options)
     known = [example for example in test if example.label in labels]
@@ -108,20 +108,20 @@ def _fraction(key: str, seed: int) -> float:
     return int.from_bytes(sha1(f"{seed} {key}".encode(), usedforsecurity=False).digest()[:8]) / 2**64
 
 
-def _once(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
+def _deduplicate(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
     """Keep the first post of each text: reposts would leak training posts into the test."""
     seen: dict[str, Example] = {}
     for example in examples:
-        if seen.setdefault(_plain(example.post.text), example) is not example:
+        if seen.setdefault(_normalized(example.post.text), example) is not example:
             left_out[why] += 1
     return list(seen.values())
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _of_one_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
+def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
     """Keep the examples scored with the most common label set."""
     sets = Counter(frozenset(example.scores or ()) for example in examples)
     if not sets:

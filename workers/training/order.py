@@ -33,17 +33,17 @@ class Order(Sampler[int]):
         if not self._grouped:
             return iter(order)
         # An incomplete last step stays at the end: elsewhere it would shift the steps after it.
-        whole = len(order) - len(order) % self._batch
+        complete = len(order) - len(order) % self._batch
         steps: list[list[int]] = []
-        for start in range(0, whole, STEPS_SORTED_TOGETHER * self._batch):
-            together = sorted(order[start : min(start + STEPS_SORTED_TOGETHER * self._batch, whole)], key=self._length)
-            steps += [together[at : at + self._batch] for at in range(0, len(together), self._batch)]
+        for start in range(0, complete, STEPS_SORTED_TOGETHER * self._batch):
+            chunk = sorted(order[start : min(start + STEPS_SORTED_TOGETHER * self._batch, complete)], key=self._length)
+            steps += [chunk[at : at + self._batch] for at in range(0, len(chunk), self._batch)]
         if self._epoch:
             steps = [steps[place] for place in torch.randperm(len(steps), generator=generator).tolist()]
         elif steps:
             steps.insert(0, steps.pop(max(range(len(steps)), key=lambda place: self._length(steps[place][-1]))))
             steps[1:] = [steps[1 + place] for place in torch.randperm(len(steps) - 1, generator=generator).tolist()]
-        return iter([example for step in steps for example in step] + sorted(order[whole:], key=self._length))
+        return iter([example for step in steps for example in step] + sorted(order[complete:], key=self._length))
 
     def _length(self, example: int) -> int:
         return self._lengths[example]

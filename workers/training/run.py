@@ -130,7 +130,7 @@ class Training:
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
-        self._class_weights = self._weigh() if options.class_weights else None
+        self._class_weights = self._label_weights() if options.class_weights else None
 
     def run(self) -> Trained:
         """Train the model. Raises UserError, or ModelError if the device fails."""
@@ -184,7 +184,7 @@ class Training:
         total = sum(scores) or 1.0
         return [score / total for score in scores]
 
-    def _weigh(self) -> torch.Tensor:
+    def _label_weights(self) -> torch.Tensor:
         """Return a weight per label so that all labels contribute equally; the mean over examples is 1."""
         counts = self._dataset.counts.values()
         share = len(self._dataset.train) / sum(count > 0 for count in counts)
@@ -342,14 +342,14 @@ class Training:
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
         some = random.Random(self._options.seed).sample(train, min(len(train), MAX_HEAD_EXAMPLES))
         by_length = sorted(some, key=lambda row: len(row["input_ids"]))
-        batches = [self._collate([dict(row) for row in rows]) for rows in _cut(by_length, HEAD_BATCH_SIZE)]
+        batches = [self._collate([dict(row) for row in rows]) for rows in _batched(by_length, HEAD_BATCH_SIZE)]
         fit_head(model, batches, self._loss)
 
     def _estimate(
         self, trainer: Trainer, train: list[dict[str, Any]], order: Order, batch_size: int, epochs: float
     ) -> float:
         """Estimate the duration in seconds from a forward and backward pass over a median batch, without an update."""
-        batches = [[train[place] for place in some] for some in _cut(list(order), batch_size)]
+        batches = [[train[place] for place in some] for some in _batched(list(order), batch_size)]
         tokens = [len(batch) * max(len(row["input_ids"]) for row in batch) for batch in batches]
         middle = sorted(range(len(batches)), key=tokens.__getitem__)[len(batches) // 2]
         inputs = dict(self._collate([dict(row) for row in batches[middle]]))
@@ -390,7 +390,7 @@ def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
     return size, effective // size
 
 
-def _cut(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+def _batched(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
