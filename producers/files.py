@@ -35,11 +35,11 @@ from producers.records import (
     post_of,
     with_plain_keys,
 )
-from producers.unpack import CHUNK, CountedFile, unpacked
+from producers.unpack import CHUNK_BYTES, CountedFile, unpacked
 from shared.errors import InputError, json_problem, printable
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
-MAX_RECORD = 2_000_000
+MAX_RECORD_SIZE = 2_000_000
 #: A file is binary if control characters and invalid UTF-8 make up more than this share of its first chunk. Random
 #: bytes and UTF-16 reach a half; Latin-1 text, where only accented letters are invalid, a fifth at most.
 MAX_BINARY_SHARE = 0.3
@@ -138,7 +138,7 @@ class Source:
     def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:
         """Yield (place, record) for each record, detecting the format by the file's first characters."""
         binary = unpacked(self._open(opened), self.name, opened)
-        head = binary.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+        head = binary.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if head.startswith(b"PAR1"):
             raise InputError(f"{self.name} is Parquet: convert it to JSONL or CSV, as docs/export.md shows.")
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
@@ -166,7 +166,7 @@ class Source:
         if self._path == "-":
             return cast(BufferedReader, sys.stdin.buffer)
         self._file = CountedFile(self._path)
-        return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK)))
+        return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK_BYTES)))
 
 
 def read(path: str) -> Iterator[Item]:
@@ -185,7 +185,7 @@ def is_file(path: str) -> bool:
 def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterator[tuple[int, Record]]:
     for number, line in islice(_lines(binary), start, None):
         if line is None:
-            yield number, f"the line is longer than {MAX_RECORD:,} bytes"
+            yield number, f"the line is longer than {MAX_RECORD_SIZE:,} bytes"
         elif filters.reject_line(line):
             yield number, LeftOut.BY_FILTERS
         else:
@@ -195,10 +195,10 @@ def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterato
 def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
     """Yield non-empty lines with their numbers; None replaces a line that is too long."""
     number = 0
-    while line := binary.readline(MAX_RECORD):
+    while line := binary.readline(MAX_RECORD_SIZE):
         number += 1
-        if len(line) == MAX_RECORD and not line.endswith(b"\n"):
-            while (rest := binary.readline(CHUNK)) and not rest.endswith(b"\n"):
+        if len(line) == MAX_RECORD_SIZE and not line.endswith(b"\n"):
+            while (rest := binary.readline(CHUNK_BYTES)) and not rest.endswith(b"\n"):
                 pass
             yield number, None
             continue
@@ -239,7 +239,7 @@ def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
             value, end = decode(buffer)
         except (ValueError, RecursionError) as error:
             # The element may be incomplete. Doubling the buffer keeps repeated parsing linear overall.
-            more = text.read(max(CHUNK, len(buffer))) if len(buffer) < MAX_RECORD else ""
+            more = text.read(max(CHUNK_BYTES, len(buffer))) if len(buffer) < MAX_RECORD_SIZE else ""
             if not more:
                 problem = json_problem(error, "the element's character")
                 yield place, f"not JSON, and the rest of the array cannot be read: {problem}"
@@ -257,7 +257,7 @@ def _object(value: object) -> dict[str, Any] | str:
 
 
 def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
-    header_line = text.readline(CHUNK)
+    header_line = text.readline(CHUNK_BYTES)
     if not header_line.strip():
         raise InputError(f"{name} is empty.")
     delimiter, header = _columns(header_line)
@@ -267,9 +267,9 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
             f"{printable(', '.join(header)):.200}. Rename one to: {', '.join(NAMES['title'] + NAMES['body'])}."
         )
     is_exported = exported.is_exported(header)
-    csv.field_size_limit(MAX_RECORD)
+    csv.field_size_limit(MAX_RECORD_SIZE)
     # Strict: otherwise an unclosed quote silently swallows all following rows.
-    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter, strict=True)
+    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD_SIZE), ""), delimiter=delimiter, strict=True)
     while True:
         line = rows.line_num + 2  # line 1 is the header
         row: list[str] = []

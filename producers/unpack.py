@@ -18,7 +18,7 @@ ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
 #: Maximum zstd window in bytes, held in memory. Dumps use windows of 128 MiB to 2 GiB.
 MAX_WINDOW = 2**31
 #: Bytes per read. A zstd block is at most twice as large.
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 TRUNCATED = "the file is truncated"
 
 
@@ -44,7 +44,7 @@ def unpacked(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedRe
     if magic.startswith(GZIP):
         stream = opened.enter_context(gzip.GzipFile(fileobj=packed))
     elif magic == ZSTD or _is_skippable(magic):
-        stream = opened.enter_context(BufferedReader(_Stream(_unzstd(packed, name)), CHUNK))
+        stream = opened.enter_context(BufferedReader(_Stream(_unzstd(packed, name)), CHUNK_BYTES))
     return cast(BufferedReader, stream)
 
 
@@ -101,7 +101,7 @@ def _zstd_blocks(packed: BufferedReader) -> Iterator[bytes]:
         if _is_skippable(magic):
             remaining = int.from_bytes(take(4), "little")
             while remaining:
-                remaining -= len(take(min(remaining, CHUNK)))
+                remaining -= len(take(min(remaining, CHUNK_BYTES)))
             continue
         if magic != ZSTD:
             raise EOFError(TRUNCATED) if len(magic) < 4 else OSError("zstd data is followed by other data")

@@ -31,7 +31,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 from producers.records import BadRecord, post_of
 from producers.reddit.budget import Budget, number
 from producers.reddit.things import (
-    PAGE,
+    PAGE_SIZE,
     About,
     CredentialsRefused,
     Fault,
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 #: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
 MAX_RESPONSE_BYTES = 64 * 2**20
 #: Timeout for opening a connection, in seconds.
-CONNECT_TIMEOUT = 5.0
+CONNECT_TIMEOUT_S = 5.0
 #: Maximum duration of a whole response, as a multiple of the setting `reddit_timeout`, which limits each read.
 RESPONSE_TIMEOUT_FACTOR = 4
 #: Statuses of temporary server errors.
@@ -79,7 +79,7 @@ class Requestor(prawcore.Requestor):
             # Request read access only.
             arguments["data"] = [*arguments.get("data", ()), ("scope", "read")]
         self._budget.take()
-        arguments |= {"timeout": (CONNECT_TIMEOUT, self._timeout), "stream": True}
+        arguments |= {"timeout": (CONNECT_TIMEOUT_S, self._timeout), "stream": True}
         try:
             with self._http.request(method, url, **arguments) as response:
                 self._budget.learn(response.headers)
@@ -168,7 +168,12 @@ class Reddit:
         self._session.close()
 
     def page(
-        self, names: Sequence[str], listing: str = "new", after: str | None = None, limit: int = PAGE, period: str = ""
+        self,
+        names: Sequence[str],
+        listing: str = "new",
+        after: str | None = None,
+        limit: int = PAGE_SIZE,
+        period: str = "",
     ) -> Page:
         """Return up to `limit` posts of the subreddits' joint listing, plus pinned ones.
 

@@ -36,7 +36,7 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 #: Seconds that each walk continues below the watermark, because posts can appear late.
-OVERLAP = 300.0
+WALK_OVERLAP_S = 300.0
 #: Seconds between full walks to the end of a listing, where posts reappear that a moderator approved hours later.
 FULL_WALK_INTERVAL_S = 6 * 3600.0
 #: Seconds between checks of a topic's subreddits, and until the next one after a failure.
@@ -45,7 +45,7 @@ CHECK_RETRY_S = 600.0
 #: Attempts for each page of a walk after the first page.
 MAX_PAGE_ATTEMPTS = 3
 #: Posts in the send buffer at which polls stop.
-MAX_HELD = 5_000
+MAX_HELD_POSTS = 5_000
 #: Factor for the poll interval while the queue is full.
 FULL_QUEUE_SLOWDOWN = 4
 #: Seconds between updates of the status for `feedmill status`.
@@ -53,7 +53,7 @@ STATUS_INTERVAL_S = 10.0
 
 
 @dataclass
-class Trouble:
+class FailingSubreddit:
     """A failing subreddit, and the time of its next retry (monotonic seconds)."""
 
     backoff: Backoff = field(default_factory=Backoff)
@@ -66,9 +66,9 @@ class Feed:
 
     topic: str
     #: Time of the next full walk, in seconds since 1970, so that it holds across restarts.
-    deep: float
+    full_walk_due: float
     tracks: dict[str, Track] = field(default_factory=dict)
-    trouble: dict[str, Trouble] = field(default_factory=dict)
+    failing: dict[str, FailingSubreddit] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Job:
     run: Callable[[], float]
     due: float = 0.0
     #: True if it sends requests to Reddit, and so needs budget and a reachable Reddit.
-    asks: bool = True
+    uses_reddit: bool = True
 
 
 class Daemon:
@@ -108,7 +108,7 @@ class Daemon:
         self._roster = Roster(reddit, topics, self._state, clock)
         self._rechecks = Looks(reddit, redis, self._state, settings, clock, self._hold_rechecked)
         walked = self._state.deep_walks(topics.topics, clock.time())
-        self._feeds = [Feed(topic, deep=walked[topic] + FULL_WALK_INTERVAL_S) for topic in topics.topics]
+        self._feeds = [Feed(topic, full_walk_due=walked[topic] + FULL_WALK_INTERVAL_S) for topic in topics.topics]
         self._outbox = Outbox(pusher, self._state, settings, clock)
         self._reddit_backoff = Backoff()
         self._redis_backoff = Backoff(longest=30.0)
@@ -119,7 +119,7 @@ class Daemon:
         self._reddit_trouble = self._redis_trouble = ""
         start = clock.monotonic()
         # The order of the first runs.
-        self._jobs = [Job(self._store_status, start, asks=False)]
+        self._jobs = [Job(self._store_status, start, uses_reddit=False)]
         for feed in self._feeds:
             self._jobs += [Job(partial(self._check, feed), start), Job(partial(self._poll, feed), start)]
         self._jobs.append(Job(self._rechecks.run, start))
@@ -133,9 +133,9 @@ class Daemon:
         now = self._clock.monotonic()
         job = min(self._jobs, key=lambda job: job.due)
         pause = job.due - now
-        if pause <= 0 and job.asks and (pause := self._budget.pending()) > 0:
+        if pause <= 0 and job.uses_reddit and (pause := self._budget.pending()) > 0:
             # Run a job that needs no budget instead of waiting for a token.
-            job = min((job for job in self._jobs if not job.asks), key=lambda job: job.due)
+            job = min((job for job in self._jobs if not job.uses_reddit), key=lambda job: job.due)
             pause = min(pause, max(0.0, job.due - now))
         if pause > 0:
             return min(pause, FULL_QUEUE_POLL_S) if self._outbox.held else pause
@@ -165,7 +165,7 @@ class Daemon:
             if self._reddit_trouble:
                 logger.info("Reddit answers again")
             self._reddit_trouble = ""
-        if not job.asks:
+        if not job.uses_reddit:
             self._redis_recovered()  # jobs without requests to Reddit access only Redis
         return pause
 
@@ -212,50 +212,50 @@ class Daemon:
         names = self._roster.active[feed.topic]
         if list(feed.tracks) != names:
             feed.tracks = {name: feed.tracks.get(name) or self._state.track(name) for name in names}
-            feed.trouble = {name: trouble for name, trouble in feed.trouble.items() if name in names}
+            feed.failing = {name: failure for name, failure in feed.failing.items() if name in names}
 
     def _poll(self, feed: Feed) -> float:
         """Walk a topic's subreddits jointly; if that fails, separately, so that one does not stop the others."""
-        if self._outbox.held >= MAX_HELD:
+        if self._outbox.held >= MAX_HELD_POSTS:
             return self._interval()
         self._update_tracks(feed)
         now = self._clock.monotonic()
-        deep = self._clock.time() >= feed.deep
-        well = [track for name, track in feed.tracks.items() if name not in feed.trouble]
-        alone = [feed.tracks[name] for name, trouble in feed.trouble.items() if trouble.due <= now]
+        full = self._clock.time() >= feed.full_walk_due
+        healthy = [track for name, track in feed.tracks.items() if name not in feed.failing]
+        separate = [feed.tracks[name] for name, failure in feed.failing.items() if failure.due <= now]
         # A full walk reads each subreddit separately: in a joint listing, a busy one crowds out the others.
-        if len(well) > 1 and not deep:
+        if len(healthy) > 1 and not full:
             try:
-                self._walk(feed, well, deep)
+                self._walk(feed, healthy, full)
             except Fault as fault:
                 self.faults[type(fault).__name__] += 1
-                alone += well
+                separate += healthy
         else:
-            alone += well
-        for track in alone:
-            self._walk_alone(feed, track, deep)
-        if deep:
-            feed.deep = self._clock.time() + FULL_WALK_INTERVAL_S
+            separate += healthy
+        for track in separate:
+            self._walk_separately(feed, track, full)
+        if full:
+            feed.full_walk_due = self._clock.time() + FULL_WALK_INTERVAL_S
             self._state.walked_deep(feed.topic, self._clock.time())
         self.polls += 1
-        pauses = [trouble.due - self._clock.monotonic() for trouble in feed.trouble.values()]
+        pauses = [failure.due - self._clock.monotonic() for failure in feed.failing.values()]
         return max(0.0, min([self._interval(), *pauses]))
 
-    def _walk_alone(self, feed: Feed, track: Track, deep: bool) -> None:
+    def _walk_separately(self, feed: Feed, track: Track, full: bool) -> None:
         try:
-            self._walk(feed, [track], deep)
+            self._walk(feed, [track], full)
         except Unreadable as fault:
             self.faults[type(fault).__name__] += 1
             self._roster.drop(feed.topic, track.name, fault.why)
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
-            trouble = feed.trouble.setdefault(track.name, Trouble())
-            pause = trouble.backoff.next()
-            trouble.due = self._clock.monotonic() + pause
-            log = logger.warning if trouble.backoff.failures == 1 else logger.debug
+            failure = feed.failing.setdefault(track.name, FailingSubreddit())
+            pause = failure.backoff.next()
+            failure.due = self._clock.monotonic() + pause
+            log = logger.warning if failure.backoff.failures == 1 else logger.debug
             log("cannot read r/%s: %s; retrying in %.0f s", track.name, fault, pause)
         else:
-            if feed.trouble.pop(track.name, None):
+            if feed.failing.pop(track.name, None):
                 logger.info("r/%s can be read again", track.name)
 
     def _interval(self) -> float:
@@ -263,15 +263,15 @@ class Daemon:
         interval = self._settings.reddit_poll_interval * uniform(0.9, 1.1)
         return interval * (FULL_QUEUE_SLOWDOWN if self._pusher.gate.closed else 1)
 
-    def _walk(self, feed: Feed, tracks: Sequence[Track], deep: bool) -> None:
+    def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
         """Walk the subreddits' joint listing and buffer new posts. Raises Fault."""
         fetch = partial(self._page, [track.name for track in tracks])
-        found = walk(fetch, tracks, overlap=float("inf") if deep else OVERLAP, depth=self._depth)
+        found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
         if found.missed and len(tracks) > 1:
             # A joint listing is too short for them: walk each separately, with a thousand places of its own.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
-                self._walk(feed, [track], deep)
+                self._walk(feed, [track], full)
         else:
             self._hold_walk(feed, found, tracks)
 
@@ -359,7 +359,7 @@ class Daemon:
         return {
             "topics": len(self._feeds),
             "subreddits": sum(map(len, self._roster.active.values())),
-            "failing": sorted(name for feed in self._feeds for name in feed.trouble),
+            "failing": sorted(name for feed in self._feeds for name in feed.failing),
             "polls": self.polls,
             "sent": self._pusher.sent,
             "skipped": self._pusher.skipped,

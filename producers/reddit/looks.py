@@ -12,7 +12,7 @@ from redis import Redis
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import RECHECK_DELAYS_S, Look, State
-from producers.reddit.things import PAGE, Fault, Item
+from producers.reddit.things import PAGE_SIZE, Fault, Item
 from shared.purge import purge
 from shared.results import ResultsStore
 from shared.settings import Settings
@@ -56,7 +56,7 @@ class Looks:
 
         Raises Fault and redis.exceptions.RedisError. Posts not finished then are rechecked on a later run.
         """
-        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE)):
+        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE_SIZE)):
             return POLL_INTERVAL_S
         found = self._reddit.info([look.fullname for look in looks])
         if not found and len(looks) >= MIN_POSTS_TO_TRUST_ABSENCE:
@@ -80,7 +80,7 @@ class Looks:
         # Finished only when edited texts are in the queue: after a crash, the recheck is repeated.
         self._send([found[look.fullname] for look in rest if look.fullname in found], sent)
         self.looked += len(looks)
-        return 0.0 if len(looks) == PAGE else POLL_INTERVAL_S
+        return 0.0 if len(looks) == PAGE_SIZE else POLL_INTERVAL_S
 
     def _again(self, looks: Sequence[Look], found: dict[str, Item]) -> dict[Look, float]:
         """Return the next recheck of each post, with its time."""

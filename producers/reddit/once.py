@@ -9,7 +9,7 @@ from producers.reddit.backoff import Backoff
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import State
-from producers.reddit.things import PAGE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
+from producers.reddit.things import PAGE_SIZE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
 
 #: Attempts per request.
 MAX_ATTEMPTS = 4
@@ -86,7 +86,7 @@ class Once:
         remaining, after = listing.limit, None
         seen: set[str] = set()
         while remaining:
-            ask = partial(self._reddit.page, names, listing.kind, after, PAGE, listing.period)
+            ask = partial(self._reddit.page, names, listing.kind, after, PAGE_SIZE, listing.period)
             page = patiently(ask, self._clock)
             posts = [item for item in page.items if not (item.stickied or item.gone or item.fullname in seen)]
             posts = posts[:remaining]

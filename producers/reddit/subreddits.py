@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import Replaced, State
-from producers.reddit.things import PAGE, About, Fault, Unreadable
+from producers.reddit.things import PAGE_SIZE, About, Fault, Unreadable
 from producers.reddit.topics import Topics
 
 logger = logging.getLogger(__name__)
 
 #: Seconds without a new post after which a subreddit counts as asleep.
-ASLEEP_AFTER = 30 * 86_400.0
+ASLEEP_AFTER_S = 30 * 86_400.0
 #: Seconds for which Reddit's information on all subreddits is reused: longer than checking all topics takes.
 ABOUT_TTL_S = 300.0
 #: Items fetched to find a subreddit's newest post; more than can be pinned.
@@ -84,7 +84,7 @@ class Roster:
             for name, seen in newest.items():
                 if isinstance(seen, str):
                     reasons[name] = seen
-                elif self._clock.time() - seen > ASLEEP_AFTER:
+                elif self._clock.time() - seen > ASLEEP_AFTER_S:
                     reasons[name] = "asleep"
                     asleep.append(name)
                 else:
@@ -97,7 +97,7 @@ class Roster:
         if not names:
             return {}
         try:
-            page = self._reddit.page(names, limit=PAGE)
+            page = self._reddit.page(names, limit=PAGE_SIZE)
         except Fault:
             return self._newest_of_each(names)
         newest: dict[str, float] = {}

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from shared.messages import Post, digest
 
 #: Maximum number of items in a response.
-PAGE = 100
+PAGE_SIZE = 100
 
 Why = Literal["missing", "banned", "private", "quarantined", "gated"]
 

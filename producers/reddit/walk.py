@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.things import PAGE, Fault, Item, Page
+from producers.reddit.things import PAGE_SIZE, Fault, Item, Page
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.
-PAGES = 15
+MAX_PAGES = 15
 #: Known posts kept per subreddit: more than a listing holds, so that a full walk meets only known posts.
 KNOWN = 1500
 #: Earlier items of a page tried as anchors when no page follows the last one.
@@ -62,7 +62,7 @@ class Walk(NamedTuple):
 
 
 def walk(
-    fetch: Callable[[str | None], Page], tracks: Iterable[Track], overlap: float, depth: int, pages: int = PAGES
+    fetch: Callable[[str | None], Page], tracks: Iterable[Track], overlap: float, depth: int, pages: int = MAX_PAGES
 ) -> Walk:
     """Walk down the joint listing of some subreddits. fetch: returns the page after an anchor.
 
@@ -83,7 +83,7 @@ def walk(
         after = page.after
         if after is None:
             # A short listing ends at its first post ever; a long one ends at Reddit's limit.
-            if len(found) < PAGE:
+            if len(found) < PAGE_SIZE:
                 unmet.clear()
             break
         if not unmet and (lowest is None or (reached is not None and reached < lowest - overlap)):

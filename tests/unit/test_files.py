@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.files import MAX_RECORD, NOT_UTF8, Source, read
+from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source, read
 from producers.records import BadRecord, Filters, Item, LeftOut, with_plain_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
@@ -278,7 +278,7 @@ def test_csv_rows_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_endless_lines_are_bounded(tmp_path: Path) -> None:
-    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD + 10)})
+    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD_SIZE + 10)})
     good, bad = both(tmp_path, f'{long}\n{{"id": 2, "title": "y"}}\n{long}')
     assert [post.id for post in good] == ["2"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]

@@ -22,18 +22,18 @@ LOGITS = ("logits",)
 #: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
 #: Architectures that can be packed: encoders that take token positions as an argument.
-PACKABLE = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
+PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
-SHIFTED = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 #: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. From a mask of [rows, tokens] the model would make
 #: its own, which costs a read back from the device.
-TAKES_READY_MASK = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+READY_MASK_TYPES = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
 #: Sequence-to-sequence models, and the class that loads only the encoder: embeddings do not need the decoder.
-ENCODERS = {
+ENCODER_CLASSES = {
     name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
 }
 #: Architectures whose scores depend on padding, and so on the other rows of the batch.
-NOT_PADDED = frozenset({"fnet", "xlnet"})
+PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
 
 
 class Run(NamedTuple):
@@ -105,14 +105,14 @@ class Network(torch.nn.Module):
         self.classifies = self.reads == LOGITS
         config = read_config(weights, remote_code)
         self.kind: str = config.model_type
-        if self.kind in NOT_PADDED:
+        if self.kind in PADDING_SENSITIVE_TYPES:
             raise ModelError(
                 f"{weights.name} has the unsupported model type {self.kind}: its scores depend on padding. "
                 "Use another model."
             )
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
-        if self.kind in ENCODERS and not self.classifies:
-            architecture = getattr(transformers, ENCODERS[self.kind])
+        if self.kind in ENCODER_CLASSES and not self.classifies:
+            architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
         try:
             model, loading = architecture.from_pretrained(
                 weights.folder,
@@ -146,7 +146,7 @@ class Network(torch.nn.Module):
             self._extra["use_cache"] = False
         # Only these implementations pass their mask straight to torch's attention.
         self.takes_ready_mask = (
-            self.kind in TAKES_READY_MASK
+            self.kind in READY_MASK_TYPES
             and self.config._attn_implementation == "sdpa"
             and type(model).__module__.startswith("transformers.")
         )
@@ -185,7 +185,7 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None,
         runs: Sequence[Run],
     ) -> torch.Tensor:
-        """Do the same for packed rows: concatenated as `runs` describe, [1, tokens] each. PACKABLE models only."""
+        """Return the same outputs for packed rows: [1, tokens] inputs, divided by `runs`. PACKABLE_TYPES only."""
         encoder = self.model.base_model
         states = encoder(
             input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
@@ -224,7 +224,7 @@ def filler(config: Any, pad_id: int) -> int:
 
 def first_position(config: Any) -> int:
     """Return the position of a row's first token."""
-    return int(config.pad_token_id or 0) + 1 if config.model_type in SHIFTED else 0
+    return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
 
 
 def most_tokens(config: Any) -> int | None:

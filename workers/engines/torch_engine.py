@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.device import Device
-from workers.engines.network import PACKABLE, Network, Run, first_position, read_config
+from workers.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
 from workers.engines.outputs import device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
@@ -88,7 +88,9 @@ class TorchEngine:
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
-        self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE and not compiled
+        self.packed = (
+            packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES and not compiled
+        )
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)

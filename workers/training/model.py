@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError
-from workers.engines.network import NOT_PADDED, filler, most_tokens, read_config
+from workers.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
 from workers.weights import Weights
 
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
@@ -48,7 +48,7 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the head is new on purpose
     config = read_config(weights, remote_code)
-    if config.model_type in NOT_PADDED:
+    if config.model_type in PADDING_SENSITIVE_TYPES:
         raise ModelError(
             f"{weights.name} has the unsupported model type {config.model_type}: its scores depend on padding. "
             "Use another base."
