@@ -70,7 +70,7 @@ def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
     cells = ((field, record.get(column.lower())) for field, column in COLUMNS.items())
     fields = {field: value for field, value in cells if value is not None and value != ""}
     for field in {"created_utc", "edited_utc"} & fields.keys():
-        with suppress(ValueError):  # Post.parse rejects values that are no dates
+        with suppress(ValueError):  # Post.parse rejects values that are not dates
             fields[field] = seconds_of_date(str(fields[field]))
     if isinstance(extra := fields.get("extra"), str):
         with suppress(ValueError):

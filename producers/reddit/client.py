@@ -65,7 +65,7 @@ PASSED_HEADERS = ("content-type", "location", "www-authenticate")
 
 
 class Requestor(prawcore.Requestor):
-    """prawcore's requestor with timeouts, a size limit and our budget. Raises RedditFault, which prawcore lets pass."""
+    """A requestor with timeouts, a size limit and the request budget. Raises RedditFault, uncaught by prawcore."""
 
     def __init__(self, *, budget: Budget, timeout: float, **settings: Any) -> None:
         super().__init__(**settings)
@@ -147,7 +147,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 class Reddit:
-    """The requests that the daemon makes. Not thread-safe. Every method raises only RedditFault.
+    """A client for Reddit's API. Not thread-safe. Every method raises only RedditFault.
 
     topic_of: topic by the subreddit's name in lower case.
     """
@@ -159,7 +159,7 @@ class Reddit:
         topic_of: Mapping[str, str],
         session: requests.Session | None = None,
     ) -> None:
-        """Raises CredentialsError if credentials are missing. Wrong ones raise with the first request."""
+        """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
         self._session = session or requests.Session()
         self._reddit = _praw(settings, budget, self._session)
         self._topic_of = topic_of

@@ -29,9 +29,9 @@ class Clock:
             time.sleep(seconds)
 
     def stop(self) -> None:
-        """Raise Stopped. For signal handlers: it interrupts the process anywhere, which the order of writes allows.
+        """Raise Stopped, from a signal handler. Writes are ordered so that an interruption at any point is safe.
 
-        Python drops an exception raised in a finaliser; the next wait then raises Stopped again.
+        If Python drops the exception, as it does in finalisers, the next wait raises Stopped again.
         """
         self._stopping = True
         raise Stopped

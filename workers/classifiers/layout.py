@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
 
 def read_layout(weights: Weights) -> Layout:
-    """Read the folder's layout. Raises ModelError if it is no sentence-transformers model or uses unsupported parts."""
+    """Read the folder's layout. Raises ModelError if a part is missing, invalid or unsupported."""
     folder = weights.folder
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
@@ -70,13 +70,17 @@ def read_layout(weights: Weights) -> Layout:
         raise ModelError(f"{modules_file} has an unsupported module: {unsupported[0]}. Use a model without it.")
     poolings = [path for kind, path in modules if kind == "Pooling"]
     if len(poolings) != 1:
-        raise ModelError(f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported.")
+        raise ModelError(
+            f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported. Use another model."
+        )
     pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
     text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
     prompt_config = _json_if_there(folder / "config_sentence_transformers.json")
     prompt = (prompt_config.get("prompts") or {}).get(prompt_config.get("default_prompt_name") or "") or ""
     if prompt and not with_prompt:
-        raise ModelError(f"{folder} excludes the prompt from pooling (include_prompt is false): unsupported.")
+        raise ModelError(
+            f"{folder} has include_prompt=false in its pooling, which is not supported. Use another model."
+        )
     limit = text_config.get("max_seq_length")
     limit = limit if isinstance(limit, int) and limit > 0 else None
     lower_case = bool(text_config.get("do_lower_case"))
@@ -106,8 +110,8 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
         "sentence_embedding",
     }:
         raise ModelError(
-            f"{folder / 'config.json'} has a dense layer with use_residual or other inputs than sentence_embedding: "
-            "unsupported."
+            f"{folder / 'config.json'} has use_residual, or inputs other than sentence_embedding, which is not "
+            "supported. Use another model."
         )
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     activation = {
@@ -117,7 +121,7 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
         "GELU": torch.nn.GELU,
     }.get(name)
     if activation is None:
-        raise ModelError(f"{folder / 'config.json'} has an unsupported activation_function: {name}.")
+        raise ModelError(f"{folder / 'config.json'} has an unsupported activation_function: {name}. Use another model.")
     try:
         linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
         tensors = load_file(folder / "model.safetensors")

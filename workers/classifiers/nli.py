@@ -58,7 +58,7 @@ class PairRow(Row):
 
 
 class Entailment:
-    """Classify with a natural-language-inference model. Raises ModelError if the folder holds no such classifier."""
+    """Classify with a natural-language-inference model. Raises ModelError if the folder does not hold one."""
 
     kind = "nli"
 

@@ -176,7 +176,10 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
                     shutil.rmtree(temporary, ignore_errors=True)
                 logger.info("exported the ONNX graph in %.0f s to %s", time.monotonic() - began, folder)
     except OSError as error:
-        raise ModelError(f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}") from error
+        raise ModelError(
+            f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}. Set "
+            "FEEDMILL_CACHE_FOLDER to a writable folder."
+        ) from error
     return folder / GRAPH
 
 

@@ -164,7 +164,7 @@ class Training:
                 if self._device.torch.type == "cuda":
                     torch.cuda.empty_cache()
             except DeviceLost as lost:
-                raise ModelError(f"The device failed during training: {lost}") from None
+                raise ModelError(f"The device failed; continue the training with --resume: {lost}") from None
 
     def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         if not examples:
