@@ -61,7 +61,7 @@ def unescaped(cell: str) -> str:
 
 
 def is_exported(columns: Collection[str]) -> bool:
-    """Return true if these columns, in lower case, are those of an export."""
+    """Return true if the columns, in lower case, include those that identify an export."""
     return all(mark in columns for mark in EXPORT_COLUMNS)
 
 

@@ -90,7 +90,7 @@ class Filters(NamedTuple):
     until: float | None = None
 
     def admit(self, record: dict[str, Any]) -> bool:
-        """Return true if the record passes. Its keys must be in the form of `plain_key`."""
+        """Return true if the record passes the filters. Its keys must be in the form of `plain_key`."""
         if self.subreddits:
             subreddit = _first(record, "subreddit")
             if subreddit is None or subreddit_name(str(subreddit)) not in self.subreddits:
@@ -105,7 +105,7 @@ class Filters(NamedTuple):
         )
 
     def reject_line(self, line: bytes) -> bool:
-        """Return true if a line of JSON cannot pass: a check without parsing, which costs several times as much.
+        """Return true if a line of JSON cannot pass. Several times cheaper than parsing the line.
 
         Rejects only objects that name at least one subreddit and none of those wanted, counting nested posts.
         """

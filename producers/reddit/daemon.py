@@ -182,7 +182,7 @@ class Daemon:
         return self._redis_backoff.next()
 
     def _reddit_failed(self, fault: Outage) -> float:
-        """Pause all requests to Reddit."""
+        """Pause all requests after an outage. Raises CredentialsError if Reddit has never accepted the credentials."""
         self.faults[type(fault).__name__] += 1
         if isinstance(fault, CredentialsRefused) and not self.polls:
             raise CredentialsError(refused_credentials(self._settings)) from fault

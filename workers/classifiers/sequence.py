@@ -25,7 +25,7 @@ MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
 class SequenceClassifier:
     """Classify with a fine-tuned model.
 
-    Raises ModelError if the folder holds none, SettingsError if `labels` or `template` are set to other values.
+    Raises ModelError if the folder holds none, SettingsError if `labels` differ from the model's or `template` is set.
     """
 
     kind = "sequence"
@@ -68,7 +68,7 @@ class SequenceClassifier:
         for option, given in (("labels", others), ("template", options.template)):
             if given:
                 known = ", ".join(self._label_set.labels[:20])
-                raise RequestRefused(f"{option}: the worker's model has fixed labels: {known}")
+                raise RequestRefused(f"{option}: the worker's model has the fixed labels {known}; omit {option}")
         if options.multi_label and self._meaning == "softmax":
             raise RequestRefused("multi_label: the worker's model gives each post exactly one label")
         return self._label_set
