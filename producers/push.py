@@ -73,7 +73,7 @@ class Mark(NamedTuple):
 
 
 def purpose(settings: Settings, options: ClassifyOptions) -> str:
-    """Identify options and queue in a text. Queues have different models, so a post is sent to each of them."""
+    """Return a text that identifies options and queue: a post sent to one queue is still unsent to another."""
     text = options.model_dump_json()
     return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
 

@@ -105,7 +105,7 @@ class Requestor(prawcore.Requestor):
 
 
 def _connection_fault(error: requests.RequestException) -> RedditFault:
-    """Tell an unreachable Reddit from a single failed connection."""
+    """Return Unreachable if no connection to Reddit can be opened, otherwise Fault."""
     causes = [error, *error.args, *(getattr(argument, "reason", None) for argument in error.args)]
     nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
     if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):

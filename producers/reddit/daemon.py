@@ -1,4 +1,4 @@
-"""The daemon: follow the new posts of every topic indefinitely.
+"""The Reddit daemon: read the new posts of every topic until it is stopped.
 
 A poll walks down the joint listing of a topic's subreddits (`walk.py`). Its posts wait in the send buffer and are
 recorded as known only once they are in the queue, oldest first. So known posts have no holes, and a daemon that is

@@ -39,7 +39,7 @@ LEGACY_POOLING_KEYS = {
 class Layout(NamedTuple):
     """The parts of a sentence-transformers model besides its transformer.
 
-    pooling: modes whose vectors are concatenated. dense: layers applied after pooling, in float32, on the CPU.
+    pooling: modes whose vectors are concatenated. dense: layers applied after pooling; float32, created on the CPU.
     """
 
     pooling: tuple[str, ...]
