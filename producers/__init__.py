@@ -1,1 +1,1 @@
-"""Where posts come from. Knows nothing of how they are classified; publishes by task name."""
+"""Producers read posts from files and Reddit, and publish them by task name. They know nothing of classification."""

@@ -1,7 +1,8 @@
-"""Rows of an export of results: what their columns are called, and the post that one of them holds.
+"""Read posts back from rows of an export of results.
 
-They are read apart from other people's records, since no column stands in for another here: `label` is what a model
-said, and no topic; `permalink` is no `URL`. Knows nothing of files, and nothing of how exports are written.
+Exports have fixed column names, so they bypass the name guessing that other files need (records.py). In an export,
+`label` is a model's prediction, not a topic, and `permalink` is not `url`. This module knows neither file formats nor
+how exports are written.
 """
 
 import re
@@ -15,7 +16,7 @@ from producers.records import BadRecord, seconds_of_date
 from shared.errors import PostRefused, printable
 from shared.messages import Post
 
-#: A post's field -> its column.
+#: Post field -> column name.
 COLUMNS = {
     "id": "id",
     "topic": "Topic",
@@ -32,16 +33,16 @@ COLUMNS = {
     "spoiler": "spoiler",
     "extra": "extra",
 }
-#: Columns, in lower case, that other people's files do not have together.
-MARKS = frozenset({"id", "label", "scores", "fingerprint", "classified_at"})
-#: Text of a cell that a spreadsheet would run as a formula; as it stands, or escaped (more than once).
+#: Columns, in lower case, that together identify an export.
+EXPORT_COLUMNS = frozenset({"id", "label", "scores", "fingerprint", "classified_at"})
+#: A cell that a spreadsheet would run as a formula, plain or escaped (possibly more than once).
 FORMULA = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
-#: What such a text begins with.
-SUSPICIOUS = frozenset("'=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+#: First characters of such cells: a cheap check before the regular expression.
+FORMULA_STARTS = frozenset("'=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 class Labelled(NamedTuple):
-    """A post and what a model said of it."""
+    """A post with the label and scores that a model assigned."""
 
     post: Post
     label: str
@@ -50,26 +51,26 @@ class Labelled(NamedTuple):
 
 
 def escaped(text: str) -> str:
-    """A cell that no spreadsheet takes for a formula: with an apostrophe before it, where it would."""
-    return f"'{text}" if text[:1] in SUSPICIOUS and FORMULA.match(text) else text
+    """Prefix an apostrophe if a spreadsheet would run the text as a formula."""
+    return f"'{text}" if text[:1] in FORMULA_STARTS and FORMULA.match(text) else text
 
 
 def unescaped(cell: str) -> str:
-    """The text that `escaped` made a cell of."""
+    """Reverse `escaped`."""
     return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
 
 
 def is_exported(columns: Collection[str]) -> bool:
-    """Whether a record with these columns, in lower case, is a row of an export."""
-    return all(mark in columns for mark in MARKS)
+    """Return true if the columns, in lower case, include those that identify an export."""
+    return all(mark in columns for mark in EXPORT_COLUMNS)
 
 
 def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
-    """The post of a row, or what is wrong with it. Its keys are in lower case."""
+    """Yield the row's post, or a BadRecord. Keys must be in lower case."""
     cells = ((field, record.get(column.lower())) for field, column in COLUMNS.items())
     fields = {field: value for field, value in cells if value is not None and value != ""}
     for field in {"created_utc", "edited_utc"} & fields.keys():
-        with suppress(ValueError):  # what is no date is the model's to refuse
+        with suppress(ValueError):  # Post.parse rejects values that are not dates
             fields[field] = seconds_of_date(str(fields[field]))
     if isinstance(extra := fields.get("extra"), str):
         with suppress(ValueError):
@@ -81,7 +82,7 @@ def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
 
 
 def labelled_of(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRecord]:
-    """The post of a row with its label, or what is wrong with it. Its keys are in lower case."""
+    """Yield the row's post with its label, or a BadRecord. Keys must be in lower case."""
     for found in post_of(record, where):
         if isinstance(found, BadRecord):
             yield found
@@ -97,4 +98,4 @@ def labelled_of(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRe
         ):
             yield Labelled(found, label, scores, str(record.get("model")))
         else:
-            yield BadRecord(where, "scores: expected an object with the score of each label")
+            yield BadRecord(where, "scores: expected an object with a score for each label")

@@ -1,8 +1,8 @@
-"""Posts from files: JSONL, a JSON array, or CSV; plain, gzip or zstd; a path or standard input.
+"""Read posts from files: JSONL, a JSON array or CSV; plain, gzip or zstd; from a path or standard input.
 
-Every record gives a post, or a `BadRecord` that says where it stands and what is wrong with it, or is `LeftOut`: a bad
-line never costs a good one. Files are read as a stream, and no line or record is read without a bound, so that a dump
-of millions of posts takes no more memory than the window that it was packed with.
+Each record yields a post, a `BadRecord` with place and reason, or `LeftOut`; bad records do not affect good ones. Files
+are streamed and record length is bounded, so a dump of millions of posts needs no more memory than its compression
+window.
 """
 
 import codecs
@@ -35,66 +35,66 @@ from producers.records import (
     post_of,
     with_plain_keys,
 )
-from producers.unpack import CHUNK, CountedFile, unpacked
+from producers.unpack import CHUNK_BYTES, CountedFile, unpacked
 from shared.errors import InputError, json_problem, printable
 
-#: Characters of one record, at most; of a line of JSON, bytes. The longest post there can be, escaped, is well below.
-MAX_RECORD = 2_000_000
-#: A file is no text when more than this share of its beginning are control characters or bytes that are not UTF-8.
-#: Random bytes and UTF-16 have half; Latin-1, of which letters with accents alone are lost, a fifth at most.
-NO_TEXT = 0.3
-#: Characters that no text has, and the one that stands for bytes that are none.
-UNKNOWN = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
-#: Of a record with bytes that are no UTF-8: to guess what they were would change the text, and tell nobody.
+#: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
+MAX_RECORD_SIZE = 2_000_000
+#: A file is binary if control characters and invalid UTF-8 make up more than this share of its first chunk. Random
+#: bytes and UTF-16 reach a half; Latin-1 text, where only accented letters are invalid, a fifth at most.
+MAX_BINARY_SHARE = 0.3
+#: Control characters that text does not contain, and the replacement character for invalid UTF-8.
+BINARY_CHARACTERS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
+#: Reason for rejecting a record that is not UTF-8: guessing its encoding could silently change the text.
 NOT_UTF8 = "not UTF-8; save the file as UTF-8, or try `iconv -f cp1252 -t utf-8 FILE | feedmill enqueue -`"
 
-#: A record as it was read, or why it could not be, or that it need not be.
+#: A parsed record, the reason why it could not be parsed, or why it was skipped.
 Record = dict[str, Any] | str | LeftOut
-#: What a row of an export gives.
+#: Result type of a row of an export.
 Found = TypeVar("Found")
-#: A record's line, and in an array which element it is.
+#: A record's line number; for a JSON array, line and element.
 Place = int | str
 
 
 class Source:
-    """A file's posts, in order, and how far they are read; "-" is standard input.
+    """A file of posts, read in order, with progress. "-" is standard input.
 
-    start: how many records are passed over, from the beginning: nothing is said of them.
-    id_column: which column, or key, is the posts' id; None finds it by its name.
+    start: number of records to skip without reporting them.
+    id_column: column or key with the posts' ids; None detects it by name.
     """
 
     def __init__(self, path: str, filters: Filters = EVERYTHING, start: int = 0, id_column: str | None = None) -> None:
         self._path = path
-        #: What it is called where something is said of it.
+        #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
         self._filters = filters
         self._start = start
         self._id_column = None if id_column is None else plain_key(id_column)
-        #: Where no column is an id, those which mean nothing else; None where one is. The first record tells.
+        #: Candidate id columns if none was found, else None. Set after the first record.
         self.columns_to_choose: list[str] | None = None
         self._file: CountedFile | None = None
-        #: Bytes of the file as it lies there; None where that is not known.
+        #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
 
     @property
     def done(self) -> int:
-        """Bytes of the file that were read."""
+        """Bytes read so far, before decompression."""
         return self._file.done if self._file else 0
 
     def items(self) -> Iterator[Item]:
-        """What each record gives.
+        """Yield the items of each record.
 
-        Raises InputError when the file as a whole cannot be read; UserError where a package is missing for it.
+        Raises InputError if the file cannot be read, UserError if a required package is not installed.
         """
         return self._items(exported.post_of)
 
     def labelled(self) -> Iterator[Item | exported.Labelled]:
-        """The same; of an export the posts with their labels. Raises as `items` does."""
+        """Yield items as `items` does, but from an export each post with its label. Raises the same errors."""
         return self._items(exported.labelled_of)
 
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == EVERYTHING
-        looked = self._start > 0
+        id_column_checked = self._start > 0
         try:
             with ExitStack() as opened:
                 for place, record in self._records(opened):
@@ -104,9 +104,9 @@ class Source:
                         yield BadRecord(f"{self.name}:{place}", record)
                     else:
                         fields = with_plain_keys(record)
-                        if not looked:
+                        if not id_column_checked:
                             self._look_for_ids(fields)
-                            looked = True
+                            id_column_checked = True
                         if not (wants_all or self._filters.admit(fields)):
                             yield LeftOut.BY_FILTERS
                         elif is_removed(fields):
@@ -120,40 +120,40 @@ class Source:
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}.") from None
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{self.name} cannot be read to its end: {error}.") from None
+            raise InputError(f"Cannot read {self.name} to the end: {error}.") from None
 
     def _look_for_ids(self, first: dict[str, Any]) -> None:
-        """Raises InputError where the first record has no such column as was asked for."""
+        """Find the id column. Raises InputError if the first record lacks the requested one."""
         if self._id_column is None:
             if not has_id(first):
                 self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
         elif exported.is_exported(first):
-            raise InputError(f"{self.name} is an export of results, which has ids of its own: leave out --id-column.")
+            raise InputError(f"{self.name} is an export of results and has its own ids: omit --id-column.")
         elif self._id_column not in first:
             raise InputError(
-                f"{self.name} has no column {printable(self._id_column)}. Its columns: "
-                f"{printable(', '.join(first)):.200}. Name one of them with --id-column, or leave it out."
+                f"{self.name} has no column {printable(self._id_column)} (--id-column). Choose one of its columns: "
+                f"{printable(', '.join(first)):.200}; or omit --id-column."
             )
 
     def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:
-        """(place, record) for each record, in the format that the file's first character tells."""
+        """Yield (place, record) for each record, detecting the format by the file's first characters."""
         binary = unpacked(self._open(opened), self.name, opened)
-        head = binary.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+        head = binary.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if head.startswith(b"PAR1"):
-            raise InputError(f"{self.name} is Parquet. Give the same as JSONL or CSV, as docs/export.md shows.")
+            raise InputError(f"{self.name} is Parquet: convert it to JSONL or CSV, as docs/export.md shows.")
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
         if not is_array and not is_lines:
             beginning = head.decode(errors="replace")
-            if len(UNKNOWN.findall(beginning)) > NO_TEXT * len(beginning):
+            if len(BINARY_CHARACTERS.findall(beginning)) > MAX_BINARY_SHARE * len(beginning):
                 raise InputError(
-                    f"{self.name} holds no text in UTF-8: an archive, a spreadsheet, or text in another encoding, "
-                    "such as UTF-16? Give it as JSONL, a JSON array or CSV, in UTF-8."
+                    f"{self.name} is not UTF-8 text; it may be an archive, a spreadsheet or another encoding such as "
+                    "UTF-16. Convert it to JSONL, a JSON array or CSV in UTF-8."
                 )
-            # A damaged first line must not cost the lines after it.
+            # JSONL with a damaged first line is still JSONL.
             is_lines = b"\n{" in head and not _posts_columns(beginning.partition("\n")[0])
         if is_lines:
             return _json_lines(binary, self._filters, self._start)
-        # In an export every line end within a text is kept as it is; elsewhere \r\n and \r count as \n.
+        # Exports keep the line ends within texts; in other files \r\n and \r are read as \n.
         is_export = exported.is_exported(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
         newline = "" if is_export else None
         text = opened.enter_context(
@@ -166,26 +166,26 @@ class Source:
         if self._path == "-":
             return cast(BufferedReader, sys.stdin.buffer)
         self._file = CountedFile(self._path)
-        return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK)))
+        return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK_BYTES)))
 
 
 def read(path: str) -> Iterator[Item]:
-    """The posts of a file, in order; "-" is standard input. Raises as `Source.items` does."""
+    """Yield the items of a file, in order; "-" is standard input. Raises the errors of `Source.items`."""
     return Source(path).items()
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file, which can be read twice: no pipe, and not standard input."""
+    """Return true for a regular file, which can be read twice; false for pipes and standard input."""
     try:
         return path != "-" and Path(path).is_file()
-    except OSError:  # not ours to look at: opening it says so
+    except OSError:  # no access: opening the file reports it
         return False
 
 
 def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterator[tuple[int, Record]]:
     for number, line in islice(_lines(binary), start, None):
         if line is None:
-            yield number, f"the line is longer than {MAX_RECORD:,} bytes"
+            yield number, f"the line is longer than {MAX_RECORD_SIZE:,} bytes"
         elif filters.reject_line(line):
             yield number, LeftOut.BY_FILTERS
         else:
@@ -193,12 +193,12 @@ def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterato
 
 
 def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """Lines that hold something, with their numbers; None for one that is too long."""
+    """Yield non-empty lines with their numbers; None replaces a line that is too long."""
     number = 0
-    while line := binary.readline(MAX_RECORD):
+    while line := binary.readline(MAX_RECORD_SIZE):
         number += 1
-        if len(line) == MAX_RECORD and not line.endswith(b"\n"):
-            while (rest := binary.readline(CHUNK)) and not rest.endswith(b"\n"):
+        if len(line) == MAX_RECORD_SIZE and not line.endswith(b"\n"):
+            while (rest := binary.readline(CHUNK_BYTES)) and not rest.endswith(b"\n"):
                 pass
             yield number, None
             continue
@@ -209,7 +209,7 @@ def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _json_record(line: bytes) -> Record:
-    # Twice as fast as Python's own, which takes more, such as halves of characters, and says better what is wrong.
+    # Twice as fast as json, which is the fallback: it accepts lone surrogates and has clearer errors.
     try:
         return _object(from_json(line, cache_strings="keys"))
     except ValueError:
@@ -223,55 +223,55 @@ def _json_record(line: bytes) -> Record:
 
 
 def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
-    """The array's elements, one at a time: an array may be larger than memory."""
+    """Yield the array's elements one at a time, because an array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
-    held, line, element = "", 1, 1
-    while (character := text.read(1)) != "[":  # what stands before the bracket is white space
+    buffer, line, element = "", 1, 1
+    while (character := text.read(1)) != "[":  # only white space precedes the bracket
         line += character == "\n"
     while True:
-        separators = len(held) - len(held.lstrip(" \t\r\n,"))
-        line += held.count("\n", 0, separators)
-        held = held[separators:]
-        if held.startswith("]"):
+        separators = len(buffer) - len(buffer.lstrip(" \t\r\n,"))
+        line += buffer.count("\n", 0, separators)
+        buffer = buffer[separators:]
+        if buffer.startswith("]"):
             return
         place = f"{line} (element {element})"
         try:
-            value, end = decode(held)
+            value, end = decode(buffer)
         except (ValueError, RecursionError) as error:
-            # Not whole yet? Doubling what is held keeps the cost of trying again in proportion.
-            more = text.read(max(CHUNK, len(held))) if len(held) < MAX_RECORD else ""
+            # The element may be incomplete. Doubling the buffer keeps repeated parsing linear overall.
+            more = text.read(max(CHUNK_BYTES, len(buffer))) if len(buffer) < MAX_RECORD_SIZE else ""
             if not more:
                 problem = json_problem(error, "the element's character")
                 yield place, f"not JSON, and the rest of the array cannot be read: {problem}"
                 return
-            held += more
+            buffer += more
             continue
-        yield place, _object(value) if _is_utf8(held[:end]) else NOT_UTF8
+        yield place, _object(value) if _is_utf8(buffer[:end]) else NOT_UTF8
         element += 1
-        line += held.count("\n", 0, end)
-        held = held[end:]
+        line += buffer.count("\n", 0, end)
+        buffer = buffer[end:]
 
 
 def _object(value: object) -> dict[str, Any] | str:
-    return value if isinstance(value, dict) else f"expected an object with a post's fields, got {value!r:.80}"
+    return value if isinstance(value, dict) else f"expected an object with the fields of a post, got {value!r:.80}"
 
 
 def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
-    header_line = text.readline(CHUNK)
+    header_line = text.readline(CHUNK_BYTES)
     if not header_line.strip():
         raise InputError(f"{name} is empty.")
     delimiter, header = _columns(header_line)
     if not _posts_columns(header_line):
         raise InputError(
-            f"{name} is no JSON, and as CSV it has no column for a title or a body. Its columns: "
-            f"{printable(', '.join(header)):.200}. Name one of them {' or '.join(NAMES['title'] + NAMES['body'])}."
+            f"{name} is neither JSON nor a CSV file with a title or body column. Its columns: "
+            f"{printable(', '.join(header)):.200}. Rename one to: {', '.join(NAMES['title'] + NAMES['body'])}."
         )
     is_exported = exported.is_exported(header)
-    csv.field_size_limit(MAX_RECORD)
-    # Strict: else a quotation mark that is never closed would swallow every row after it, and say nothing.
-    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD), ""), delimiter=delimiter, strict=True)
+    csv.field_size_limit(MAX_RECORD_SIZE)
+    # Strict: otherwise an unclosed quote silently swallows all following rows.
+    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD_SIZE), ""), delimiter=delimiter, strict=True)
     while True:
-        line = rows.line_num + 2  # the header was line 1
+        line = rows.line_num + 2  # line 1 is the header
         row: list[str] = []
         problem = None
         try:
@@ -280,15 +280,15 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
             return
         except csv.Error as error:
             if "unexpected end" in str(error):
-                problem = "a quotation mark is opened here and never closed; the rest of the file is not read"
+                problem = "a quote opened here is never closed; the rest of the file is not read"
             else:
-                problem = f"not CSV: {error}; is a quotation mark missing, or one within a text not written twice?"
+                problem = f"not CSV: {error}; a quote may be missing, or a quote inside a text may not be doubled"
         if len(row) > len(header):
-            problem = f"{len(row)} fields under {len(header)} columns; is a quotation mark missing?"
+            problem = f"{len(row)} fields, but {len(header)} columns; a quote may be missing"
         elif not _is_utf8("".join(row)):
             problem = NOT_UTF8
         if problem:
-            # Reading goes on after the last line that was taken for a part of the row, whatever it was.
+            # Continue after the last line that was consumed as part of this row.
             last = rows.line_num + 1
             yield line if line == last else f"{line}-{last}", problem
         elif row:
@@ -297,7 +297,7 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether its bytes were: those that were not stand in it as halves of characters (`surrogateescape`)."""
+    """Return false if the bytes were invalid UTF-8, which `surrogateescape` decodes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -306,12 +306,12 @@ def _is_utf8(text: str) -> bool:
 
 
 def _columns(header_line: str) -> tuple[str, list[str]]:
-    """(delimiter, column names) of a CSV file's first line."""
+    """Return (delimiter, column names) from a CSV file's first line."""
     delimiter = max(",;\t", key=header_line.count)
     names = next(csv.reader([header_line], delimiter=delimiter), [])
     return delimiter, [plain_key(name) for name in names]
 
 
 def _posts_columns(header_line: str) -> bool:
-    """Whether a CSV file with this first line holds posts."""
+    """Return true if a CSV file with this header contains posts."""
     return any(column in NAMES["title"] + NAMES["body"] for column in _columns(header_line)[1])

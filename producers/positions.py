@@ -1,7 +1,6 @@
-"""Where the reading of a file stopped, kept in Redis, so that the next run goes on there.
+"""Resume positions of files, stored in Redis.
 
-A position covers records all of whose posts are in the queue, and marked as sent: whoever saves one sees to that. It
-knows neither formats nor posts.
+A position counts the records whose posts are all in the queue and marked as sent; the caller of `save` ensures that.
 """
 
 from pathlib import Path
@@ -12,34 +11,34 @@ from shared.keys import position_key
 from shared.messages import digest
 from shared.settings import DAY
 
-#: Seconds for which a position is kept; as long as what was sent is remembered, unless that is set otherwise.
+#: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
 POSITION_TTL = 30 * DAY
-#: Bytes at a file's beginning by which it is known again. Not by its size: a download may go on where it broke off.
-BEGINNING = 1 << 16
+#: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
+HEAD_BYTES = 1 << 16
 
 
 class Position:
-    """How many records of a file are done with, when it is read in one certain way.
+    """Number of finished records of a file, for one combination of options and filters.
 
-    path: a file that can be read twice. way: whatever makes of the same file other messages, options and filters.
+    path: a regular file. way: everything that changes which messages the file yields: options and filters.
     Raises OSError. The methods raise redis.exceptions.RedisError.
     """
 
     def __init__(self, redis: Redis, path: str, *way: str | None) -> None:
         with Path(path).open("rb") as file:
-            beginning = file.read(BEGINNING)
+            beginning = file.read(HEAD_BYTES)
         self._redis = redis
         self._key = position_key(digest(str(Path(path).absolute()), *way, beginning.decode("latin-1")))
 
     def load(self) -> int:
-        """Records done with; 0 where nothing is known."""
+        """Return the number of finished records; 0 if none is stored."""
         found = self._redis.get(self._key)
         return int(found) if found else 0
 
     def save(self, records: int) -> None:
-        """Note that so many records are done with."""
+        """Store the number of finished records."""
         self._redis.set(self._key, records, ex=POSITION_TTL)
 
     def forget(self) -> None:
-        """The next run begins at the beginning."""
+        """Delete the position, so that the next run starts at the beginning."""
         self._redis.delete(self._key)

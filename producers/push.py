@@ -1,10 +1,9 @@
-"""From posts to messages in the queue: skip what was already sent, wait for room in it, publish, mark.
+"""Publish posts to the queue: skip posts already sent, wait for room, publish, mark as sent.
 
-In that order: a crash between publishing and marking repeats a message, whose results the store then already
-has; the other way round it would lose one.
+Marking comes last: a crash before it repeats a message, whose results the store already has. Marking first could lose
+the message.
 
-What it leans on in Celery 5.7 beyond the public interface: `Celery._after_fork` forgets the application's pools of
-connections and producers.
+Depends on a private method of Celery 5.7: `Celery._after_fork` drops the application's connection and producer pools.
 """
 
 import json
@@ -29,19 +28,19 @@ from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Posts that are looked up, published and marked together, as far as messages are smaller: a trip to Redis costs more
-#: than a post. Bounds what a crash between publishing and marking repeats, and for how long Redis serves nobody else.
-POSTS_A_TRIP = 256
-#: Seconds after which what a slow source has given so far is sent, if it fills messages.
-TRIP_SECONDS = 0.25
-#: Seconds between two looks at a full queue.
-FULL_QUEUE_PAUSE = 0.5
+#: Posts looked up, published and marked per round trip, since a round trip costs more than a post. Limits how many
+#: posts a crash before marking repeats, and how long a script blocks Redis. A larger message is sent by itself.
+POSTS_PER_ROUND_TRIP = 256
+#: Seconds until a slow source's posts are sent without waiting for a full round trip, once they fill messages.
+MAX_COLLECT_S = 0.25
+#: Seconds between checks of a full queue.
+FULL_QUEUE_POLL_S = 0.5
 
-#: What is known of each post: 0 nothing, 1 it was sent before, 2 it is gone.
+#: Look up the status of each post: 0 unknown, 1 sent before, 2 purged.
 #:
-#:   feedmill:sent:<id>, hash    feedmill:gone:<id>, string    ARGV[1], ARGV[2] what their names begin with
-#:   ARGV[3] id and field of the hash of each post, in JSON: redis-py takes longer over many arguments than Redis does
-LOOK = """
+#:   Keys: feedmill:sent:<id> (hash), feedmill:gone:<id> (string). ARGV[1], ARGV[2]: the prefixes of their names.
+#:   ARGV[3]: a JSON list of [id, hash field] per post, because redis-py is slow with many arguments.
+LOOKUP_SCRIPT = """
 local found = {}
 for i, mark in ipairs(cjson.decode(ARGV[3])) do
   if redis.call('EXISTS', ARGV[2] .. mark[1]) == 1 then
@@ -53,10 +52,10 @@ end
 return found
 """
 SENT, GONE = 1, 2
-#: Notes that each post was sent; of one that was purged meanwhile, nothing.
+#: Mark each post as sent, except posts purged in the meantime.
 #:
-#:   ARGV[1] to ARGV[3] as above    ARGV[4] now    ARGV[5] ttl, seconds
-NOTE = """
+#:   ARGV[1] to ARGV[3]: as above. ARGV[4]: current time. ARGV[5]: TTL in seconds.
+MARK_SCRIPT = """
 for _, mark in ipairs(cjson.decode(ARGV[3])) do
   if redis.call('EXISTS', ARGV[2] .. mark[1]) == 0 then
     redis.call('HSET', ARGV[1] .. mark[1], mark[2], ARGV[4])
@@ -67,25 +66,25 @@ end
 
 
 class Mark(NamedTuple):
-    """What a post with its text, options and queue is remembered by as sent: its id, and a digest of the rest."""
+    """Identity of a sent post: its id, and a digest of its text, options and queue."""
 
     post_id: str
     field: str
 
 
 def purpose(settings: Settings, options: ClassifyOptions) -> str:
-    """What posts are sent for, as a text: another queue has another model, and there nothing was sent before."""
-    said = options.model_dump_json()
-    return said if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {said}"
+    """Return a text that identifies options and queue: a post sent to one queue is still unsent to another."""
+    text = options.model_dump_json()
+    return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
 
 
 class QueueGate:
-    """How many messages may be sent now: none from `queue_limit` messages on, until fewer than `queue_resume` wait.
+    """Backpressure: closes when `queue_limit` messages wait, and opens again below `queue_resume`.
 
-    Bounds what waits in Redis' memory, but for what producers that look at the same moment send. With one threshold
-    for both, a producer would be let in for a message or two at a time, with a look at the queue for each.
+    Bounds the queue's memory in Redis, except for what producers send that check at the same moment. Two thresholds
+    are used because with one, a producer would check the queue for every message or two.
 
-    queue_resume is half of queue_limit where it is not set. Raises SettingsError where it is more.
+    `queue_resume` defaults to half of `queue_limit`. Raises SettingsError if it is larger.
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
@@ -95,32 +94,31 @@ class QueueGate:
         self._resume = max(1, self._limit // 2) if settings.queue_resume is None else settings.queue_resume
         if self._resume > self._limit:
             raise SettingsError(
-                f"{PREFIX}QUEUE_RESUME: {self._resume} messages are more than {PREFIX}QUEUE_LIMIT, {self._limit}; "
-                "a producer that pauses at the limit goes on below it. Lower the one, or raise the other."
+                f"{PREFIX}QUEUE_RESUME ({self._resume} messages) exceeds {PREFIX}QUEUE_LIMIT ({self._limit}). "
+                f"Lower {PREFIX}QUEUE_RESUME or raise {PREFIX}QUEUE_LIMIT."
             )
-        #: The queue was full, and is not yet below `queue_resume`.
+        #: True from the moment the queue is full until it is below `queue_resume`.
         self.closed = False
 
     def room(self) -> int:
-        """How many messages may be sent now; 0 while the gate is closed. Raises redis.exceptions.RedisError."""
+        """Return how many messages may be sent now; 0 while the gate is closed. Raises redis.exceptions.RedisError."""
         waiting = broker.queue_depth(self._redis, self._queue).waiting
         self.closed = waiting >= (self._resume if self.closed else self._limit)
         return 0 if self.closed else self._limit - waiting
 
 
 class Pusher:
-    """Publishes posts, and counts them: `sent` in so many `messages`, `skipped` since they were sent before, `gone`.
+    """Publish posts, counting posts `sent`, `skipped` (sent before) and `gone` (purged), and `messages`.
 
-    options: how the posts are to be classified; a post is sent again with other options, or with another text.
-    again: send also what was sent before. What is gone, since it was purged (shared/purge.py), is never sent.
-    wait: how to wait so many seconds for room in the queue; what it raises ends `push`.
-    refuse: do not wait, but raise QueueFull. wait_for_memory: wait also while Redis is at its memory limit.
+    options: classification options; posts with new options or a new text are sent again.
+    again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
+    wait: sleeps while the queue is full; exceptions it raises end `push`.
+    refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
 
-    Between two calls of `push` nothing is remembered but the counts: what was sent, Redis knows. After an exception,
-    whichever it is and wherever it comes from, a signal's handler included, the same posts may be pushed again. One
-    thing no caller can mend: a handler that raises while kombu has just locked one of its pools leaves the lock closed,
-    and about one interrupted `push` in ten thousand hangs there. A handler that notes the signal, for `wait` to raise,
-    never does that.
+    Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After any exception, even
+    one raised by a signal handler, the same posts can be pushed again. One case is unsafe: if a signal handler raises
+    while kombu holds the lock of a connection pool, the lock stays taken, and about one interrupted `push` in ten
+    thousand hangs. To avoid this, let the handler only record the signal, and let `wait` raise.
     """
 
     def __init__(
@@ -143,30 +141,30 @@ class Pusher:
         self._wait = wait
         self._refuse = refuse
         self._wait_for_memory = wait_for_memory
-        # Scripts: as many small commands in a pipeline cost redis-py two thirds of the time that publishing takes.
-        self._look: Any = redis.register_script(LOOK)
-        self._note: Any = redis.register_script(NOTE)
+        # Scripts, because a pipeline of many small commands costs redis-py two thirds of the publishing time.
+        self._lookup: Any = redis.register_script(LOOKUP_SCRIPT)
+        self._mark: Any = redis.register_script(MARK_SCRIPT)
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
-        #: What `push` waits for, for people; "" while it does not.
+        #: Reason why `push` is waiting, for display; "" if it is not.
         self.waiting = ""
 
     def push(self, posts: Iterable[Post]) -> None:
-        """Publish posts, as many in a message as the settings say.
+        """Publish posts, packed into messages as configured.
 
-        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError and QueueFull. What was counted as sent
-        then is in the queue; the rest is sent when the same posts are pushed again.
+        Raises redis.exceptions.RedisError, kombu.exceptions.OperationalError and QueueFull. Posts counted as sent are
+        in the queue by then; pushing the same posts again sends the rest.
         """
         try:
             self._push(posts)
         except (RedisFault, OperationalError):
-            raise  # redis-py and kombu have seen to their connections
+            raise  # redis-py and kombu have already reset their connections
         except BaseException:
             self._drop_connections()
             raise
 
     def once_there_is_memory(self, write: Callable[[], object]) -> None:
-        """Write to Redis; where it has no memory wait until it has, if that is wanted."""
+        """Write to Redis. If Redis is out of memory and `wait_for_memory` is set, retry until it succeeds."""
         try:
             while True:
                 try:
@@ -182,7 +180,7 @@ class Pusher:
     def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
         unsent: list[tuple[Mark, Post]] = []
-        for trip in _trips(posts, size):
+        for trip in _round_trips(posts, size):
             unsent += self._unsent(trip, {mark for mark, _ in unsent})
             whole = len(unsent) - len(unsent) % size
             self._send(unsent[:whole])
@@ -190,12 +188,12 @@ class Pusher:
         self._send(unsent)
 
     def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
-        """Those of the posts that are to be sent, each with its mark; those that wait already are not."""
+        """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [Mark(post.id, digest(post.text, self._purpose)) for post in posts]
-        for mark, post, what in zip(marks, posts, self._look(args=_named(marks)), strict=True):
-            if what == GONE:
+        for mark, post, status in zip(marks, posts, self._lookup(args=_script_arguments(marks)), strict=True):
+            if status == GONE:
                 self.gone += 1
-            elif mark in waiting or (what == SENT and not self._again):
+            elif mark in waiting or (status == SENT and not self._again):
                 self.skipped += 1
             else:
                 waiting.add(mark)
@@ -208,13 +206,13 @@ class Pusher:
             unsent = unsent[len(fitting) :]
             messages = [fitting[start : start + size] for start in range(0, len(fitting), size)]
             self._publish([[post for _, post in message] for message in messages])
-            # Counted first: what cannot be marked is in the queue all the same, and will be sent again.
+            # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
             self._remember([mark for mark, _ in fitting])
 
     def _wait_for_room(self) -> int:
-        """How many messages the queue has room for, once it has."""
+        """Wait until the queue has room, and return for how many messages."""
         try:
             while not (room := self.gate.room()):
                 if self._refuse:
@@ -225,7 +223,7 @@ class Pusher:
         return room
 
     def _publish(self, messages: Sequence[Sequence[Post]]) -> None:
-        """Publish them all; one at a time where memory was short, since some of those sent together may be there."""
+        """Publish the messages. If memory was short, retry them one by one, since some may have been published."""
         try:
             self._hand_over(messages)
         except OperationalError as fault:
@@ -244,41 +242,41 @@ class Pusher:
         if self.waiting != why:
             logger.warning("%s: waiting for room", why)
         self.waiting = why
-        self._wait(FULL_QUEUE_PAUSE)
+        self._wait(FULL_QUEUE_POLL_S)
 
     def _drop_connections(self) -> None:
-        """Connect anew from here on.
+        """Drop all connections, so that the next command opens new ones.
 
-        An exception that a signal's handler raised between a command and its answer leaves the answer unread, and the
-        next command would take it for its own. Raised within kombu, it leaves a producer that publishes no more, or a
-        pool with a lock that nobody opens again. The process's other Celery applications with this broker share them.
+        An exception from a signal handler can leave a reply unread, which the next command would take for its own.
+        Raised within kombu, it can leave a broken producer or a pool whose lock stays taken. Other Celery applications
+        in this process with the same broker share these pools.
         """
         self._redis.connection_pool.disconnect(inuse_connections=False)
         app: Any = self._app
         for pool in (app.producer_pool, app.pool):
-            with suppress(Exception):  # of connections that are half open
+            with suppress(Exception):  # half-open connections may fail to close
                 pool.force_close_all()
         pools.producers.clear()
         pools.connections.clear()
-        app._after_fork()  # it forgets its own two, and makes them again when it is asked to send
+        app._after_fork()  # drops the app's own pools; they are recreated on the next send
 
     def _remember(self, marks: Sequence[Mark]) -> None:
-        """Mark them as sent."""
-        arguments = [*_named(marks), int(time.time()), self._settings.sent_ttl]
-        self.once_there_is_memory(partial(self._note, args=arguments))
+        """Mark posts as sent."""
+        arguments = [*_script_arguments(marks), int(time.time()), self._settings.sent_ttl]
+        self.once_there_is_memory(partial(self._mark, args=arguments))
 
 
-def _trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
-    """The posts in parts that are sent together: of many, or of those that a slow source has given by now.
+def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
+    """Group posts into round trips: full ones, or smaller ones if the source is slow.
 
-    size: posts in a message; all parts but the last are so many, or times as many.
+    size: posts per message. All groups but the last are a multiple of it.
     """
     trip: list[Post] = []
-    limit = size * max(1, POSTS_A_TRIP // size)
+    limit = size * max(1, POSTS_PER_ROUND_TRIP // size)
     began = time.monotonic()
     for post in posts:
         trip.append(post)
-        if len(trip) == limit or (len(trip) % size == 0 and time.monotonic() - began > TRIP_SECONDS):
+        if len(trip) == limit or (len(trip) % size == 0 and time.monotonic() - began > MAX_COLLECT_S):
             yield trip
             trip = []
             began = time.monotonic()
@@ -286,6 +284,6 @@ def _trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
         yield trip
 
 
-def _named(marks: Sequence[Mark]) -> list[Any]:
-    """The first arguments of LOOK and NOTE."""
+def _script_arguments(marks: Sequence[Mark]) -> list[Any]:
+    """Return the first arguments of LOOKUP_SCRIPT and MARK_SCRIPT."""
     return [sent_key(""), tombstone_key(""), json.dumps(marks)]

@@ -1,7 +1,6 @@
-"""What a record of somebody's file says: whether it is wanted, and the post that it holds. Knows nothing of files.
+"""Convert records of any origin to posts, and filter them. Knows nothing of files.
 
-The names of fields are those that people's files have, and those of Reddit's API, which its dumps (Pushshift, Arctic
-Shift) keep.
+Recognizes common field names, and those of Reddit's API, which dumps (Pushshift, Arctic Shift) also use.
 """
 
 import re
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from shared.errors import PostRefused, printable
 from shared.messages import GONE, Post, digest
 
-#: The names that people's files have for a post's fields, in the order in which they are tried.
+#: Post field -> names it may have in a record, in order of preference.
 NAMES: dict[str, tuple[str, ...]] = {
     "id": ("id", "post_id"),
     "topic": ("topic", "label", "category"),
@@ -30,36 +29,36 @@ NAMES: dict[str, tuple[str, ...]] = {
     "spoiler": ("spoiler",),
     "extra": ("extra",),
 }
-#: All of them.
+#: All recognized names.
 FIELD_NAMES = frozenset(name for names in NAMES.values() for name in names)
-#: Where dumps have a post's fullname. In other people's files these are somebody's names, and many posts have the same.
+#: Keys that hold a post's fullname in dumps. In other files they hold other names, shared by many posts.
 FULLNAMES = ("name", "fullname")
-#: Fields that a post can do without.
-DISPENSABLE = frozenset(NAMES) - {"id", "title", "body"}
-#: Times, as people write them in many ways.
+#: Optional fields: an invalid value drops the field, not the post.
+OPTIONAL_FIELDS = frozenset(NAMES) - {"id", "title", "body"}
+#: Fields with times, which occur in several formats.
 TIMES = frozenset({"created_utc", "edited_utc"})
-#: What Reddit says of `edited` where it does not say when.
-FLAGS = frozenset({"false", "true", "0", "1"})
-#: A post's id as Reddit's addresses bear it, as its API gives it, and with the mark of a post before it.
+#: Values of Reddit's `edited` that carry no time.
+EDITED_FLAGS = frozenset({"false", "true", "0", "1"})
+#: A post's id in a Reddit URL, bare as in the API, and as a fullname with the prefix t3_.
 REDDIT_ADDRESS = re.compile(r"/comments/([a-z0-9]+)", re.IGNORECASE)
 REDDIT_ID = re.compile(r"[a-z0-9]+")
 REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
-#: Reddit gives a post's own address without the host.
+#: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
-#: What stands for a title that is gone from Reddit.
-GONE_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNORECASE)
-#: Keys of records that are written as `NAMES` are, found out once: a dump has the same hundred in each record.
+#: Placeholder titles of deleted and removed posts.
+DELETED_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNORECASE)
+#: Cache of keys that are already in plain form (`plain_key`): records of a dump share the same hundred keys.
 PLAIN_KEYS: set[str] = set()
-#: How many of them are remembered, and how long they may be; records may have any.
+#: Limits of that cache: number of keys, and length of a key. Records may contain arbitrary keys.
 MAX_PLAIN_KEYS, MAX_KEY = 10_000, 100
-#: What a line of a dump says of its subreddit, and of those of the posts within it; the line in lower case.
+#: Subreddit names in a lower-case line of a dump: the post's own, and those of posts nested within it.
 SUBREDDIT_IN_LINE = re.compile(rb'subreddit(?:[ _]name)?\s*"\s*:\s*"([^"]*)"')
 
 
 class BadRecord(NamedTuple):
-    """What is wrong with a record, and `where` it stands: file:line, and which element of an array it is.
+    """A problem with a record. where: file:line, and the element's number in an array.
 
-    `skipped`: there is no post in it. Else the post follows, without the field that could not be read.
+    skipped: true if the record yields no post. Otherwise its post follows, without the invalid field.
     """
 
     where: str
@@ -68,21 +67,22 @@ class BadRecord(NamedTuple):
 
 
 class LeftOut(Enum):
-    """Why there is nothing of a record, although nothing is wrong with it."""
+    """Reasons for skipping a valid record."""
 
     BY_FILTERS = 1
-    #: Its author deleted it, or a moderator or Reddit removed it: it is not to be processed.
+    #: Deleted by its author, or removed by a moderator or Reddit: it must not be processed.
     REMOVED = 2
 
 
-#: Every record gives one of these; one that is kept without a field gives a `BadRecord` before.
+#: Result of reading a record. A record whose post lacks an invalid field yields a `BadRecord` first.
 Item = Post | BadRecord | LeftOut
 
 
 class Filters(NamedTuple):
-    """Which records are wanted. One that does not say its subreddit, or its date, is not when that is asked for.
+    """Filters by subreddit and time. A record without the field that a filter needs is rejected.
 
-    subreddits: as `subreddit_name` gives them; none: all. since, until: seconds since 1970; `until` itself is out.
+    subreddits: names in the form of `subreddit_name`; empty for all. since, until: seconds since 1970; `until` is
+    exclusive.
     """
 
     subreddits: frozenset[str] = frozenset()
@@ -90,7 +90,7 @@ class Filters(NamedTuple):
     until: float | None = None
 
     def admit(self, record: dict[str, Any]) -> bool:
-        """Whether a record is wanted. Its keys are written as `NAMES` are."""
+        """Return true if the record passes the filters. Its keys must be in the form of `plain_key`."""
         if self.subreddits:
             subreddit = _first(record, "subreddit")
             if subreddit is None or subreddit_name(str(subreddit)) not in self.subreddits:
@@ -105,9 +105,9 @@ class Filters(NamedTuple):
         )
 
     def reject_line(self, line: bytes) -> bool:
-        """Whether a line of JSON cannot be wanted: told without reading it, which costs several times as much.
+        """Return true if a line of JSON cannot pass. Several times cheaper than parsing the line.
 
-        True only of an object that names subreddits, all of them others, in its own right or of posts within it.
+        Rejects only objects that name at least one subreddit and none of those wanted, counting nested posts.
         """
         if not self.subreddits or not line.startswith(b"{") or not line.rstrip().endswith(b"}"):
             return False
@@ -121,17 +121,17 @@ EVERYTHING = Filters()
 
 
 def subreddit_name(text: str) -> str:
-    """A subreddit's name in the one form that names are compared in: "/r/Python" is "python"."""
+    """Normalize a subreddit's name for comparison: "/r/Python" becomes "python"."""
     return text.strip().lower().removeprefix("/").removeprefix("r/").removesuffix("/")
 
 
 def plain_key(name: str) -> str:
-    """A column's name, written as `NAMES` are: "Created UTC" is "created_utc"."""
+    """Normalize a column's name to the form used in `NAMES`: "Created UTC" becomes "created_utc"."""
     return name.strip().lower().replace(" ", "_")
 
 
 def with_plain_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with its keys written as `NAMES` are."""
+    """Return the record with normalized keys (`plain_key`)."""
     if not record.keys() <= PLAIN_KEYS:
         named = {plain_key(key): value for key, value in record.items()}
         if named.keys() != record.keys():
@@ -142,7 +142,7 @@ def with_plain_keys(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(record: dict[str, Any], field: str) -> Any:
-    """What a record holds under the first of a field's names that it has; None where it has none."""
+    """Return the value under the first of a field's names that the record has; None if it has none."""
     for name in NAMES[field]:
         value = record.get(name)
         if value is not None and value != "":
@@ -151,28 +151,28 @@ def _first(record: dict[str, Any], field: str) -> Any:
 
 
 def is_removed(record: dict[str, Any]) -> bool:
-    """Whether the post is gone from Reddit. A dump may hold its text all the same: Arctic Shift looks twice."""
-    looked = record.get("_meta")
-    if isinstance(looked, dict) and looked.get("was_deleted_later"):
+    """Return true if the post was deleted or removed on Reddit. Dumps may still contain its text."""
+    metadata = record.get("_meta")
+    if isinstance(metadata, dict) and metadata.get("was_deleted_later"):
         return True
     by = record.get("removed_by_category")
-    if by and str(by).strip().lower() not in ("none", "null", "nan"):  # as some scripts write nothing
+    if by and str(by).strip().lower() not in ("none", "null", "nan"):  # null values as some scripts write them
         return True
     title, text = record.get("title"), record.get("selftext")
-    return (isinstance(title, str) and GONE_TITLE.fullmatch(title.strip()) is not None) or (
+    return (isinstance(title, str) and DELETED_TITLE.fullmatch(title.strip()) is not None) or (
         isinstance(text, str) and text.strip() in GONE
     )
 
 
 def has_id(record: dict[str, Any]) -> bool:
-    """Whether a record has an id of its own, or a place for one; else `post_of` makes it of the text."""
+    """Return true if the record has an id or a field for one; otherwise `post_of` derives an id from the text."""
     return any(name in record for name in NAMES["id"]) or _own_id(record) is not None
 
 
 def post_of(record: dict[str, Any], where: str, id_column: str | None = None) -> Iterator[Post | BadRecord]:
-    """The post of a record, after what is wrong with it. Text is what counts: no post is lost for its score.
+    """Yield the record's post, preceded by its problems. Invalid optional fields are dropped; the post is kept.
 
-    id_column: the key of the id, whatever others the record has, written as `NAMES` are; None finds it.
+    id_column: key of the id, in the form of `plain_key`; takes precedence over other ids. None detects it.
     """
     if _is_comment(record):
         yield BadRecord(where, "a comment; only posts are read")
@@ -181,7 +181,7 @@ def post_of(record: dict[str, Any], where: str, id_column: str | None = None) ->
         own_id = _own_id(record)
     elif (own_id := record.get(id_column)) is None or own_id == "":
         own_id = None
-        reason = f"nothing stands under {printable(id_column)}, so its id is made of its text"
+        reason = f"{printable(id_column)} is empty; the post's id is derived from its text"
         yield BadRecord(where, reason, skipped=False)
     fields = _fields(record, own_id)
     while True:
@@ -189,10 +189,10 @@ def post_of(record: dict[str, Any], where: str, id_column: str | None = None) ->
             post = Post.parse(fields)
         except PostRefused as refused:
             field = refused.field.split(".")[0]
-            reason = printable(str(refused))  # it may name a key of `extra`
+            reason = printable(str(refused))  # may quote a key of `extra`
             if field in TIMES:
                 reason = f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20"
-            dispensable = field in DISPENSABLE and fields.pop(field, None) is not None
+            dispensable = field in OPTIONAL_FIELDS and fields.pop(field, None) is not None
             yield BadRecord(where, reason, skipped=not dispensable)
             if not dispensable:
                 return
@@ -202,15 +202,15 @@ def post_of(record: dict[str, Any], where: str, id_column: str | None = None) ->
 
 
 def _is_comment(record: dict[str, Any]) -> bool:
-    """What Reddit's comments have and posts have not: a post that they belong to, and no title."""
+    """Return true for Reddit comments, which have a parent and no title."""
     parent = record.get("link_id") or record.get("parent_id")
     return isinstance(parent, str) and parent.startswith(("t1_", "t3_")) and _first(record, "title") is None
 
 
 def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
-    """A record under a post's own names. Without an id of its own it gets one that is the same each time it is read."""
+    """Return the record's values by post field. A missing id is derived from the text, so it is the same every time."""
     fields = {field: value for field in NAMES if (value := _first(record, field)) is not None}
-    if str(fields.get("edited_utc")).strip().lower() in FLAGS:
+    if str(fields.get("edited_utc")).strip().lower() in EDITED_FLAGS:
         del fields["edited_utc"]
     for field in TIMES & fields.keys():
         fields[field] = _seconds(fields[field])
@@ -223,15 +223,12 @@ def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
 
 
 def _own_id(record: dict[str, Any]) -> Any:
-    """The id that a record has: of a post from Reddit its fullname, whatever the file it is in; else as it stands.
-
-    None where it has none.
-    """
+    """Return the record's id: the fullname for a post from Reddit, otherwise the id as given; None if there is none."""
     for name in FULLNAMES:
         if isinstance(fullname := record.get(name), str) and REDDIT_FULLNAME.fullmatch(fullname):
             return fullname
     if (given := _first(record, "id")) is not None:
-        # `selftext` is what Reddit's API alone calls a body.
+        # Only Reddit's API calls a body `selftext`.
         return f"t3_{given}" if "selftext" in record and REDDIT_ID.fullmatch(str(given)) else given
     for address in ("permalink", "url"):
         if found := REDDIT_ADDRESS.search(str(_first(record, address))):
@@ -240,9 +237,9 @@ def _own_id(record: dict[str, Any]) -> Any:
 
 
 def _seconds(value: object) -> object:
-    """Seconds since 1970 from a date, or from milliseconds; anything else is the model's to refuse.
+    """Convert a date or milliseconds to seconds since 1970. Other values are returned unchanged for Post to reject.
 
-    Dates are ISO, or 12/31/2021, 23:59:59, which many scraping scripts write; UTC where they name no zone.
+    Accepts ISO dates and 12/31/2021, 23:59:59, common in scraped data. UTC if the date has no time zone.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -252,12 +249,12 @@ def _seconds(value: object) -> object:
                 break
             except ValueError:
                 continue
-    # Seconds reach this in the year 5138, milliseconds did in 1973.
+    # Above 1e11: as seconds, the year 5138 or later; as milliseconds, 1973 or later.
     return value / 1000 if isinstance(value, int | float) and 1e11 < value < 1e15 else value
 
 
 def seconds_of_date(text: str) -> float:
-    """Seconds since 1970 of an ISO date, with or without a time; UTC where it names no zone. Raises ValueError."""
+    """Parse an ISO date, with or without a time, to seconds since 1970. UTC if it has no zone. Raises ValueError."""
     date = datetime.fromisoformat(text)
     return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 

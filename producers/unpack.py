@@ -1,4 +1,4 @@
-"""Bytes of files that are packed with gzip or zstd, whatever their names. Knows nothing of what is in them."""
+"""Decompress gzip and zstd streams, detected by content rather than file name."""
 
 import gzip
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 GZIP = b"\x1f\x8b"
 ZSTD = b"\x28\xb5\x2f\xfd"
-#: After its first byte, 0x50 to 0x5f: a frame of zstd's that holds no data, but a note of whoever packed the file.
-ZSTD_NOTE = b"\x2a\x4d\x18"
-#: Bytes of the longest window that zstd packs with; those of dumps have 128 MiB to 2 GiB. It is held in memory.
+#: Bytes 2 to 4 of a zstd skippable frame, which holds metadata; its first byte is 0x50 to 0x5f.
+ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
+#: Maximum zstd window in bytes, held in memory. Dumps use windows of 128 MiB to 2 GiB.
 MAX_WINDOW = 2**31
-#: Bytes read at a time; zstd's blocks have twice as many, at most.
-CHUNK = 1 << 16
-BROKEN_OFF = "it breaks off"
+#: Bytes per read. A zstd block is at most twice as large.
+CHUNK_BYTES = 1 << 16
+TRUNCATED = "the file is truncated"
 
 
 class CountedFile(FileIO):
-    """A file that counts what was read of it, in bytes."""
+    """A file that counts the bytes read from it."""
 
     done = 0
 
@@ -34,21 +34,22 @@ class CountedFile(FileIO):
 
 
 def unpacked(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedReader:
-    """What is packed in these bytes, or themselves. name: the file's. opened: closes what is opened here.
+    """Return a reader of the decompressed bytes, or `packed` itself if it is not compressed.
 
-    Reading it raises OSError, EOFError and zlib.error; UserError where zstandard is missing.
+    name: file name for errors. opened: exit stack that closes the readers.
+    Reading raises OSError, EOFError and zlib.error, or UserError if zstandard is not installed.
     """
-    begins = packed.peek(4)[:4]
+    magic = packed.peek(4)[:4]
     stream: BufferedIOBase = packed
-    if begins.startswith(GZIP):
+    if magic.startswith(GZIP):
         stream = opened.enter_context(gzip.GzipFile(fileobj=packed))
-    elif begins == ZSTD or _is_note(begins):
-        stream = opened.enter_context(BufferedReader(_Stream(_unzstd(packed, name)), CHUNK))
+    elif magic == ZSTD or _is_skippable(magic):
+        stream = opened.enter_context(BufferedReader(_Stream(_unzstd(packed, name)), CHUNK_BYTES))
     return cast(BufferedReader, stream)
 
 
 class _Stream(RawIOBase):
-    """Pieces of bytes as a stream. What was good is given before what comes after it raises."""
+    """A stream over chunks of bytes. Valid bytes are returned before a later chunk's error is raised."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -71,53 +72,53 @@ class _Stream(RawIOBase):
 
 
 def _unzstd(packed: BufferedReader, name: str) -> Iterator[bytes]:
-    """In pieces of 128 KiB at most.
+    """Yield decompressed chunks of at most 128 KiB.
 
-    zstandard's own stream takes a file that breaks off for one that ends. So it is fed block by block here.
+    Feeds zstandard block by block, because its own stream reader accepts a truncated file without an error.
     """
     try:
-        import zstandard  # noqa: PLC0415 - an extra
+        import zstandard  # noqa: PLC0415 - optional dependency
     except ModuleNotFoundError:
-        raise UserError(f"{name} is packed with zstd: `pip install 'feedmill[dumps]'` brings what reads it.") from None
+        raise UserError(f"{name} is compressed with zstd: run `pip install 'feedmill[dumps]'` to read it.") from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj(read_across_frames=True)
     for block in _zstd_blocks(packed):
         try:
             yield unpacker.decompress(block)
         except zstandard.ZstdError as error:
-            raise OSError(f"it cannot be unpacked ({error})") from None
+            raise OSError(f"zstd cannot decompress it: {error}") from None
 
 
 def _zstd_blocks(packed: BufferedReader) -> Iterator[bytes]:
-    """The frames of a zstd file, each as its header, its blocks and its checksum. The format: RFC 8878, 3.1."""
+    """Yield a zstd file's frames in parts: header, blocks, checksum. Format: RFC 8878, section 3.1."""
 
     def take(size: int) -> bytes:
         taken = packed.read(size)
         if len(taken) < size:
-            raise EOFError(BROKEN_OFF)
+            raise EOFError(TRUNCATED)
         return taken
 
-    while begins := packed.read(4):
-        if _is_note(begins):
-            left = int.from_bytes(take(4), "little")
-            while left:
-                left -= len(take(min(left, CHUNK)))
+    while magic := packed.read(4):
+        if _is_skippable(magic):
+            remaining = int.from_bytes(take(4), "little")
+            while remaining:
+                remaining -= len(take(min(remaining, CHUNK_BYTES)))
             continue
-        if begins != ZSTD:
-            raise EOFError(BROKEN_OFF) if len(begins) < 4 else OSError("what follows is not packed with zstd")
-        described = take(1)
-        single_segment = described[0] >> 5 & 1
-        dictionary_id = (0, 1, 2, 4)[described[0] & 3]
-        content_size = (single_segment, 2, 4, 8)[described[0] >> 6]
-        yield begins + described + take(1 - single_segment + dictionary_id + content_size)
+        if magic != ZSTD:
+            raise EOFError(TRUNCATED) if len(magic) < 4 else OSError("zstd data is followed by other data")
+        descriptor = take(1)
+        single_segment = descriptor[0] >> 5 & 1
+        dictionary_id = (0, 1, 2, 4)[descriptor[0] & 3]
+        content_size = (single_segment, 2, 4, 8)[descriptor[0] >> 6]
+        yield magic + descriptor + take(1 - single_segment + dictionary_id + content_size)
         is_last = False
         while not is_last:
             header = take(3)
             bits = int.from_bytes(header, "little")
             is_last, is_repeated, size = bool(bits & 1), bits >> 1 & 3 == 1, bits >> 3
             yield header + take(1 if is_repeated else size)
-        if described[0] >> 2 & 1:
+        if descriptor[0] >> 2 & 1:
             yield take(4)
 
 
-def _is_note(begins: bytes) -> bool:
-    return begins[1:] == ZSTD_NOTE and begins[0] >> 4 == 5
+def _is_skippable(magic: bytes) -> bool:
+    return magic[1:] == ZSTD_SKIPPABLE and magic[0] >> 4 == 5

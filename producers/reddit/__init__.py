@@ -1,5 +1,5 @@
-"""Posts from Reddit: a daemon that misses none, and one pass over the listings.
+"""Read posts from Reddit: a daemon that follows new posts without missing any, and a one-time snapshot of listings.
 
-Read in this order: `walk.py` (from the newest post down to those that are known), `daemon.py` (the loop around it),
-`state.py` (what outlives the process), `client.py` (PRAW, the only file that knows it).
+Read in this order: `walk.py` (from the newest post down to known posts), `daemon.py` (the loop around it), `state.py`
+(state in Redis), `client.py` (the only module that uses PRAW).
 """

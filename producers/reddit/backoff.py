@@ -1,21 +1,21 @@
-"""Pauses after failures."""
+"""Exponential backoff."""
 
 from random import uniform
 
-#: Seconds of pause after a first failure, and at most.
-FIRST, LONGEST = 5.0, 600.0
+#: First pause and default maximum, in seconds.
+FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 600.0
 
 
 class Backoff:
-    """Pauses that double with each failure in a row, each a little different, so that failures do not meet again."""
+    """Exponential backoff with jitter, so that simultaneous failures do not retry together."""
 
-    def __init__(self, longest: float = LONGEST) -> None:
+    def __init__(self, longest: float = MAX_PAUSE_S) -> None:
         self._longest = longest
-        #: In a row; set it to 0 when something has worked.
+        #: Number of consecutive failures; callers reset it to 0 after a success.
         self.failures = 0
 
     def next(self) -> float:
-        """Seconds to pause after one more failure."""
-        pause: float = min(self._longest, FIRST * 2**self.failures)
+        """Record a failure, and return the seconds to pause."""
+        pause: float = min(self._longest, FIRST_PAUSE_S * 2**self.failures)
         self.failures += pause < self._longest
         return pause * uniform(0.5, 1.0)

@@ -1,24 +1,24 @@
-"""One token bucket for the process: Reddit's rules, which its answers can only make stricter."""
+"""A token bucket for requests to Reddit: the configured rate, or less if Reddit's rate-limit headers require it."""
 
 import math
 from collections.abc import Mapping
 
 from producers.reddit.clock import Clock
 
-#: Requests that may follow each other without a pause, after a quiet time.
+#: Maximum requests without a pause after an idle period.
 BURST = 30
-#: Requests of the stated budget that are left over: for a process that has just been started again, and knows nothing
-#: of what this one has spent, and for whoever else uses the same credentials.
+#: Requests of Reddit's stated budget left unused: for a restarted process, which does not know what the previous one
+#: spent, and for other users of the same credentials.
 RESERVE = 5
-#: Seconds that Reddit may have us wait, at most; its windows last ten minutes.
-LONGEST_WAIT = 3600.0
-#: What a sum of parts of tokens may lack to be a whole one: else it is waited for in ever smaller parts.
-ROUNDING = 1e-6
+#: Maximum wait in seconds that Reddit's headers can impose. Its rate-limit windows last ten minutes.
+MAX_WAIT_S = 3600.0
+#: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
+TOKEN_TOLERANCE = 1e-6
 
 
 class Budget:
-    """Lets a request go when there is a token for it. Tokens come at the rate that was set, or, where that is slower,
-    at the rate at which what Reddit has left until its next window would last to the end of it.
+    """A token bucket. It refills at the configured rate, or slower if needed to spread what Reddit has left evenly
+    over the rest of its rate-limit window.
     """
 
     def __init__(self, clock: Clock, per_minute: float) -> None:
@@ -27,14 +27,14 @@ class Budget:
         self._tokens = float(BURST)
         self._filled = clock.monotonic()
         self._paused_until = -math.inf
-        #: Requests left in Reddit's window, and when it ends; None: not known.
+        #: Requests left in Reddit's rate-limit window, and its end (monotonic seconds); None and infinite if unknown.
         self.remaining: float | None = None
         self._resets = math.inf
-        #: Requests let go since the start.
+        #: Requests since the start.
         self.spent = 0
 
     def take(self) -> None:
-        """Wait for a token, and take it. Raises Stopped."""
+        """Wait for a token, then spend it. Raises Stopped."""
         while (pause := self.pending()) > 0:
             self._clock.wait(pause)
         self._tokens -= 1
@@ -43,7 +43,7 @@ class Budget:
             self.remaining -= 1
 
     def pending(self) -> float:
-        """Seconds until a request may go; 0 where it may now."""
+        """Return the seconds until the next request is allowed; 0 if it is allowed now."""
         now = self._clock.monotonic()
         if now < self._paused_until:
             return self._paused_until - now
@@ -58,23 +58,23 @@ class Budget:
         self._tokens = min(float(BURST), self._tokens + (now - self._filled) * rate)
         self._filled = now
         lacking = 1 - self._tokens
-        return lacking / rate if lacking > ROUNDING else 0.0
+        return lacking / rate if lacking > TOKEN_TOLERANCE else 0.0
 
     def pause(self, seconds: float) -> None:
-        """No request for so long: Reddit said so (429)."""
-        self._paused_until = max(self._paused_until, self._clock.monotonic() + min(seconds, LONGEST_WAIT))
+        """Block requests for this many seconds, after a 429 response or an outage."""
+        self._paused_until = max(self._paused_until, self._clock.monotonic() + min(seconds, MAX_WAIT_S))
 
     def learn(self, headers: Mapping[str, str]) -> None:
-        """Read what an answer says of Reddit's budget; strange values count as not said."""
+        """Read Reddit's rate-limit headers. Missing or invalid values are ignored."""
         remaining = number(headers.get("x-ratelimit-remaining"))
         resets = number(headers.get("x-ratelimit-reset"))
         if remaining is not None and resets is not None:
             self.remaining = remaining
-            self._resets = self._clock.monotonic() + min(resets, LONGEST_WAIT)
+            self._resets = self._clock.monotonic() + min(resets, MAX_WAIT_S)
 
 
 def number(text: str | None) -> float | None:
-    """A header's value where it is a finite number, and not negative."""
+    """Parse a header's value. Returns None unless it is finite and non-negative."""
     try:
         value = float(text or "")
     except ValueError:

@@ -1,9 +1,9 @@
-"""Reddit through PRAW: pages of posts, posts by their ids, subreddits by their names. The only file that knows PRAW.
+"""Reddit's API through PRAW: pages of posts, posts by id, subreddits by name. Only this module uses PRAW.
 
-PRAW alone is not enough for a daemon: its timeouts have no effect, it sleeps where nobody can end the wait, strange
-headers make it raise ValueError, and an answer of any size is read. So every answer passes through `Requestor`, which
-has real time limits and a size limit, asks our own budget first, and hides from PRAW what makes it wait or fail; and
-whatever still goes wrong comes out of `Reddit` as one of the faults of `things.py`.
+PRAW alone does not suit a daemon: it ignores timeouts, sleeps without a way to interrupt it, raises ValueError on odd
+headers and reads responses of any size. `Requestor` therefore handles every response: it enforces timeouts, a size
+limit and the request budget, and hides headers and statuses that make PRAW wait or fail. All remaining errors leave
+`Reddit` as the exceptions in `things.py`.
 """
 
 import configparser
@@ -31,7 +31,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 from producers.records import BadRecord, post_of
 from producers.reddit.budget import Budget, number
 from producers.reddit.things import (
-    PAGE,
+    PAGE_SIZE,
     About,
     CredentialsRefused,
     Fault,
@@ -50,22 +50,22 @@ from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of one answer, at most. A hundred posts of the greatest length, escaped, are well below.
-MAX_ANSWER = 64 * 2**20
-#: Seconds to open a connection.
-CONNECT_TIMEOUT = 5.0
-#: An answer may take this many times `reddit_timeout` in all: it may come slowly, but not for ever.
-WHOLE_ANSWER = 4
-#: Statuses by which a server says that it cannot now.
-UNABLE = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
-#: Seconds since 1970 at the end of the year 9999.
-LATEST = 253_402_300_799.0
-#: Headers that PRAW may see. Reddit's budget is ours to keep to, and what PRAW makes of odd values is an exception.
-KEPT_HEADERS = ("content-type", "location", "www-authenticate")
+#: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
+MAX_RESPONSE_BYTES = 64 * 2**20
+#: Timeout for opening a connection, in seconds.
+CONNECT_TIMEOUT_S = 5.0
+#: Maximum duration of a whole response, as a multiple of the setting `reddit_timeout`, which limits each read.
+RESPONSE_TIMEOUT_FACTOR = 4
+#: Statuses of temporary server errors.
+TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
+#: The end of the year 9999, in seconds since 1970.
+MAX_TIMESTAMP = 253_402_300_799.0
+#: Headers passed on to PRAW. Rate-limit headers are not: `Budget` handles them, and odd values make PRAW raise.
+PASSED_HEADERS = ("content-type", "location", "www-authenticate")
 
 
 class Requestor(prawcore.Requestor):
-    """prawcore's, with time limits, a size limit and our budget. Raises our faults, which prawcore lets pass."""
+    """A requestor with timeouts, a size limit and the request budget. Raises RedditFault, uncaught by prawcore."""
 
     def __init__(self, *, budget: Budget, timeout: float, **settings: Any) -> None:
         super().__init__(**settings)
@@ -73,38 +73,39 @@ class Requestor(prawcore.Requestor):
         self._timeout = timeout
 
     def request(self, *args: Any, timeout: float | None = None, **arguments: Any) -> requests.Response:  # noqa: ARG002
-        """One request: its method, its address, and requests' arguments. prawcore's own time limit does not count."""
+        """Send a request. args: method and URL; arguments: for requests. prawcore's `timeout` is ignored."""
         method, url = args
         if url.endswith(ACCESS_TOKEN_PATH):
-            # All that is asked for is to read.
+            # Request read access only.
             arguments["data"] = [*arguments.get("data", ()), ("scope", "read")]
         self._budget.take()
-        arguments |= {"timeout": (CONNECT_TIMEOUT, self._timeout), "stream": True}
+        arguments |= {"timeout": (CONNECT_TIMEOUT_S, self._timeout), "stream": True}
         try:
             with self._http.request(method, url, **arguments) as response:
                 self._budget.learn(response.headers)
                 body = self._body(response)
         except requests.RequestException as error:
             raise _connection_fault(error) from error
-        except HTTPError as error:  # in the midst of the answer
+        except HTTPError as error:  # while reading the body
             raise Fault(f"the connection failed ({type(error).__name__})") from error
         return _checked(response, body)
 
     def _body(self, response: requests.Response) -> bytes:
+        """Read the body. Raises Fault if it is too large or too slow."""
         body = bytearray()
-        deadline = time.monotonic() + WHOLE_ANSWER * self._timeout
-        # Whatever has come, not a whole part: else one that comes a byte at a time is waited for.
+        deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * self._timeout
+        # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a time.
         while part := response.raw.read1(2**16, decode_content=True):
             body += part
-            if len(body) > MAX_ANSWER:
-                raise Fault(f"the answer is longer than {MAX_ANSWER >> 20} MiB")
+            if len(body) > MAX_RESPONSE_BYTES:
+                raise Fault(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
             if time.monotonic() > deadline:
-                raise Fault("the answer does not end")
+                raise Fault(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * self._timeout:.0f} s")
         return bytes(body)
 
 
 def _connection_fault(error: requests.RequestException) -> RedditFault:
-    """Whether there is no way to Reddit, or one connection failed."""
+    """Return Unreachable if no connection to Reddit can be opened, otherwise Fault."""
     causes = [error, *error.args, *(getattr(argument, "reason", None) for argument in error.args)]
     nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
     if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):
@@ -113,28 +114,28 @@ def _connection_fault(error: requests.RequestException) -> RedditFault:
 
 
 def _checked(response: requests.Response, body: bytes) -> requests.Response:
-    """The answer as PRAW may see it. Raises Fault for those that PRAW would wait for, or would fail on."""
+    """Return a copy of the response for PRAW. Raises RedditFault for statuses on which PRAW would wait or fail."""
     status = response.status_code
     if status == 429:
         raise TooMany(_retry_after(response.headers))
-    if status in UNABLE:
-        raise Fault(f"Reddit answered {status}")
+    if status in TEMPORARY_STATUSES:
+        raise Fault(f"Reddit returned status {status}")
     if status in (301, 302) and "location" not in response.headers:
-        raise Fault(f"Reddit answered {status} without saying where to")
+        raise Fault(f"Reddit returned status {status} without a location")
     answer = requests.Response()
     answer.status_code = status
     answer.url = response.url
     answer.request = response.request
     answer.encoding = response.encoding
     answer.headers = CaseInsensitiveDict(
-        {name: value for name, value in response.headers.items() if name.lower() in KEPT_HEADERS}
+        {name: value for name, value in response.headers.items() if name.lower() in PASSED_HEADERS}
     )
     answer.raw = BytesIO(body)
     return answer
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds, which may also be given as a date: by the clock of whoever answers. None for anything else."""
+    """Return Retry-After in seconds; it may also be a date, relative to the server's clock. None if invalid."""
     text = headers.get("retry-after", "")
     if (seconds := number(text)) is not None:
         return seconds
@@ -146,9 +147,9 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 class Reddit:
-    """What the daemon asks of Reddit. For one thread. Every method raises RedditFault alone.
+    """A client for Reddit's API. Not thread-safe. Every method raises only RedditFault.
 
-    topic_of: the topic of a subreddit, by its name in lower case.
+    topic_of: topic by the subreddit's name in lower case.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Reddit:
         topic_of: Mapping[str, str],
         session: requests.Session | None = None,
     ) -> None:
-        """Raises CredentialsError where they are missing; whether Reddit takes them shows with the first request."""
+        """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
         self._session = session or requests.Session()
         self._reddit = _praw(settings, budget, self._session)
         self._topic_of = topic_of
@@ -167,14 +168,19 @@ class Reddit:
         self._session.close()
 
     def page(
-        self, names: Sequence[str], listing: str = "new", after: str | None = None, limit: int = PAGE, period: str = ""
+        self,
+        names: Sequence[str],
+        listing: str = "new",
+        after: str | None = None,
+        limit: int = PAGE_SIZE,
+        period: str = "",
     ) -> Page:
-        """Up to `limit` posts of these subreddits' joint listing; a few more where some are pinned.
+        """Return up to `limit` posts of the subreddits' joint listing, plus pinned ones.
 
-        listing: new, hot, rising or top; period: hour, day, week, month, year or all, for top.
+        listing: new, hot, rising or top. period, for top: hour, day, week, month, year or all.
         """
         given: dict[str, str | int | None] = {"limit": limit, "after": after, "t": period or None}
-        with _faults():
+        with _fault_conversion():
             answer = self._reddit.get(
                 f"r/{'+'.join(names)}/{listing}",
                 params={name: value for name, value in given.items() if value is not None},
@@ -182,64 +188,66 @@ class Reddit:
             return Page(list(self._items(answer)), answer.after)
 
     def info(self, fullnames: Iterable[str]) -> dict[str, Item]:
-        """Posts by their fullnames, a hundred a request. Those that Reddit does not give are absent."""
-        with _faults():
+        """Return posts by fullname, a hundred per request. Posts that Reddit does not return are absent."""
+        with _fault_conversion():
             return {item.fullname: item for item in self._items(self._reddit.info(fullnames=fullnames))}
 
     def about(self, names: Iterable[str]) -> dict[str, About]:
-        """Subreddits by their names in lower case, a hundred a request. Missing and banned ones are absent."""
-        with _faults():
+        """Return subreddits by name in lower case, a hundred per request. Missing and banned ones are absent."""
+        with _fault_conversion():
             found = [vars(thing) for thing in self._reddit.info(subreddits=names) if isinstance(thing, Subreddit)]
-        return {about["display_name"].lower(): About(about["display_name"], _why_not(about)) for about in found}
+        return {
+            about["display_name"].lower(): About(about["display_name"], _unreadable_reason(about)) for about in found
+        }
 
     def _items(self, things: Iterable[Any]) -> Iterator[Item]:
         if not isinstance(things, Listing | Iterator):
-            raise Fault("Reddit answered with something else than a listing")
+            raise Fault("Reddit returned something other than a listing")
         for thing in things:
             if isinstance(thing, Submission):
-                # Not by attributes: PRAW would make a request for each that is not there.
-                said = vars(thing)
+                # vars(): attribute access would make PRAW send a request for every missing field.
+                data = vars(thing)
                 try:
-                    yield self._item(said)
+                    yield self._item(data)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    # One that is broken must not cost the others of its page.
-                    logger.warning("a post that cannot be read (%s %.40r) is left out", error, said.get("name"))
+                    # An invalid post must not fail its page.
+                    logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
 
-    def _item(self, said: Mapping[str, Any]) -> Item:
-        fullname = said.get("name") or f"t3_{said['id']}"
+    def _item(self, data: Mapping[str, Any]) -> Item:
+        fullname = data.get("name") or f"t3_{data['id']}"
         if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
-            raise ValueError("no fullname")
-        created = float(said["created_utc"])
-        if not 0 <= created < LATEST:
-            raise ValueError("no time")
-        subreddit = str(said["subreddit"])
-        body = said.get("selftext") or ""
-        gone = bool(said.get("removed_by_category")) or body.strip() in GONE
+            raise ValueError("invalid fullname")
+        created = float(data["created_utc"])
+        if not 0 <= created < MAX_TIMESTAMP:
+            raise ValueError("invalid created_utc")
+        subreddit = str(data["subreddit"])
+        body = data.get("selftext") or ""
+        gone = bool(data.get("removed_by_category")) or body.strip() in GONE
         fields = {
             "id": fullname,
             "topic": self._topic_of.get(subreddit.lower()),
-            "title": said.get("title"),
+            "title": data.get("title"),
             "body": body,
             "subreddit": subreddit,
-            "score": said.get("score"),
-            "url": said.get("url"),
-            "permalink": f"https://www.reddit.com{said['permalink']}" if said.get("permalink") else None,
+            "score": data.get("score"),
+            "url": data.get("url"),
+            "permalink": f"https://www.reddit.com{data['permalink']}" if data.get("permalink") else None,
             "created_utc": created,
-            # False, or when; True of posts of Reddit's first years.
-            "edited_utc": said["edited"] if type(said.get("edited")) in (int, float) else None,
-            "stickied": bool(said.get("stickied")),
-            "nsfw": bool(said.get("over_18")),
-            "spoiler": bool(said.get("spoiler")),
+            # A time, False, or True for very old posts.
+            "edited_utc": data["edited"] if type(data.get("edited")) in (int, float) else None,
+            "stickied": bool(data.get("stickied")),
+            "nsfw": bool(data.get("over_18")),
+            "spoiler": bool(data.get("spoiler")),
         }
-        # Its text is what counts: a post is not refused for its score, or for an address.
+        # Drops invalid optional fields: a post is not rejected for its score or a URL.
         *_, read = post_of(fields, fullname)
         post = read if isinstance(read, Post) else None
-        score = said.get("score")
+        score = data.get("score")
         return Item(
             fullname,
             subreddit,
             created,
-            bool(said.get("stickied")),
+            bool(data.get("stickied")),
             gone,
             score if isinstance(score, int) else 0,
             post,
@@ -247,50 +255,50 @@ class Reddit:
         )
 
 
-def _why_not(about: Mapping[str, Any]) -> Why | None:
+def _unreadable_reason(about: Mapping[str, Any]) -> Why | None:
     if about.get("quarantine"):
         return "quarantined"
     return None if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted") else "private"
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
-    """Turns what PRAW, prawcore and odd answers raise into our faults."""
+def _fault_conversion() -> Iterator[None]:
+    """Convert exceptions of PRAW and prawcore, and those caused by unexpected responses, to RedditFault."""
     try:
         yield
     except RedditFault:
         raise
     except prawcore.exceptions.Redirect as error:
-        # A subreddit that is not there is answered with a search for its name.
+        # Reddit redirects requests for a missing subreddit to a search for its name.
         if "search" in error.path:
             raise Unreadable("missing") from error
-        raise Fault(f"Reddit sends elsewhere ({error.path:.80})") from error
+        raise Fault(f"Reddit redirected to {error.path:.80}") from error
     except (prawcore.exceptions.Forbidden, prawcore.exceptions.NotFound) as error:
-        raise _unreadable(error) from error
+        raise _forbidden_or_missing(error) from error
     except prawcore.exceptions.BadJSON as error:
-        raise Fault("Reddit answered something that is no JSON") from error
+        raise Fault("Reddit returned invalid JSON") from error
     except prawcore.exceptions.OAuthException as error:
         raise CredentialsRefused(error.error) from error
     except prawcore.exceptions.ResponseException as error:
         if error.response.url.endswith(ACCESS_TOKEN_PATH) and error.response.status_code in (400, 401, 403):
-            raise CredentialsRefused(f"answered {error.response.status_code}") from error
-        raise Fault(f"Reddit answered {error.response.status_code}") from error
+            raise CredentialsRefused(f"status {error.response.status_code}") from error
+        raise Fault(f"Reddit returned status {error.response.status_code}") from error
     except Exception as error:
-        # PRAW fails in ways of its own on answers that it does not expect: KeyError, AttributeError, ValueError.
-        logger.debug("PRAW failed on an answer", exc_info=True)
-        raise Fault(f"an answer that cannot be read ({type(error).__name__})") from error
+        # On unexpected responses PRAW raises KeyError, AttributeError, ValueError and others.
+        logger.debug("PRAW failed on a response", exc_info=True)
+        raise Fault(f"Reddit returned an unexpected response ({type(error).__name__})") from error
 
 
-def _unreadable(error: prawcore.exceptions.ResponseException) -> Fault:
-    """403 and 404 are Reddit's word on a subreddit where they are JSON; else somebody on the way said so."""
+def _forbidden_or_missing(error: prawcore.exceptions.ResponseException) -> Fault:
+    """Interpret a 403 or 404. Reddit's own come as JSON and describe the subreddit; others come from a proxy."""
     status = error.response.status_code
     try:
-        said = error.response.json()
+        details = error.response.json()
     except ValueError:
-        return Fault(f"answered {status}, and not by Reddit itself")
-    if not isinstance(said, dict):
-        return Fault(f"Reddit answered {status}")
-    reason = str(said.get("reason") or "")
+        return Fault(f"status {status} came from a proxy, not from Reddit")
+    if not isinstance(details, dict):
+        return Fault(f"Reddit returned status {status}")
+    reason = str(details.get("reason") or "")
     if status == 404:
         return Unreadable("banned" if reason == "banned" else "missing")
     reasons: dict[str, Why] = {"quarantined": "quarantined", "gated": "gated", "banned": "banned"}
@@ -298,67 +306,68 @@ def _unreadable(error: prawcore.exceptions.ResponseException) -> Fault:
 
 
 def _praw(settings: Settings, budget: Budget, session: requests.Session) -> praw.Reddit:
-    """PRAW's client, set up to do nothing but read."""
+    """Create a read-only PRAW client."""
     secrets = {"client_id": settings.reddit_client_id, "client_secret": settings.reddit_client_secret}
-    own: dict[str, Any] = {name: value.get_secret_value() for name, value in secrets.items() if value}
+    overrides: dict[str, Any] = {name: value.get_secret_value() for name, value in secrets.items() if value}
     if settings.reddit_user_agent:
-        own["user_agent"] = settings.reddit_user_agent
+        overrides["user_agent"] = settings.reddit_user_agent
     try:
         reddit = praw.Reddit(
             settings.reddit_site,
             requestor_class=Requestor,
             requestor_kwargs={"budget": budget, "timeout": settings.reddit_timeout, "session": session},
-            # Always given: a praw.ini that lies in the working directory must not send the credentials elsewhere.
+            # Set explicitly, so that a praw.ini in the working directory cannot redirect the credentials.
             reddit_url=settings.reddit_url or "https://www.reddit.com",
             oauth_url=settings.reddit_url or "https://oauth.reddit.com",
             check_for_updates=False,
             check_for_async=False,
-            **own,
+            **overrides,
         )
     except MissingRequiredAttributeException as error:
         found = re.search(r"'(\w+)'", str(error))
         raise CredentialsError(missing_credentials(found[1] if found else "client_id")) from None
     except configparser.NoSectionError:
         raise CredentialsError(
-            f"praw.ini has no section [{settings.reddit_site}]. Name one that it has with {PREFIX}REDDIT_SITE."
+            f"praw.ini has no section [{settings.reddit_site}]. Set {PREFIX}REDDIT_SITE to one of its sections."
         ) from None
     except (configparser.Error, ValueError) as error:
-        raise CredentialsError(f"praw.ini cannot be read: {str(error).splitlines()[0]}") from None
-    reddit.read_only = True  # whatever account a praw.ini may name
+        raise CredentialsError(f"Cannot read praw.ini: {str(error).splitlines()[0]}") from None
+    reddit.read_only = True  # even if praw.ini contains an account
     return reddit
 
 
 def missing_credentials(name: str) -> str:
-    """What to do about credentials that are not there."""
+    """Return the error message for missing credentials."""
     if name == "user_agent":
         return (
-            f"Reddit wants to know who asks: set {PREFIX}REDDIT_USER_AGENT to "
-            "<platform>:<app ID>:<version> (by /u/<user>), such as linux:my-feed:1.0 (by /u/somebody)."
+            f"Reddit requires a user agent. Set {PREFIX}REDDIT_USER_AGENT to "
+            "<platform>:<app ID>:<version> (by /u/<user>), for example linux:my-feed:1.0 (by /u/somebody)."
         )
     return (
-        f"Reddit's {name.replace('_', ' ')} is missing. Register an app of the type script at "
-        f"https://www.reddit.com/prefs/apps (Reddit has to approve it) and set {PREFIX}REDDIT_CLIENT_ID and "
-        f"{PREFIX}REDDIT_CLIENT_SECRET, or write client_id and client_secret into praw.ini. Without an app, "
-        "`feedmill enqueue` reads dumps."
+        f"Reddit's {name.replace('_', ' ')} is missing. Register a script app at https://www.reddit.com/prefs/apps "
+        f"(Reddit must approve it) and set {PREFIX}REDDIT_CLIENT_ID and {PREFIX}REDDIT_CLIENT_SECRET, or client_id and "
+        "client_secret in praw.ini; without an app, load a dump with `feedmill enqueue`."
     )
 
 
 @contextmanager
 def told_plainly(settings: Settings) -> Iterator[None]:
-    """Turns a Reddit that gives us nothing into UserError, a sentence for people."""
+    """Convert Reddit outages to UserError."""
     try:
         yield
     except CredentialsRefused as fault:
         raise CredentialsError(refused_credentials(settings)) from fault
     except Outage as fault:
         where = settings.reddit_url or "Reddit"
-        raise UserError(f"{where} gives no posts now: {fault}. What was sent is sent; run it again later.") from fault
+        raise UserError(
+            f"{where} is unavailable: {fault}. Posts sent so far are in the queue; run the command again later."
+        ) from fault
 
 
 def refused_credentials(settings: Settings) -> str:
-    """What to do about credentials that Reddit does not take."""
+    """Return the error message for credentials that Reddit rejects."""
     where = settings.reddit_url or "Reddit"
     return (
-        f"{where} refuses the client id or its secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
+        f"{where} rejected the client ID or secret. Compare {PREFIX}REDDIT_CLIENT_ID and "
         f"{PREFIX}REDDIT_CLIENT_SECRET (or praw.ini) with your app at https://www.reddit.com/prefs/apps."
     )

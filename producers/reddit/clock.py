@@ -1,37 +1,37 @@
-"""Time, as the daemon sees it: what tells it, and what waits. Tests put their own in its place."""
+"""Clock and interruptible waits. Tests replace the clock."""
 
 import time
 
 
 class Stopped(BaseException):
-    """The process was asked to end. No Exception, so that what handles faults lets it pass."""
+    """The process must end. A BaseException, so that handlers of Exception do not catch it."""
 
 
 class Clock:
-    """The real time. Its waits end at once when the process is asked to end: see `stop`."""
+    """The system clock. `stop` ends its waits immediately."""
 
     def __init__(self) -> None:
         self._stopping = False
 
     def time(self) -> float:
-        """Seconds since 1970."""
+        """Return seconds since 1970."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds since some moment, which no setting of the clock changes."""
+        """Return monotonic seconds from an arbitrary start."""
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Raises Stopped."""
+        """Sleep. Raises Stopped once `stop` was called."""
         if self._stopping:
             raise Stopped
         if seconds > 0:
             time.sleep(seconds)
 
     def stop(self) -> None:
-        """For a signal handler: raises Stopped wherever the process is, which every order of commits here survives.
+        """Raise Stopped, from a signal handler. Writes are ordered so that an interruption at any point is safe.
 
-        Python drops an exception that a handler raises inside a finaliser; the next wait then raises it again.
+        If Python drops the exception, as it does in finalisers, the next wait raises Stopped again.
         """
         self._stopping = True
         raise Stopped

@@ -1,9 +1,9 @@
-"""The daemon's loop: each topic's new posts, again and again, for months.
+"""The Reddit daemon: read the new posts of every topic until it is stopped.
 
-A poll walks down the joint listing of a topic's subreddits (`walk.py`). What it finds is held until it is in the queue,
-the oldest first, and only then written down as known: so what is known has no holes, and a process that is killed at
-any moment goes on where its predecessor stopped. While the queue is full, polls come more rarely and what they find is
-held; when too much is, they stop, and Reddit keeps the posts.
+A poll walks down the joint listing of a topic's subreddits (`walk.py`). Its posts wait in the send buffer and are
+recorded as known only once they are in the queue, oldest first. So known posts have no holes, and a daemon that is
+killed continues where it stopped. While the queue is full, polls slow down and posts wait in the buffer; when the
+buffer is full too, polls stop, and Reddit keeps the posts.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
-from producers.push import FULL_QUEUE_PAUSE, Pusher
+from producers.push import FULL_QUEUE_POLL_S, Pusher
 from producers.reddit.backoff import Backoff
 from producers.reddit.budget import Budget
 from producers.reddit.client import Reddit, refused_credentials
@@ -35,26 +35,26 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before the watermark to which every walk goes on: posts can appear that late.
-OVERLAP = 300.0
-#: Seconds between two walks through all that a listing holds: posts that a moderator has let in hours later lie deep.
-DEEP = 6 * 3600.0
-#: Seconds between two checks of a topic's subreddits, and until the next one when one failed.
-CHECK = 86_400.0
-CHECK_AGAIN = 600.0
-#: A page that is not the first of a walk is asked for so many times.
-PAGE_TRIES = 3
-#: Posts that are held for a full queue, at most, before polls stop.
-MAX_HELD = 5_000
-#: While the queue is full, polls come this much more rarely.
-SLOWER = 4
-#: Seconds between two words on how it goes, for `feedmill status`.
-TELL = 10.0
+#: Seconds that each walk continues below the watermark, because posts can appear late.
+WALK_OVERLAP_S = 300.0
+#: Seconds between full walks to the end of a listing, where posts reappear that a moderator approved hours later.
+FULL_WALK_INTERVAL_S = 6 * 3600.0
+#: Seconds between checks of a topic's subreddits, and until the next one after a failure.
+CHECK_INTERVAL_S = 86_400.0
+CHECK_RETRY_S = 600.0
+#: Attempts for each page of a walk after the first page.
+MAX_PAGE_ATTEMPTS = 3
+#: Posts in the send buffer at which polls stop.
+MAX_HELD_POSTS = 5_000
+#: Factor for the poll interval while the queue is full.
+FULL_QUEUE_SLOWDOWN = 4
+#: Seconds between updates of the status for `feedmill status`.
+STATUS_INTERVAL_S = 10.0
 
 
 @dataclass
-class Trouble:
-    """A subreddit that fails, and when it is tried again (monotonic seconds)."""
+class FailingSubreddit:
+    """A failing subreddit, and the time of its next retry (monotonic seconds)."""
 
     backoff: Backoff = field(default_factory=Backoff)
     due: float = 0.0
@@ -62,29 +62,29 @@ class Trouble:
 
 @dataclass
 class Feed:
-    """A topic, and what is known of the subreddits that are read for it."""
+    """A topic and the state of the subreddits that are read for it."""
 
     topic: str
-    #: When its listings are next walked to their end (seconds since 1970: a new process goes by it, too).
-    deep: float
+    #: Time of the next full walk, in seconds since 1970, so that it holds across restarts.
+    full_walk_due: float
     tracks: dict[str, Track] = field(default_factory=dict)
-    trouble: dict[str, Trouble] = field(default_factory=dict)
+    failing: dict[str, FailingSubreddit] = field(default_factory=dict)
 
 
 @dataclass
 class Job:
-    """Something that is done again and again. run: does it, and returns the seconds until the next time."""
+    """A recurring job. run: runs it and returns the seconds until its next run."""
 
     run: Callable[[], float]
     due: float = 0.0
-    #: It asks Reddit: waits for tokens, and while Reddit is away.
-    asks: bool = True
+    #: True if it sends requests to Reddit, and so needs budget and a reachable Reddit.
+    uses_reddit: bool = True
 
 
 class Daemon:
-    """Reads topics for as long as `step` is called. For one thread.
+    """Run one job per `step`: polls, checks of subreddits, rechecks and status updates. Not thread-safe.
 
-    depth: posts of a topic that are read to begin with; all that come later are.
+    depth: posts per topic to start with. Posts created later are all read.
     """
 
     def __init__(
@@ -106,178 +106,178 @@ class Daemon:
         self._depth = depth
         self._state = State(redis)
         self._roster = Roster(reddit, topics, self._state, clock)
-        self._looks = Looks(reddit, redis, self._state, settings, clock, self._hold_seen)
+        self._rechecks = Looks(reddit, redis, self._state, settings, clock, self._hold_rechecked)
         walked = self._state.deep_walks(topics.topics, clock.time())
-        self._feeds = [Feed(topic, deep=walked[topic] + DEEP) for topic in topics.topics]
+        self._feeds = [Feed(topic, full_walk_due=walked[topic] + FULL_WALK_INTERVAL_S) for topic in topics.topics]
         self._outbox = Outbox(pusher, self._state, settings, clock)
-        self._resting = Backoff()
-        self._redis_resting = Backoff(longest=30.0)
-        #: Walks and gaps since the start, and faults by their kind.
+        self._reddit_backoff = Backoff()
+        self._redis_backoff = Backoff(longest=30.0)
+        #: Polls and gaps since the start, and failures by kind.
         self.polls = self.gaps = 0
         self.faults: Counter[str] = Counter()
-        #: What Reddit, and Redis, do to keep it from working; "" while they do nothing.
+        #: Current failures of Reddit and Redis, for display; "" if there are none.
         self._reddit_trouble = self._redis_trouble = ""
         start = clock.monotonic()
-        # The first time in this order.
-        self._jobs = [Job(self._tell, start, asks=False)]
+        # The order of the first runs.
+        self._jobs = [Job(self._store_status, start, uses_reddit=False)]
         for feed in self._feeds:
             self._jobs += [Job(partial(self._check, feed), start), Job(partial(self._poll, feed), start)]
-        self._jobs.append(Job(self._looks.run, start))
+        self._jobs.append(Job(self._rechecks.run, start))
 
     def step(self) -> float:
-        """Do one thing that is due; returns the seconds until there is another.
+        """Run one job that is due; return the seconds until the next one.
 
-        Raises Stopped when the process is asked to end, and CredentialsError when Reddit refuses them at first.
+        Raises Stopped when the process must end, and CredentialsError if Reddit rejects the credentials at the start.
         """
-        self._publish()
+        self._send_held()
         now = self._clock.monotonic()
         job = min(self._jobs, key=lambda job: job.due)
         pause = job.due - now
-        if pause <= 0 and job.asks and (pause := self._budget.pending()) > 0:
-            # Waiting for a token in the middle of a job would keep the others from their work.
-            job = min((job for job in self._jobs if not job.asks), key=lambda job: job.due)
+        if pause <= 0 and job.uses_reddit and (pause := self._budget.pending()) > 0:
+            # Run a job that needs no budget instead of waiting for a token.
+            job = min((job for job in self._jobs if not job.uses_reddit), key=lambda job: job.due)
             pause = min(pause, max(0.0, job.due - now))
         if pause > 0:
-            return min(pause, FULL_QUEUE_PAUSE) if self._outbox.held else pause
+            return min(pause, FULL_QUEUE_POLL_S) if self._outbox.held else pause
         job.due = now + self._guarded(job)
         return 0.0
 
     def _guarded(self, job: Job) -> float:
-        """Run a job; what keeps every job from working makes all of them wait. Returns seconds until its next time."""
+        """Run a job and handle its failures; an outage delays all jobs. Return the seconds until its next run."""
         asked = self._budget.spent
         try:
             pause = job.run()
         except (RedisFault, OperationalError) as error:
-            return self._without_redis(error)
+            return self._redis_failed(error)
         except Outage as fault:
-            return self._without_reddit(fault)
+            return self._reddit_failed(fault)
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
             logger.warning("%s", fault)
-            return self._resting.next()
+            return self._reddit_backoff.next()
         except Exception:
-            # A mistake of ours in one job must not end the others; it is tried again, more and more rarely.
+            # A bug in one job must not stop the others; the job is retried with backoff.
             self.faults["unexpected"] += 1
-            logger.exception("unexpected; the other jobs go on")
-            return self._resting.next()
+            logger.exception("unexpected error in a job; other jobs continue")
+            return self._reddit_backoff.next()
         if self._budget.spent > asked:
-            self._resting.failures = 0
+            self._reddit_backoff.failures = 0
             if self._reddit_trouble:
                 logger.info("Reddit answers again")
             self._reddit_trouble = ""
-        if not job.asks:
-            self._redis_answers()  # that is whom the others ask
+        if not job.uses_reddit:
+            self._redis_recovered()  # jobs without requests to Reddit access only Redis
         return pause
 
-    def _redis_answers(self) -> None:
-        self._redis_resting.failures = 0
+    def _redis_recovered(self) -> None:
+        self._redis_backoff.failures = 0
         if self._redis_trouble:
             logger.info("Redis answers again")
         self._redis_trouble = ""
 
-    def _without_redis(self, error: Exception) -> float:
-        if not self._redis_resting.failures:
-            logger.error("Redis at %s does not answer (%s); waiting for it", self._settings.redis_address, error)
+    def _redis_failed(self, error: Exception) -> float:
+        if not self._redis_backoff.failures:
+            logger.error("Redis at %s does not answer (%s): retrying", self._settings.redis_address, error)
         self._redis_trouble = "Redis does not answer"
-        return self._redis_resting.next()
+        return self._redis_backoff.next()
 
-    def _without_reddit(self, fault: Outage) -> float:
-        """Nothing is asked of Reddit for a while."""
+    def _reddit_failed(self, fault: Outage) -> float:
+        """Pause all requests after an outage. Raises CredentialsError if Reddit has never accepted the credentials."""
         self.faults[type(fault).__name__] += 1
         if isinstance(fault, CredentialsRefused) and not self.polls:
             raise CredentialsError(refused_credentials(self._settings)) from fault
-        pause = self._resting.next()
+        pause = self._reddit_backoff.next()
         if isinstance(fault, TooMany) and fault.retry_after is not None:
             pause = max(pause, fault.retry_after)
         refused = isinstance(fault, CredentialsRefused)
         self._reddit_trouble = refused_credentials(self._settings) if refused else str(fault)
-        logger.warning("%s; Reddit is asked again in %.0f s", self._reddit_trouble.rstrip("."), pause)
+        logger.warning("%s; retrying Reddit in %.0f s", self._reddit_trouble.rstrip("."), pause)
         self._budget.pause(pause)
-        return 0.0  # the budget lets nothing pass until then
+        return 0.0  # the budget blocks requests until then
 
-    # What is read.
+    # Jobs.
 
     def _check(self, feed: Feed) -> float:
-        """Which of a topic's subreddits are read."""
+        """Choose a topic's subreddits."""
         try:
             self._roster.check(feed.topic)
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
-            logger.warning("%s: the subreddits could not be checked (%s); that is tried again", feed.topic, fault)
-            return CHECK_AGAIN
-        return CHECK if self._roster.active[feed.topic] else CHECK_AGAIN
+            logger.warning("cannot check the subreddits of topic %s: %s; retrying later", feed.topic, fault)
+            return CHECK_RETRY_S
+        return CHECK_INTERVAL_S if self._roster.active[feed.topic] else CHECK_RETRY_S
 
-    def _follow(self, feed: Feed) -> None:
-        """Read what the roster says."""
+    def _update_tracks(self, feed: Feed) -> None:
+        """Follow the subreddits that the roster has chosen."""
         names = self._roster.active[feed.topic]
         if list(feed.tracks) != names:
             feed.tracks = {name: feed.tracks.get(name) or self._state.track(name) for name in names}
-            feed.trouble = {name: trouble for name, trouble in feed.trouble.items() if name in names}
+            feed.failing = {name: failure for name, failure in feed.failing.items() if name in names}
 
     def _poll(self, feed: Feed) -> float:
-        """Walk a topic's subreddits together; each alone where that fails, so that the others go on."""
-        if self._outbox.held >= MAX_HELD:
+        """Walk a topic's subreddits jointly; if that fails, separately, so that one does not stop the others."""
+        if self._outbox.held >= MAX_HELD_POSTS:
             return self._interval()
-        self._follow(feed)
+        self._update_tracks(feed)
         now = self._clock.monotonic()
-        deep = self._clock.time() >= feed.deep
-        well = [track for name, track in feed.tracks.items() if name not in feed.trouble]
-        alone = [feed.tracks[name] for name, trouble in feed.trouble.items() if trouble.due <= now]
-        # To the end of a listing each is walked alone: in a joint one a busy one leaves the others no place.
-        if len(well) > 1 and not deep:
+        full = self._clock.time() >= feed.full_walk_due
+        healthy = [track for name, track in feed.tracks.items() if name not in feed.failing]
+        separate = [feed.tracks[name] for name, failure in feed.failing.items() if failure.due <= now]
+        # A full walk reads each subreddit separately: in a joint listing, a busy one crowds out the others.
+        if len(healthy) > 1 and not full:
             try:
-                self._walk(feed, well, deep)
+                self._walk(feed, healthy, full)
             except Fault as fault:
                 self.faults[type(fault).__name__] += 1
-                alone += well
+                separate += healthy
         else:
-            alone += well
-        for track in alone:
-            self._walk_alone(feed, track, deep)
-        if deep:
-            feed.deep = self._clock.time() + DEEP
+            separate += healthy
+        for track in separate:
+            self._walk_separately(feed, track, full)
+        if full:
+            feed.full_walk_due = self._clock.time() + FULL_WALK_INTERVAL_S
             self._state.walked_deep(feed.topic, self._clock.time())
         self.polls += 1
-        pauses = [trouble.due - self._clock.monotonic() for trouble in feed.trouble.values()]
+        pauses = [failure.due - self._clock.monotonic() for failure in feed.failing.values()]
         return max(0.0, min([self._interval(), *pauses]))
 
-    def _walk_alone(self, feed: Feed, track: Track, deep: bool) -> None:
+    def _walk_separately(self, feed: Feed, track: Track, full: bool) -> None:
         try:
-            self._walk(feed, [track], deep)
+            self._walk(feed, [track], full)
         except Unreadable as fault:
             self.faults[type(fault).__name__] += 1
             self._roster.drop(feed.topic, track.name, fault.why)
         except Fault as fault:
             self.faults[type(fault).__name__] += 1
-            trouble = feed.trouble.setdefault(track.name, Trouble())
-            pause = trouble.backoff.next()
-            trouble.due = self._clock.monotonic() + pause
-            log = logger.warning if trouble.backoff.failures == 1 else logger.debug
-            log("r/%s: %s; tried again in %.0f s, the others go on", track.name, fault, pause)
+            failure = feed.failing.setdefault(track.name, FailingSubreddit())
+            pause = failure.backoff.next()
+            failure.due = self._clock.monotonic() + pause
+            log = logger.warning if failure.backoff.failures == 1 else logger.debug
+            log("cannot read r/%s: %s; retrying in %.0f s", track.name, fault, pause)
         else:
-            if feed.trouble.pop(track.name, None):
-                logger.info("r/%s: it goes on", track.name)
+            if feed.failing.pop(track.name, None):
+                logger.info("r/%s can be read again", track.name)
 
     def _interval(self) -> float:
-        # A little different each time: the topics then do not all come at once.
+        # Jitter spreads the topics' polls.
         interval = self._settings.reddit_poll_interval * uniform(0.9, 1.1)
-        return interval * (SLOWER if self._pusher.gate.closed else 1)
+        return interval * (FULL_QUEUE_SLOWDOWN if self._pusher.gate.closed else 1)
 
-    def _walk(self, feed: Feed, tracks: Sequence[Track], deep: bool) -> None:
-        """Walk these subreddits' joint listing, and hold what is new. Raises Fault."""
+    def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
+        """Walk the subreddits' joint listing and buffer new posts. Raises Fault."""
         fetch = partial(self._page, [track.name for track in tracks])
-        found = walk(fetch, tracks, overlap=float("inf") if deep else OVERLAP, depth=self._depth)
+        found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
         if found.missed and len(tracks) > 1:
-            # Together they are too much for one listing; each alone has as many places as all had.
+            # A joint listing is too short for them: walk each separately, with a thousand places of its own.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
-                self._walk(feed, [track], deep)
+                self._walk(feed, [track], full)
         else:
             self._hold_walk(feed, found, tracks)
 
     def _page(self, names: Sequence[str], after: str | None) -> Page:
-        """One page. Deep in a walk a fault is not yet the end of it: the pages before would be read once more."""
-        for _ in range(0 if after is None else PAGE_TRIES - 1):
+        """Fetch a page. Pages after the first are retried, because a failure would repeat the whole walk."""
+        for _ in range(0 if after is None else MAX_PAGE_ATTEMPTS - 1):
             try:
                 return self._reddit.page(names, after=after)
             except Unreadable:
@@ -288,7 +288,7 @@ class Daemon:
         return self._reddit.page(names, after=after)
 
     def _hold_walk(self, feed: Feed, found: Walk, tracks: Sequence[Track]) -> None:
-        """Hold what a walk found that is new of these subreddits, or edited, with what it says of gaps."""
+        """Buffer the walk's posts of these subreddits that are new or edited, and record gaps."""
         if found.empty:
             return
         of = {track.name.lower(): track for track in tracks}
@@ -301,70 +301,73 @@ class Daemon:
         fresh = frozenset(item.fullname for item in changed if item.fullname not in of[item.subreddit.lower()].known)
         now = self._clock.time()
         missed = [track for track in tracks if track in found.missed]
-        # Reddit tells whole seconds: of the last one there may be others.
+        # Reddit's times are whole seconds: the second of the oldest post may not be complete.
         gaps = [Gap(track.name, track.watermark or 0.0, found.oldest + 1, now) for track in missed]
-        # A first walk promises all that comes after its oldest post, even when it is interrupted.
+        # After its first walk, a subreddit is followed from the oldest post found, even if sending is interrupted.
         beginnings = {track.name: found.oldest for track in tracks if track.beginning is None}
-        newest = min(found.newest, now)  # a post of the future must not stand for all that comes until then
+        newest = min(found.newest, now)  # a post dated in the future must not advance the watermark beyond now
         ahead = [track for track in tracks if newest > (track.watermark or 0.0)]
         for track in tracks:
             track.learn(item for item in items if item.subreddit.lower() == track.name.lower())
             track.watermark = max(track.watermark or 0.0, newest)
             track.beginning = beginnings.get(track.name, track.beginning)
         if changed or gaps or ahead:
-            begin, end = partial(self._begin, beginnings, gaps), partial(self._advance, feed, ahead, newest)
+            begin, end = (
+                partial(self._record_start, beginnings, gaps),
+                partial(self._advance_watermarks, feed, ahead, newest),
+            )
             self._outbox.hold(Batch(changed, fresh, walked=True, begin=begin, end=end))
 
-    def _begin(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
+    def _record_start(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
         if not beginnings and not gaps:
             return
         self._state.begin(beginnings, gaps)
         self.gaps += len(gaps)
         for gap in gaps:
             logger.error(
-                "r/%s: posts of %.0f minutes are out of reach, since Reddit lists no more than a thousand; "
-                "`feedmill ingest gaps` lists such gaps",
+                "gap in r/%s: posts of %.0f minutes cannot be read, because Reddit lists only the latest thousand; "
+                "see `feedmill ingest gaps`",
                 gap.subreddit,
                 (gap.until - gap.since) / 60,
             )
 
-    def _advance(self, feed: Feed, tracks: Sequence[Track], until: float) -> None:
-        """All of these subreddits is dealt with until then. Not of one that was closed meanwhile: it begins anew."""
+    def _advance_watermarks(self, feed: Feed, tracks: Sequence[Track], until: float) -> None:
+        """Advance the watermarks. Skip subreddits that were dropped since: they restart from their known posts."""
         self._state.advance({track.name: until for track in tracks if feed.tracks.get(track.name) is track})
 
-    def _hold_seen(self, items: Sequence[Item], end: Callable[[], None]) -> None:
-        """Hold posts that were looked at again: the pusher knows whose text has changed."""
+    def _hold_rechecked(self, items: Sequence[Item], end: Callable[[], None]) -> None:
+        """Buffer rechecked posts. The pusher sends only those whose text has changed."""
         self._outbox.hold(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
 
-    def _publish(self) -> None:
-        """Send what is held, as far as the queue has room."""
+    def _send_held(self) -> None:
+        """Send buffered posts, as far as the queue has room."""
         try:
             if self._outbox.send():
-                self._redis_answers()
+                self._redis_recovered()
         except (RedisFault, OperationalError) as error:
-            self._clock.wait(self._without_redis(error))
+            self._clock.wait(self._redis_failed(error))
 
-    # What is told.
+    # Status.
 
     @property
     def hindrance(self) -> str:
-        """What keeps it from working, for people; "" while nothing does."""
+        """Return what keeps the daemon from working, for display; "" if nothing does."""
         return self._redis_trouble or self._reddit_trouble
 
     def status(self) -> dict[str, Any]:
-        """How it goes, in figures."""
+        """Return counters and state, for `feedmill status` and metrics."""
         return {
             "topics": len(self._feeds),
             "subreddits": sum(map(len, self._roster.active.values())),
-            "failing": sorted(name for feed in self._feeds for name in feed.trouble),
+            "failing": sorted(name for feed in self._feeds for name in feed.failing),
             "polls": self.polls,
             "sent": self._pusher.sent,
             "skipped": self._pusher.skipped,
             "refused": self._outbox.refused,
             "held": self._outbox.held,
             "paused": self._pusher.gate.closed,
-            "looked": self._looks.looked,
-            "purged": self._looks.purged,
+            "looked": self._rechecks.looked,
+            "purged": self._rechecks.purged,
             "gaps": self.gaps,
             "faults": dict(self.faults),
             "requests": self._budget.spent,
@@ -372,6 +375,6 @@ class Daemon:
             "hindrance": self.hindrance,
         }
 
-    def _tell(self) -> float:
+    def _store_status(self) -> float:
         self._state.tell(self.status() | {"at": self._clock.time()})
-        return TELL
+        return STATUS_INTERVAL_S

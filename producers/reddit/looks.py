@@ -1,7 +1,7 @@
-"""The second look: posts that were sent, an hour and a day and a half later.
+"""Recheck sent posts after an hour and after 36 hours.
 
-Scores have settled by then, authors have mended their texts, and much of what is to go has gone: what was deleted or
-removed on Reddit is purged here as well, as Reddit's rules ask.
+By then scores have settled, authors have edited their texts, and most deletions have happened. Posts deleted or removed
+on Reddit are purged here too, as Reddit's rules require.
 """
 
 import logging
@@ -11,24 +11,24 @@ from redis import Redis
 
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
-from producers.reddit.state import LOOKS, Look, State
-from producers.reddit.things import PAGE, Fault, Item
+from producers.reddit.state import RECHECK_DELAYS_S, Look, State
+from producers.reddit.things import PAGE_SIZE, Fault, Item
 from shared.purge import purge
 from shared.results import ResultsStore
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks for what is due.
-PAUSE = 60.0
-#: Of so many posts Reddit knows at least one: else its answer is at fault.
-SEVERAL = 3
-#: Seconds after which a post that Reddit did not know is asked for again, before it counts as gone.
-DOUBT = 600.0
+#: Seconds between checks for due posts.
+POLL_INTERVAL_S = 60.0
+#: From this many posts on, a response that contains none of them is treated as an error.
+MIN_POSTS_TO_TRUST_ABSENCE = 3
+#: Seconds after which a post missing from a response is requested again, before it counts as deleted.
+ABSENT_RETRY_S = 600.0
 
 
 class Looks:
-    """Looks again at what is due. send: takes posts whose text may have changed, and what to do once they are sent."""
+    """Recheck posts that are due. send: sends posts whose text may have changed, then calls its second argument."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Looks:
         self._store = ResultsStore(redis, settings)
         self._clock = clock
         self._send = send
-        #: What was looked at last is not all sent yet: it is still due.
+        #: True while posts of the latest recheck are not all sent; they are still due.
         self._sending = False
-        #: Posts looked at, and purged, since the start.
+        #: Posts rechecked, and purged, since the start.
         self.looked = self.purged = 0
 
     def run(self) -> float:
-        """Look at up to a hundred posts; returns the seconds until the next time.
+        """Recheck up to a hundred posts; return the seconds until the next run.
 
-        Raises Fault and redis.exceptions.RedisError. What was not done then comes again.
+        Raises Fault and redis.exceptions.RedisError. Posts not finished then are rechecked on a later run.
         """
-        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE)):
-            return PAUSE
+        if self._sending or not (looks := self._state.due(self._clock.time(), PAGE_SIZE)):
+            return POLL_INTERVAL_S
         found = self._reddit.info([look.fullname for look in looks])
-        if not found and len(looks) >= SEVERAL:
-            raise Fault(f"Reddit knows none of {len(looks)} posts, which cannot be")
+        if not found and len(looks) >= MIN_POSTS_TO_TRUST_ABSENCE:
+            raise Fault(f"Reddit returned none of {len(looks)} posts that were requested by id")
         self._store.refresh_scores({name: item.score for name, item in found.items()}, self._clock.time())
         gone = [look for look in looks if (item := found.get(look.fullname)) and item.gone]
         gone += [look for look in looks if look.fullname not in found and look.absent]
@@ -77,19 +77,19 @@ class Looks:
             self._sending = False
 
         self._sending = True
-        # Done only once edited texts are in the queue: a crash before repeats the look.
+        # Finished only when edited texts are in the queue: after a crash, the recheck is repeated.
         self._send([found[look.fullname] for look in rest if look.fullname in found], sent)
         self.looked += len(looks)
-        return 0.0 if len(looks) == PAGE else PAUSE
+        return 0.0 if len(looks) == PAGE_SIZE else POLL_INTERVAL_S
 
     def _again(self, looks: Sequence[Look], found: dict[str, Item]) -> dict[Look, float]:
-        """The looks that follow these, and when."""
+        """Return the next recheck of each post, with its time."""
         now = self._clock.time()
         again = {}
         for look in looks:
             if look.fullname not in found:
-                again[look._replace(absent=True)] = now + DOUBT
-            elif look.stage + 1 < len(LOOKS):
+                again[look._replace(absent=True)] = now + ABSENT_RETRY_S
+            elif look.stage + 1 < len(RECHECK_DELAYS_S):
                 following = Look(look.fullname, look.stage + 1, absent=False)
-                again[following] = now + LOOKS[look.stage + 1] - LOOKS[look.stage]
+                again[following] = now + RECHECK_DELAYS_S[look.stage + 1] - RECHECK_DELAYS_S[look.stage]
         return again

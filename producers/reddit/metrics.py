@@ -1,4 +1,4 @@
-"""The Reddit daemon's figures for Prometheus, and whether it is well: from the last word it gave of itself."""
+"""Prometheus metrics and health of the Reddit daemon, from its latest status."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,78 +7,84 @@ from typing import Any
 from shared.metrics import Figure, Kind, RedisFigures, Sample, Server, serve
 from shared.settings import Settings
 
-#: Seconds after which a daemon that has not come round counts as stuck. In the middle of a job it may have to wait for
-#: the end of Reddit's window, ten minutes; its requests have time limits.
-STUCK = 900.0
+#: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
+#: ten-minute rate-limit window; its requests have timeouts.
+STUCK_AFTER_S = 900.0
 
 Status = Mapping[str, Any]
 
 
-def _counter(name: str, what: str) -> Figure:
-    return Figure(f"feedmill_reddit_{name}_total", Kind.COUNTER, what)
+def _counter(name: str, description: str) -> Figure:
+    return Figure(f"feedmill_reddit_{name}_total", Kind.COUNTER, description)
 
 
-def _gauge(name: str, what: str) -> Figure:
-    return Figure(f"feedmill_reddit_{name}", Kind.GAUGE, what)
+def _gauge(name: str, description: str) -> Figure:
+    return Figure(f"feedmill_reddit_{name}", Kind.GAUGE, description)
 
 
-#: Each with how it is read from `Daemon.status`; None: not known. Counters count from the process's start.
-READ: tuple[tuple[Figure, Callable[[Status], float | None]], ...] = (
-    (_counter("posts_sent", "Posts put into the queue."), lambda status: status["sent"]),
-    (_counter("posts_skipped", "Posts that were sent before."), lambda status: status["skipped"]),
-    (_counter("posts_looked_at_again", "Second looks at posts that were sent."), lambda status: status["looked"]),
-    (_counter("posts_purged", "Posts purged since they are gone from Reddit."), lambda status: status["purged"]),
-    (_counter("polls", "Walks through a topic's new posts."), lambda status: status["polls"]),
-    (_counter("gaps", "Times of which a subreddit's posts were out of reach."), lambda status: status["gaps"]),
-    (_counter("requests", "Requests made to Reddit."), lambda status: status["requests"]),
-    (_gauge("subreddits", "Subreddits that are read."), lambda status: status["subreddits"]),
-    (_gauge("subreddits_failing", "Subreddits that failed last time."), lambda status: len(status["failing"])),
-    (_gauge("posts_held", "Posts read that wait for room in the queue."), lambda status: status["held"]),
-    (_gauge("paused", "1 while the queue is full, else 0."), lambda status: status["paused"]),
-    (_gauge("hindered", "1 while Reddit, or Redis, is away, else 0."), lambda status: bool(status["hindrance"])),
+#: Metrics, each with a function that reads it from `Daemon.status`; None if unknown. Counters start with the process.
+STATUS_FIGURES: tuple[tuple[Figure, Callable[[Status], float | None]], ...] = (
+    (_counter("posts_sent", "Posts sent to the queue."), lambda status: status["sent"]),
+    (_counter("posts_skipped", "Posts skipped because they were sent before."), lambda status: status["skipped"]),
+    (_counter("posts_looked_at_again", "Rechecks of sent posts."), lambda status: status["looked"]),
+    (_counter("posts_purged", "Posts purged after deletion or removal on Reddit."), lambda status: status["purged"]),
+    (_counter("polls", "Polls of a topic's subreddits for new posts."), lambda status: status["polls"]),
+    (_counter("gaps", "Periods in which a subreddit's posts could not be read."), lambda status: status["gaps"]),
+    (_counter("requests", "Requests to Reddit."), lambda status: status["requests"]),
+    (_gauge("subreddits", "Subreddits being read."), lambda status: status["subreddits"]),
+    (_gauge("subreddits_failing", "Subreddits whose last read failed."), lambda status: len(status["failing"])),
+    (_gauge("posts_held", "Posts in the send buffer, waiting for room in the queue."), lambda status: status["held"]),
+    (_gauge("paused", "1 while the queue is full, otherwise 0."), lambda status: status["paused"]),
     (
-        _gauge("budget_remaining_requests", "Requests left in Reddit's window, as it states; absent where it is over."),
+        _gauge("hindered", "1 while Reddit or Redis is unavailable, otherwise 0."),
+        lambda status: bool(status["hindrance"]),
+    ),
+    (
+        _gauge(
+            "budget_remaining_requests",
+            "Requests left in Reddit's rate-limit window, as reported by Reddit; absent once the window has ended.",
+        ),
         lambda status: status["budget"],
     ),
 )
-FAULTS = Figure("feedmill_reddit_faults_total", Kind.COUNTER, "Requests that failed.", ("kind",))
-FIGURES = (*(figure for figure, _ in READ), FAULTS)
+FAULTS = Figure("feedmill_reddit_faults_total", Kind.COUNTER, "Failed requests and unexpected errors.", ("kind",))
+FIGURES = (*(figure for figure, _ in STATUS_FIGURES), FAULTS)
 
 
 class Metrics:
-    """Tells what the daemon said of itself last."""
+    """Metrics of the daemon's latest status."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._redis = RedisFigures(settings)
-        #: As `Daemon.status` gives it. Replaced, never changed: other threads read it.
+        #: Latest `Daemon.status`. Replaced, never modified, because other threads read it.
         self._status: Status = {}
         self._turned = time.monotonic()
 
     def serve(self) -> Server:
-        """Answer whoever asks, from now on. Raises UserError."""
+        """Start the metrics server. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
     def tell(self, status: Status) -> None:
-        """The daemon has come round, and this is how it fares."""
+        """Store the daemon's status after a step."""
         self._status, self._turned = status, time.monotonic()
 
     def samples(self) -> Iterator[Sample]:
         if not (status := self._status):
             return
-        for figure, read in READ:
+        for figure, read in STATUS_FIGURES:
             if (value := read(status)) is not None:
                 yield Sample(figure, float(value))
         for kind, count in status["faults"].items():
             yield Sample(FAULTS, count, (kind,))
 
     def unhealthy(self) -> list[str]:
-        """What only a new process can mend. That Reddit or Redis is away is no such thing."""
+        """List failures that need a restart. An unreachable Reddit or Redis is not one of them."""
         quiet = time.monotonic() - self._turned
-        return [f"the daemon has not come round for {quiet:.0f} s"] if quiet > STUCK else []
+        return [f"the daemon has not finished a step for {quiet:.0f} s"] if quiet > STUCK_AFTER_S else []
 
     def unready(self) -> list[str]:
-        """Why no post would come now."""
+        """List reasons why no posts are being sent."""
         if not self._status.get("polls"):
-            return [self._status.get("hindrance") or "it has not read any topic yet"]
+            return [self._status.get("hindrance") or "the daemon has not read any topic yet"]
         return self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.away()

@@ -1,4 +1,4 @@
-"""One pass over the topics: up to so many posts of each, from a listing as people see it."""
+"""Read a snapshot: up to a limit of posts per topic, from one of Reddit's listings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,18 +9,21 @@ from producers.reddit.backoff import Backoff
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
 from producers.reddit.state import State
-from producers.reddit.things import PAGE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
+from producers.reddit.things import PAGE_SIZE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
 
-#: Something is asked for so many times before it is given up.
-TRIES = 4
-#: Seconds between two of them, at most, unless Reddit asks for more.
-LONGEST = 20.0
+#: Attempts per request.
+MAX_ATTEMPTS = 4
+#: Maximum pause between attempts in seconds, unless Reddit asks for a longer one.
+MAX_RETRY_PAUSE_S = 20.0
 
 Answer = TypeVar("Answer")
 
 
 class Listing(NamedTuple):
-    """kind: hot, new, top or rising; limit: posts of a topic; period: hour to year, or all, for top."""
+    """A listing to read.
+
+    kind: hot, new, top or rising. limit: posts per topic. period, for top: hour, day, week, month, year or all.
+    """
 
     kind: str
     limit: int
@@ -28,7 +31,10 @@ class Listing(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How far a topic is: posts read, sent, and skipped as sent before; why some of it could not be read."""
+    """Progress on a topic: posts read, sent, and skipped because they were sent before.
+
+    problem: reasons why some posts could not be read.
+    """
 
     read: int = 0
     sent: int = 0
@@ -37,7 +43,7 @@ class Reading(NamedTuple):
 
 
 class Once:
-    """Reads topics one after the other. Pinned posts, and those that are gone, are neither counted nor sent."""
+    """Read topics one after the other. Pinned, deleted and removed posts are neither counted nor sent."""
 
     def __init__(self, reddit: Reddit, pusher: Pusher, state: State, clock: Clock) -> None:
         self._reddit = reddit
@@ -46,13 +52,13 @@ class Once:
         self._clock = clock
 
     def read(self, names: Sequence[str], listing: Listing) -> Iterator[Reading]:
-        """Read and send the posts of a topic's subreddits; yields how far it is, after each page.
+        """Read and send the posts of a topic's subreddits, yielding progress after each page.
 
         Raises Outage, redis.exceptions.RedisError and kombu.exceptions.OperationalError.
         """
         sent, skipped, read = self._pusher.sent, self._pusher.skipped, 0
         problems = [] if names else ["none of its subreddits can be read"]
-        # One that fails must not cost the others: then each is asked for its share.
+        # If the joint listing fails, each subreddit is read separately, for its share of the limit.
         share = -(-listing.limit // max(len(names), 1))
         attempts = [(names, listing)] if names else []
         while attempts:
@@ -60,7 +66,7 @@ class Once:
             try:
                 for posts in self._pages(asked, wanted):
                     self._pusher.push(item.post for item in posts if item.post)
-                    # Not written down as known: that would make holes in what the daemon knows.
+                    # Not recorded as known: a snapshot would leave holes in the daemon's known posts.
                     self._state.commit((), [item.fullname for item in posts if item.post], self._clock.time())
                     read += len(posts)
                     yield Reading(read, self._pusher.sent - sent, self._pusher.skipped - skipped)
@@ -72,19 +78,20 @@ class Once:
         yield Reading(read, self._pusher.sent - sent, self._pusher.skipped - skipped, "; ".join(problems))
 
     def send(self, items: Sequence[Item], end: Callable[[], None]) -> None:
-        """Send posts that were looked at again where their text has changed, then call `end`."""
+        """Send rechecked posts whose text has changed, then call `end`."""
         self._pusher.push(item.post for item in items if item.post)
         end()
 
     def _pages(self, names: Sequence[str], listing: Listing) -> Iterator[list[Item]]:
-        left, after = listing.limit, None
+        remaining, after = listing.limit, None
         seen: set[str] = set()
-        while left:
-            ask = partial(self._reddit.page, names, listing.kind, after, PAGE, listing.period)
+        while remaining:
+            ask = partial(self._reddit.page, names, listing.kind, after, PAGE_SIZE, listing.period)
             page = patiently(ask, self._clock)
-            posts = [item for item in page.items if not (item.stickied or item.gone or item.fullname in seen)][:left]
+            posts = [item for item in page.items if not (item.stickied or item.gone or item.fullname in seen)]
+            posts = posts[:remaining]
             seen |= {item.fullname for item in posts}
-            left -= len(posts)
+            remaining -= len(posts)
             yield posts
             after = page.after
             if after is None or not posts:
@@ -92,9 +99,9 @@ class Once:
 
 
 def patiently(ask: Callable[[], Answer], clock: Clock) -> Answer:
-    """Ask some times, with pauses. Raises the last RedditFault, and at once one that asking again does not mend."""
-    backoff = Backoff(LONGEST)
-    for _ in range(TRIES - 1):
+    """Call `ask`, retrying failures with backoff. Raises the last RedditFault; does not retry permanent failures."""
+    backoff = Backoff(MAX_RETRY_PAUSE_S)
+    for _ in range(MAX_ATTEMPTS - 1):
         try:
             return ask()
         except (Unreadable, CredentialsRefused):

@@ -1,7 +1,7 @@
-"""What was read and is on its way into the queue.
+"""The send buffer: posts read from Reddit and not yet in the queue.
 
-The oldest post goes first, and is written down as known only when it is in the queue. While the queue is full, what
-comes is held here, in memory: a process that is killed reads it again.
+Posts are sent oldest first and recorded as known only after they are in the queue. The buffer is in memory: a process
+that is killed reads its posts again.
 """
 
 import logging
@@ -17,15 +17,15 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Posts that are sent and then written down as known together.
-PART = 256
+#: Maximum posts sent and recorded in one step.
+MAX_POSTS_PER_STEP = 256
 
 
 @dataclass
 class Batch:
-    """Posts that were read and are to be sent, the oldest first; `begin` before the first, `end` after the last.
+    """Posts to send, oldest first. `begin` runs before the first is sent, `end` after the last.
 
-    fresh: those that were not known before. walked: they are of a walk, and known once they are sent.
+    fresh: fullnames of posts that were not known before. walked: true for posts of a walk, recorded as known once sent.
     """
 
     items: Sequence[Item]
@@ -33,7 +33,7 @@ class Batch:
     walked: bool
     begin: Callable[[], None]
     end: Callable[[], None]
-    #: How many are sent; None before the beginning.
+    #: Number of posts sent; None before `begin` has run.
     done: int | None = None
 
     @property
@@ -42,7 +42,7 @@ class Batch:
 
 
 class Outbox:
-    """Batches that wait to be sent, in the order in which they came."""
+    """A first-in-first-out buffer of batches."""
 
     def __init__(self, pusher: Pusher, state: State, settings: Settings, clock: Clock) -> None:
         self._pusher = pusher
@@ -50,22 +50,22 @@ class Outbox:
         self._posts_per_message = settings.posts_per_message
         self._clock = clock
         self._batches: deque[Batch] = deque()
-        #: Posts that cannot be classified, since the start.
+        #: Posts that could not be classified, since the start.
         self.refused = 0
 
     @property
     def held(self) -> int:
-        """Posts that were read and are not in the queue yet."""
+        """Number of posts in the buffer."""
         return sum(batch.left for batch in self._batches)
 
     def hold(self, batch: Batch) -> None:
-        """Send it after those that came before."""
+        """Append a batch."""
         self._batches.append(batch)
 
     def send(self) -> bool:
-        """Send what is held, as far as the queue has room; whether there was anything to ask Redis about.
+        """Send as many posts as the queue has room for. Returns true if the buffer was not empty (Redis was accessed).
 
-        Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError; what was not sent then stays held.
+        Raises redis.exceptions.RedisError and kombu.exceptions.OperationalError. Unsent posts stay in the buffer.
         """
         asked = bool(self._batches)
         while self._batches and (room := self._pusher.gate.room()):
@@ -76,12 +76,12 @@ class Outbox:
         if batch.done is None:
             batch.begin()
             batch.done = 0
-        part = batch.items[batch.done : batch.done + min(room, PART)]
+        part = batch.items[batch.done : batch.done + min(room, MAX_POSTS_PER_STEP)]
         wanted = [item for item in part if item.post and not item.gone]
         for item in part:
             if not item.post and not item.gone:
                 self.refused += 1
-                logger.warning("%s of r/%s is refused: %s", item.fullname, item.subreddit, item.problem)
+                logger.warning("skipped %s in r/%s: %s", item.fullname, item.subreddit, item.problem)
         self._pusher.push(item.post for item in wanted if item.post)
         fresh = [item.fullname for item in wanted if item.fullname in batch.fresh]
         self._state.commit(part if batch.walked else (), fresh, self._clock.time())

@@ -1,6 +1,6 @@
-"""What the daemon knows that outlives it, in Redis: known posts, watermarks, gaps, who stands in for whom, what is due.
+"""The daemon's persistent state in Redis: known posts, watermarks, gaps, replaced subreddits, due rechecks.
 
-Every method may be repeated after a crash in the middle of it. Raises redis.exceptions.RedisError.
+Every method may be repeated after a crash during it. All raise redis.exceptions.RedisError.
 """
 
 import json
@@ -22,31 +22,34 @@ from shared.keys import (
     reddit_known_key,
 )
 
-#: Seconds after it was sent at which a post is looked at again: its score has settled a little, then for good; what
-#: its author or a moderator takes back is mostly gone by the first, nearly all by the second.
-LOOKS = (3_600.0, 36 * 3_600.0)
-#: Seconds for which what is known of a subreddit is kept when it is read no more.
+#: Seconds after sending at which a post is rechecked. By the first, most deletions have happened and scores begin to
+#: settle; by the second, nearly all have, and scores are final.
+RECHECK_DELAYS_S = (3_600.0, 36 * 3_600.0)
+#: Lifetime of a subreddit's known posts, in seconds, once it is no longer read.
 KNOWN_TTL = 90 * 86_400
-#: Seconds for which looks that are due wait for a daemon to run.
+#: Lifetime of due rechecks, in seconds, while no daemon runs.
 LOOKS_TTL = 7 * 86_400
-#: Gaps that are kept, at most; then the oldest make room.
+#: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 10_000
-#: Seconds for which the last word of a daemon stands.
+#: Lifetime of the daemon's status in seconds.
 STATUS_TTL = 120
 
 
 class Gap(NamedTuple):
-    """Posts of a subreddit that were out of reach: created after `since` and before `until`, seconds since 1970."""
+    """A period in which posts of a subreddit could not be read.
+
+    The posts were created after `since` and before `until`, in seconds since 1970.
+    """
 
     subreddit: str
     since: float
     until: float
-    #: When that was found.
+    #: Time of detection.
     noted: float
 
 
 class Replaced(NamedTuple):
-    """A subreddit that is not read, and why, since when (seconds since 1970), and who stands in for it."""
+    """A subreddit that is not read, the reason, since when (seconds since 1970), and its substitute."""
 
     subreddit: str
     topic: str
@@ -56,9 +59,9 @@ class Replaced(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A post that is due to be looked at again. stage: which look it is, from 0.
+    """A scheduled recheck of a post. stage: index into the delays.
 
-    absent: Reddit did not know it at the last one; it may have been a hiccup.
+    absent: the post was missing from the previous response, perhaps only temporarily.
     """
 
     fullname: str
@@ -75,13 +78,13 @@ class Look(NamedTuple):
 
 
 class State:
-    """The daemon's memory in Redis."""
+    """Access to the daemon's state in Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     def track(self, name: str) -> Track:
-        """What is known of a subreddit."""
+        """Return the state of a subreddit."""
         pipe: Any = self._redis.pipeline()
         pipe.zrange(reddit_known_key(name.lower()), 0, -1)
         pipe.hget(REDDIT_BEGINNINGS, name.lower())
@@ -92,12 +95,12 @@ class State:
         return Track(name, float(beginning), float(watermark or beginning), dict.fromkeys(known, ""))
 
     def begin(self, beginnings: Mapping[str, float], gaps: Iterable[Gap]) -> None:
-        """Before the posts of a walk are sent: what it could not reach, and how far it goes where it is the first."""
+        """Record a walk's gaps, and where a first walk begins. Call before the walk's posts are sent."""
         pipe: Any = self._redis.pipeline()
         for name, beginning in beginnings.items():
             pipe.hsetnx(REDDIT_BEGINNINGS, name.lower(), beginning)
         for gap in gaps:
-            # Found again after a crash, it is the same gap.
+            # One field per gap, so that recording it again after a crash has no effect.
             pipe.hset(REDDIT_GAPS, f"{gap.subreddit} {gap.since:.0f}", json.dumps(gap))
         pipe.execute()
         if int(self._redis.hlen(REDDIT_GAPS)) > MAX_GAPS:
@@ -105,7 +108,7 @@ class State:
             self._redis.hdel(REDDIT_GAPS, *(f"{gap.subreddit} {gap.since:.0f}" for gap in oldest))
 
     def commit(self, items: Iterable[Item], sent: Iterable[str], now: float) -> None:
-        """These items of a walk are dealt with; of them those `sent` are to be looked at again."""
+        """Record items of a walk as known, and schedule the first recheck of those in `sent`."""
         known: dict[str, dict[str, float]] = {}
         for item in items:
             known.setdefault(item.subreddit.lower(), {})[item.fullname] = item.created_utc
@@ -115,29 +118,29 @@ class State:
             pipe.zadd(key, members)
             pipe.zremrangebyrank(key, 0, -1 - KNOWN)
             pipe.expire(key, KNOWN_TTL)
-        if due := {Look(fullname, 0, absent=False).member: now + LOOKS[0] for fullname in sent}:
+        if due := {Look(fullname, 0, absent=False).member: now + RECHECK_DELAYS_S[0] for fullname in sent}:
             pipe.zadd(REDDIT_LOOKS, due, nx=True)
             pipe.expire(REDDIT_LOOKS, LOOKS_TTL)
         pipe.execute()
 
     def advance(self, watermarks: Mapping[str, float]) -> None:
-        """All that was created until then is dealt with."""
+        """Set watermarks: all posts created until then are known."""
         if watermarks:
             self._redis.hset(
                 REDDIT_WATERMARKS, mapping={name.lower(): watermark for name, watermark in watermarks.items()}
             )
 
     def rewind(self, name: str) -> None:
-        """A subreddit is read again: until its newest known post all is dealt with, and no longer.
+        """Move a subreddit's watermark back to its newest known post, before it is read again.
 
-        Joint listings leave out one that is closed, without a word, and the others' posts then set the watermark.
+        Joint listings silently omit a closed subreddit, and the others' posts then advance its watermark.
         """
         newest: Any = self._redis.zrange(reddit_known_key(name.lower()), -1, -1, withscores=True)
         if newest:
             self.advance({name: newest[0][1]})
 
     def gaps(self) -> list[Gap]:
-        """The oldest first."""
+        """Return the gaps, oldest first."""
         found: Any = self._redis.hvals(REDDIT_GAPS)
         return sorted((Gap(*json.loads(value)) for value in found), key=lambda gap: gap.since)
 
@@ -145,23 +148,23 @@ class State:
         self._redis.delete(REDDIT_GAPS)
 
     def replaced(self) -> dict[str, Replaced]:
-        """The subreddits that are not read, by their names in lower case."""
+        """Return the subreddits that are not read, by name in lower case."""
         found: Any = self._redis.hgetall(REDDIT_REPLACED)
         return {name: Replaced(*json.loads(value)) for name, value in found.items()}
 
     def replace(self, replaced: Mapping[str, Replaced], again: Iterable[str]) -> None:
-        """Write down which subreddits are not read, and which are `again`; by their names in lower case."""
+        """Store which subreddits are not read, and delete those read `again`; by name in lower case."""
         pipe: Any = self._redis.pipeline()
         if replaced:
             pipe.hset(REDDIT_REPLACED, mapping={name: json.dumps(entry) for name, entry in replaced.items()})
-        if back := list(again):
-            pipe.hdel(REDDIT_REPLACED, *back)
+        if restored := list(again):
+            pipe.hdel(REDDIT_REPLACED, *restored)
         pipe.execute()
 
     def deep_walks(self, topics: Iterable[str], now: float) -> dict[str, float]:
-        """When each topic's listings were last walked to their end, in seconds since 1970.
+        """Return the time of each topic's last full walk, in seconds since 1970.
 
-        One that never was counts from now, and does so still when the process is started again.
+        A topic without one starts counting now, and a restart does not reset that.
         """
         for topic in topics:
             self._redis.hsetnx(REDDIT_DEEP, topic, now)
@@ -172,12 +175,12 @@ class State:
         self._redis.hset(REDDIT_DEEP, topic, when)
 
     def due(self, now: float, count: int) -> list[Look]:
-        """Up to `count` posts that are to be looked at again by now."""
+        """Return up to `count` rechecks that are due."""
         members: Any = self._redis.zrange(REDDIT_LOOKS, "-inf", now, byscore=True, offset=0, num=count)
         return [Look.of(member) for member in members]
 
     def looked(self, done: Iterable[Look], again: Mapping[Look, float]) -> None:
-        """These looks are done; those others are to come, each at its time."""
+        """Remove finished rechecks, and schedule those in `again` at their times."""
         pipe: Any = self._redis.pipeline()
         if later := {look.member: due for look, due in again.items()}:
             pipe.zadd(REDDIT_LOOKS, later)
@@ -187,10 +190,10 @@ class State:
         pipe.execute()
 
     def tell(self, status: Mapping[str, Any]) -> None:
-        """Leave word of how the daemon fares, for `feedmill status`."""
+        """Store the daemon's status for `feedmill status`."""
         self._redis.set(REDDIT_STATUS, json.dumps(status), ex=STATUS_TTL)
 
     def told(self) -> dict[str, Any] | None:
-        """The last word of a running daemon; None where none runs."""
+        """Return the status of a running daemon; None if none is running."""
         found: Any = self._redis.get(REDDIT_STATUS)
         return json.loads(found) if found else None

@@ -1,25 +1,25 @@
-"""What Reddit gives, in words of our own: posts, pages of them, subreddits, and faults."""
+"""Types independent of PRAW: posts, pages and subreddits as Reddit lists them, and failures."""
 
 from typing import Literal, NamedTuple
 
 from shared.messages import Post, digest
 
-#: Items that Reddit gives in one answer, at most.
-PAGE = 100
+#: Maximum number of items in a response.
+PAGE_SIZE = 100
 
 Why = Literal["missing", "banned", "private", "quarantined", "gated"]
 
 
 class RedditFault(Exception):  # noqa: N818 - named after what happened, as its kinds are
-    """Reddit did not give what was asked for."""
+    """Reddit did not return what was requested."""
 
 
 class Fault(RedditFault):
-    """This request failed, or what was asked for cannot be had: others may go on."""
+    """One request failed, or its result is not available. Other requests may succeed."""
 
 
 class Unreadable(Fault):
-    """A subreddit cannot be read. why: as Reddit says it."""
+    """A subreddit cannot be read. why: the reason given by Reddit."""
 
     def __init__(self, why: Why) -> None:
         super().__init__(why)
@@ -27,15 +27,15 @@ class Unreadable(Fault):
 
 
 class Outage(RedditFault):
-    """Reddit as a whole gives us nothing now, whatever is asked for."""
+    """Reddit is unavailable for all requests."""
 
 
 class Unreachable(Outage):
-    """There is no connection."""
+    """Connecting to Reddit failed."""
 
 
 class TooMany(Outage):
-    """429. retry_after: seconds; None where Reddit names none."""
+    """Reddit returned status 429. retry_after: seconds; None if not given."""
 
     def __init__(self, retry_after: float | None) -> None:
         super().__init__("too many requests (429)")
@@ -43,13 +43,13 @@ class TooMany(Outage):
 
 
 class CredentialsRefused(Outage):
-    """Reddit does not take the client id or its secret."""
+    """Reddit rejected the client ID or secret."""
 
 
 class Item(NamedTuple):
-    """One post of a listing, or of an answer about ids.
+    """A post in a listing or in a response to a request by id.
 
-    problem: why there is no `post`. gone: deleted by its author, or removed; its text is not to be read.
+    problem: reason why `post` is None. gone: deleted by its author or removed; its text must not be used.
     """
 
     fullname: str
@@ -63,20 +63,20 @@ class Item(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Short digest of what would be classified: differs once the post was edited, or let in again."""
+        """Return a short digest of the text to classify. It changes when a post is edited, removed or approved."""
         return digest(self.post.text)[:16] if self.post and not self.gone else "gone"
 
 
 class Page(NamedTuple):
-    """Part of a listing; `after` is where the next begins, None at its end."""
+    """A page of a listing. after: anchor of the next page; None on the last."""
 
     items: list[Item]
     after: str | None
 
 
 class About(NamedTuple):
-    """What Reddit says of a subreddit."""
+    """A subreddit's properties."""
 
     name: str
-    #: Why it cannot be read; None where it can.
+    #: Reason why it cannot be read; None if it can.
     why: Why | None

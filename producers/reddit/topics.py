@@ -1,4 +1,4 @@
-"""The topics that are read, and the subreddits of each: a TOML file; topics.toml beside this one is the default."""
+"""The topics and their subreddits, from a TOML file. Default: topics.toml in this folder."""
 
 import re
 import tomllib
@@ -12,19 +12,21 @@ from shared.errors import SettingsError, first_problem
 DEFAULT = Path(__file__).with_name("topics.toml")
 
 
-def _bare(name: object) -> object:
+def _strip_prefix(name: object) -> object:
     return re.sub(r"^/?r/", "", name) if isinstance(name, str) else name
 
 
-Subreddit = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:]{1,20}$"), BeforeValidator(_bare)]
+Subreddit = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:]{1,20}$"), BeforeValidator(_strip_prefix)
+]
 Topic = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True)]
 
 
 class Topics(BaseModel):
-    """What is read.
+    """The contents of a topics file.
 
-    active: subreddits of a topic that are read at a time; those after them stand in when one cannot be read.
-    topics: name -> its subreddits, best first.
+    active: subreddits read per topic at a time; the following ones are substitutes.
+    topics: name -> subreddits, best first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,37 +38,35 @@ class Topics(BaseModel):
     ]
 
     @model_validator(mode="after")
-    def _each_once(self) -> "Topics":
+    def _reject_duplicates(self) -> "Topics":
         found: dict[str, str] = {}
         for topic, names in self.topics.items():
             for name in names:
                 if name.lower() in found:
-                    raise ValueError(f"r/{name} stands under {found[name.lower()]!r} and {topic!r}; once is enough")
+                    raise ValueError(f"r/{name} is listed under {found[name.lower()]!r} and {topic!r}; list it once")
                 found[name.lower()] = topic
         return self
 
     @property
     def subreddits(self) -> list[str]:
-        """The names of all, those that stand in included."""
+        """Return the names of all subreddits, substitutes included."""
         return [name for names in self.topics.values() for name in names]
 
     @property
     def topic_of(self) -> dict[str, str]:
-        """The topic of each subreddit, by its name in lower case."""
+        """Return the topic by the subreddit's name in lower case."""
         return {name.lower(): topic for topic, names in self.topics.items() for name in names}
 
 
 def read(path: Path | None) -> Topics:
-    """The topics of a file; None is the default. Raises SettingsError."""
+    """Read a topics file; None reads the default. Raises SettingsError."""
     path = path or DEFAULT
     try:
         return Topics.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise SettingsError(f"The topics in {path} cannot be read: {error.strerror}.") from None
+        raise SettingsError(f"Cannot read the topics file {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not TOML: {error}.") from None
+        raise SettingsError(f"The topics file {path} is not valid TOML: {error}.") from None
     except ValidationError as error:
         field, reason = first_problem(error)
-        raise SettingsError(
-            f"{path}: {field}: {reason}. `feedmill ingest topics` prints a file to start from."
-        ) from None
+        raise SettingsError(f"{path}: {field}: {reason}. Run `feedmill ingest topics` for a valid example.") from None

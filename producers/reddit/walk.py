@@ -1,40 +1,40 @@
-"""From the newest post of a listing down to those that are known: how no post is missed.
+"""Walk a listing from its newest post down to known posts, without missing any.
 
-The obvious way, to remember the newest post and ask for what came before it, loses posts without a word once that one
-post is deleted. So a walk goes down page by page until it has met one of *many* known posts of each subreddit, or has
-come to the time until which everything is known; and a little below that time, since posts can appear late. Knows
-neither Reddit nor Redis: pages come from a function.
+The obvious approach, remembering the newest post and requesting everything before it, silently loses posts once that
+post is deleted. A walk therefore reads page by page until, for each subreddit, it meets one of *many* known posts or
+passes the watermark, and continues a little below the watermark, because posts can appear late. Pages come from a
+function: this module knows neither Reddit nor Redis.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.things import PAGE, Fault, Item, Page
+from producers.reddit.things import PAGE_SIZE, Fault, Item, Page
 
-#: Pages of a walk, at most. Reddit's listings end after a thousand items, ten pages; one that had to be asked for after
-#: an earlier anchor brings fewer that are new.
-PAGES = 15
-#: Posts of one subreddit that are remembered: more than a listing holds, so that all of it is known ground.
+#: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
+#: anchor repeat items, so a walk may need more.
+MAX_PAGES = 15
+#: Known posts kept per subreddit: more than a listing holds, so that a full walk meets only known posts.
 KNOWN = 1500
-#: Items before the last one of a page that are tried as anchors, when nothing comes after the last.
-ANCHORS = 3
+#: Earlier items of a page tried as anchors when no page follows the last one.
+MAX_EARLIER_ANCHORS = 3
 
 
 @dataclass
 class Track:
-    """What is known of one subreddit. Times are seconds since 1970."""
+    """The state of one subreddit. Times are seconds since 1970."""
 
     name: str
-    #: When the oldest post was created that is to be sent; what is older was there before. None before the first walk.
+    #: Creation time of the oldest post to send; older posts are ignored. None before the first walk.
     beginning: float | None = None
-    #: Everything that was created until then is dealt with.
+    #: All posts created until this time are known.
     watermark: float | None = None
-    #: Posts that are dealt with, the oldest first: fullname -> digest of the text, "" where that is not known.
+    #: Known posts, oldest first: fullname -> digest of the text, "" if unknown.
     known: dict[str, str] = field(default_factory=dict)
 
     def learn(self, items: Iterable[Item]) -> None:
-        """These are dealt with, and come from the oldest to the newest."""
+        """Add items to the known posts. They must be sorted from oldest to newest."""
         for item in items:
             self.known.pop(item.fullname, None)
             self.known[item.fullname] = item.text
@@ -43,9 +43,9 @@ class Track:
 
 
 class Walk(NamedTuple):
-    """What a walk found. items: from the oldest to the newest. missed: subreddits whose known posts it did not meet.
+    """Result of a walk. items: oldest first. missed: subreddits whose known posts were not met.
 
-    oldest: when the last item of the listing was created that is not pinned, which is how far the walk came.
+    oldest: creation time of the listing's last item that is not pinned: how far the walk came.
     """
 
     items: list[Item]
@@ -62,13 +62,13 @@ class Walk(NamedTuple):
 
 
 def walk(
-    fetch: Callable[[str | None], Page], tracks: Iterable[Track], overlap: float, depth: int, pages: int = PAGES
+    fetch: Callable[[str | None], Page], tracks: Iterable[Track], overlap: float, depth: int, pages: int = MAX_PAGES
 ) -> Walk:
-    """Walk down the joint listing of some subreddits, which `fetch` gives a page of after an anchor.
+    """Walk down the joint listing of some subreddits. fetch: returns the page after an anchor.
 
-    overlap: seconds before the watermark to which the walk goes on, for posts that appear late.
-    depth: posts to begin with, where nothing is known of a subreddit yet.
-    Raises Fault: nothing of the walk counts then.
+    overlap: seconds to continue below the lowest watermark, for posts that appear late.
+    depth: number of posts after which a subreddit without a watermark counts as met.
+    Raises Fault; the walk has no effect then.
     """
     unmet = {track.name.lower(): track for track in tracks}
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)
@@ -82,22 +82,22 @@ def walk(
             del unmet[name]
         after = page.after
         if after is None:
-            # The end of a short listing is its beginning in time; that of a long one is where Reddit cuts it.
-            if len(found) < PAGE:
+            # A short listing ends at its first post ever; a long one ends at Reddit's limit.
+            if len(found) < PAGE_SIZE:
                 unmet.clear()
             break
         if not unmet and (lowest is None or (reached is not None and reached < lowest - overlap)):
             break
-    # Nothing was promised of a subreddit that is new.
+    # A subreddit's first walk has no watermark to reach, and so misses nothing.
     missed = [track for track in unmet.values() if track.watermark is not None]
     oldest = next((item.created_utc for item in reversed(found.values()) if not item.stickied), 0.0)
     return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed, oldest)
 
 
 def _met(page: Page, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:
-    """The subreddits whose known ground this page touches. reached: when its last item was created.
+    """Return the subreddits whose known posts or watermark this page reaches. reached: time of the page's last item.
 
-    A known post that is older than the page's end is out of its order (pinned to the top), and shows nothing.
+    A known post older than that is out of order, for example pinned, and proves nothing.
     """
     met = {
         item.subreddit.lower()
@@ -115,12 +115,12 @@ def _met(page: Page, unmet: dict[str, Track], reached: float | None, deep: bool)
 
 
 def _page(fetch: Callable[[str | None], Page], after: str | None, found: list[str]) -> Page:
-    """The page after an anchor. One that was deleted meanwhile has nothing after it: those before it are tried."""
+    """Return the page after an anchor. An anchor deleted in the meantime has an empty page: earlier ones are tried."""
     page = fetch(after)
     if page.items or after is None:
         return page
-    for anchor in reversed(found[-1 - ANCHORS : -1]):
+    for anchor in reversed(found[-1 - MAX_EARLIER_ANCHORS : -1]):
         page = fetch(anchor)
         if page.items:
             return page
-    raise Fault("the listing breaks off")
+    raise Fault("the listing ended early: no page follows its last posts")

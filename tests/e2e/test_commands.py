@@ -53,7 +53,7 @@ def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServe
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 2
     assert said.stdout.startswith("100 posts sent (messages: 4)")
-    assert "cannot be read to its end" in said.stderr
+    assert "to the end: " in said.stderr
 
 
 def test_a_dump_with_filters(redis: RedisServer, tmp_path: Path) -> None:
@@ -85,10 +85,8 @@ def test_a_key_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     wrong = feedmill("enqueue", "tickets.csv", "--id-column", "tickets", cwd=tmp_path, **url)
     assert wrong.returncode == 2
-    assert wrong.stderr == (
-        "feedmill: tickets.csv has no column tickets. Its columns: ticket, channel, text. Name one of them with "
-        "--id-column, or leave it out.\n"
-    )
+    assert wrong.stderr.startswith("feedmill: tickets.csv has no column tickets ")
+    assert "ticket, channel, text" in wrong.stderr
     said = feedmill("enqueue", "tickets.csv", "--id-column", "ticket", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
     assert sent_ids(redis) == ["T-1", "T-2"]
@@ -176,7 +174,7 @@ def test_a_download_that_is_continued(redis: RedisServer, tmp_path: Path, frames
     url = {"FEEDMILL_REDIS_URL": redis.url}
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
     assert (said.returncode, said.stdout[:12]) == (2, "2 posts sent")
-    assert said.stderr.endswith("posts.zst cannot be read to its end: it breaks off.\n")
+    assert said.stderr.endswith("posts.zst to the end: the file is truncated.\n")
     path.write_bytes(b"".join(frames))
     otherwise = feedmill("enqueue", str(path), "--labels", "a,b", cwd=tmp_path, **url)
     assert (otherwise.stdout[:12], otherwise.stderr) == ("4 posts sent", "")

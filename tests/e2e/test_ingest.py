@@ -61,7 +61,7 @@ def test_one_pass_sends_what_is_asked_for_and_no_pinned_post(
     said = feedmill("ingest", "reddit", "--once", "--limit", "5", cwd=tmp_path, **environment)
     assert said.returncode == 0, said.stderr
     assert said.stdout == "10 posts sent (messages: 2), 0 skipped as sent before\n"
-    assert "food: r/nothere is missing; r/baking stands in" in said.stderr
+    assert "topic food: not reading r/nothere (missing); reading r/baking instead" in said.stderr
     assert "5/5" in said.stderr
     again = feedmill("ingest", "reddit", "--once", "--listing", "new", cwd=tmp_path, **environment)
     assert again.stdout == "22 posts sent (messages: 2), 10 skipped as sent before\n"
@@ -81,7 +81,7 @@ def test_one_pass_goes_on_past_a_topic_that_fails(reddit: Reddit, tmp_path: Path
     said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
     assert said.returncode == 1
     assert said.stdout.startswith("16 posts sent")
-    assert "sport: none of its subreddits can be read; the other topics go on" in said.stderr
+    assert "topic sport: none of its subreddits can be read" in said.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -133,7 +133,7 @@ def test_a_port_that_is_taken(reddit: Reddit, tmp_path: Path, environment: dict[
 def test_a_long_wait_ends_at_once_on_a_signal(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     reddit.faults.always("too_many", seconds=3600)
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
-        wait_until(lambda: daemon.says("Reddit is asked again in 3600 s"), "it waits")
+        wait_until(lambda: daemon.says("retrying Reddit in 3600 s"), "it waits")
         assert daemon.end(seconds=10) == 0
 
 
@@ -166,13 +166,13 @@ def test_no_secret_is_told_even_at_the_finest_log_level(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"FEEDMILL_REDDIT_CLIENT_ID": ""}, "Reddit's client id is missing. Register an app"),
-        ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "Reddit's client secret is missing. Register an app"),
-        ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "Reddit wants to know who asks: set FEEDMILL_REDDIT_USER_AGENT"),
-        ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "refuses the client id or its secret"),
+        ({"FEEDMILL_REDDIT_CLIENT_ID": ""}, "Reddit's client id is missing"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "Reddit's client secret is missing"),
+        ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "Set FEEDMILL_REDDIT_USER_AGENT"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "client ID or secret"),
         ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, "praw.ini has no section [elsewhere]"),
         ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be an address"),
-        ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml cannot be read: No such file"),
+        ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml: No such file"),
         ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 does not answer"),
     ],
 )
@@ -203,10 +203,10 @@ def test_credentials_of_praw_ini(reddit: Reddit, tmp_path: Path, environment: di
 def test_a_praw_ini_that_is_damaged(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "praw.ini").write_text("client_id=id\n")
     said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
-    assert (said.returncode, said.stderr) == (
-        2,
-        "feedmill: praw.ini cannot be read: File contains no section headers.\n",
-    )
+    assert said.returncode == 2
+    assert said.stderr.startswith("feedmill: ")
+    assert "praw.ini: File contains no section headers." in said.stderr
+    assert said.stderr.count("\n") == 1
 
 
 def test_the_daemon_reads_new_posts_alone(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -55,7 +55,7 @@ def test_a_fine_tuned_model_in_a_worker(redis: RedisServer, tmp_path: Path) -> N
         found, _, _ = ask(redis, top_k=1)
         assert set(found["scores"]) <= {"NEGATIVE", "POSITIVE"}
         assert len(found["scores"]) == 1
-        with pytest.raises(Exception, match=r"labels: the worker's model has labels of its own: NEGATIVE, POSITIVE"):
+        with pytest.raises(Exception, match=r"labels: .* NEGATIVE, POSITIVE"):
             ask(redis, labels=LABELS)
 
 
@@ -82,7 +82,7 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
         ({"FEEDMILL_MODEL": "someone/none", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
         (
             {"FEEDMILL_CLASSIFIER": "nli"},
-            "has no weights for classifier.bias, classifier.weight: it was not trained for this, to classify",
+            "has no weights for classifier.bias, classifier.weight",
         ),
         ({"FEEDMILL_DTYPE": "int8"}, "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
     ],

@@ -131,7 +131,7 @@ def test_the_message_is_the_contract_and_hides_the_posts(settings: Settings, red
 
 
 def test_a_full_queue_is_waited_for(settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "FULL_QUEUE_PAUSE", 0.01)
+    monkeypatch.setattr(push, "FULL_QUEUE_POLL_S", 0.01)
     small = settings.model_copy(update={"queue_limit": 2, "posts_per_message": 10})
     pushing = pusher(small)
     thread = threading.Thread(target=pushing.push, args=(make_posts(40),))
@@ -186,7 +186,7 @@ def test_the_lower_mark(
 
 def test_a_lower_mark_above_the_limit_is_refused(settings: Settings) -> None:
     odd = settings.model_copy(update={"queue_limit": 5, "queue_resume": 6})
-    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME: 6 messages are more than FEEDMILL_QUEUE_LIMIT, 5"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME \(6 .*FEEDMILL_QUEUE_LIMIT \(5\)"):
         pusher(odd)
 
 
@@ -217,7 +217,7 @@ def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
     pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), wait=wait)
     with pytest.raises(Ended):
         pushing.push(make_posts(60))
-    assert waits == [push.FULL_QUEUE_PAUSE] * 2
+    assert waits == [push.FULL_QUEUE_POLL_S] * 2
     assert (pushing.sent, pushing.waiting) == (40, "")
     redis.client.delete("feedmill")
     pushing.push(make_posts(60))
@@ -265,12 +265,12 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
     """The step's call number `at` raises the fault, before it has done anything; "published" raises after it has."""
     where: tuple[Any, str] = {
-        "look": (pushing, "_look"),
+        "look": (pushing, "_lookup"),
         "room": (pushing.gate, "room"),
         "publish": (broker, "publish"),
         "published": (broker, "publish"),
-        "remember": (pushing, "_note"),
-        "remembered": (pushing, "_note"),
+        "remember": (pushing, "_mark"),
+        "remembered": (pushing, "_mark"),
     }[step]
     work = getattr(*where)
     calls: list[int] = []
@@ -295,7 +295,7 @@ def test_posts_may_be_pushed_again_after_whatever_happened(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, step: str, at: int, fault: BaseException
 ) -> None:
     small = settings.model_copy(update={"posts_per_message": 10, "queue_limit": 1000})
-    monkeypatch.setattr(push, "POSTS_A_TRIP", 20)
+    monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 20)
     posts = make_posts(75)
     pushing = pusher(small)
     with monkeypatch.context() as patched:
@@ -318,7 +318,7 @@ def test_posts_may_be_pushed_again_after_their_source_broke_off(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What had been read of it by then, in whole trips, was on its way."""
-    monkeypatch.setattr(push, "POSTS_A_TRIP", 32)
+    monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 32)
     posts = make_posts(50)
 
     def source() -> Iterator[Post]:
@@ -339,7 +339,7 @@ def test_posts_may_be_pushed_again_after_a_signal_at_any_line(
 ) -> None:
     """A signal's handler may raise between any two lines; here it does at each line of ours, one after the other."""
     small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2, "queue_resume": 1})
-    monkeypatch.setattr(push, "POSTS_A_TRIP", 2)
+    monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 2)
     posts = make_posts(5)
     files = (push.__file__, broker.__file__)
     app, client = make_app(small), connect(small)
@@ -448,14 +448,14 @@ def test_redis_memory_is_waited_for_where_that_is_wanted(
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     full()
     pushing.push(make_posts(40))
-    note = pushing._note
+    mark = pushing._mark
 
-    def noted(**arguments: Any) -> Any:
+    def marked(**arguments: Any) -> Any:
         if len(waits) == 1:
             full()
-        return note(**arguments)
+        return mark(**arguments)
 
-    pushing._note = noted
+    pushing._mark = marked
     pushing.push(make_posts(80))
     assert waits == ["Redis is at its memory limit"] * 2
     assert (pushing.sent, pushing.skipped, pushing.waiting) == (80, 40, "")

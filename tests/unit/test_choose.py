@@ -41,13 +41,13 @@ def test_rows_that_end_otherwise_than_the_model_expects(tmp_path: Path) -> None:
     folder = make_model("bart", tmp_path, NLI)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
-    with pytest.raises(ModelError, match="does not end its rows with the token that its model looks for"):
+    with pytest.raises(ModelError, match="eos_token_id"):
         load_classifier(Settings(model=str(folder)), FP32)
 
 
 def test_an_encoder_alone_classifies_nothing(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path)
-    with pytest.raises(ModelError, match=r"no model that classifies: its config.json names BertModel"):
+    with pytest.raises(ModelError, match=r"config.json lists BertModel"):
         load_classifier(Settings(model=str(folder)), FP32)
 
 
@@ -55,7 +55,7 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
     for content in ("{", "[]", json.dumps({"label2id": {"a": "b"}})):
         (folder / "config.json").write_text(content)
-        with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        with pytest.raises(ModelError, match=r"Cannot read .*config.json"):
             kind_of(Weights("m", folder, None, "00"))
 
 
@@ -77,7 +77,7 @@ def test_python_code_that_a_model_brings_is_not_run(
     if served:
         assert load_classifier(Settings(model=str(folder)), FP32).kind == "nli"
     else:
-        with pytest.raises(ModelError, match=r"/config.json is not read by transformers: (?s:.*)contains custom code"):
+        with pytest.raises(ModelError, match=r"/config.json: (?s:.*)contains custom code"):
             load_classifier(Settings(model=str(folder)), FP32)
     assert not made.exists()
     assert "[y/N]" not in capsys.readouterr().out
@@ -93,10 +93,10 @@ def test_what_a_first_forward_pass_brings_to_light_is_a_sentence(
             with pytest.raises(ModelError, match=f" does not run on cpu: {type(fault).__name__}: "):
                 load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.setattr(make, "TorchEngine", Mock(side_effect=DeviceFull("no memory")))
-    with pytest.raises(ModelError, match=" does not fit cpu: no memory"):
+    with pytest.raises(ModelError, match=" does not fit cpu.* no memory"):
         load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.undo()
-    with pytest.raises(SettingsError, match="cannot serve what is set: labels: .* leaves no room for a post"):
+    with pytest.raises(SettingsError, match="cannot serve .*: labels: "):
         load_classifier(Settings(model=str(folder), max_tokens=8, labels="a label of very many words indeed"), FP32)
 
 
@@ -104,7 +104,5 @@ def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: 
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     check_size(weights, FP32)
     monkeypatch.setattr(choose, "_memory", lambda _: 1000)
-    with pytest.raises(
-        ModelError, match=r"needs 0.0 GB in float32, and cpu has 0.0 GB free: a model must fit one device"
-    ):
+    with pytest.raises(ModelError, match=r"needs 0.0 GB in float32, but cpu has 0.0 GB free"):
         check_size(weights, FP32)

@@ -213,7 +213,7 @@ def test_a_worker_from_loading_to_its_end(worker: worker_metrics.WorkerMetrics, 
 
 def test_the_daemon_from_its_start_on(clock: Clock) -> None:
     daemon = reddit_metrics.Metrics(Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
-    assert (daemon.unhealthy(), daemon.unready()) == ([], ["it has not read any topic yet"])
+    assert (daemon.unhealthy(), daemon.unready()) == ([], ["the daemon has not read any topic yet"])
     assert list(daemon.samples()) == []
     daemon.tell(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
     assert daemon.unready() == ["no connection to Reddit"]
@@ -224,7 +224,7 @@ def test_the_daemon_from_its_start_on(clock: Clock) -> None:
     daemon._redis.away = lambda: []  # type: ignore[method-assign]
     assert daemon.unready() == []
     clock.now += 901.0
-    assert daemon.unhealthy() == daemon.unready() == ["the daemon has not come round for 901 s"]
+    assert daemon.unhealthy() == daemon.unready() == ["the daemon has not finished a step for 901 s"]
 
 
 def test_what_is_not_known_is_absent() -> None:

@@ -111,7 +111,7 @@ def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words", "status"),
     [
-        ("foo,bar\n1,2\n", "as CSV it has no column for a title or a body", None),
+        ("foo,bar\n1,2\n", "title or body column", None),
         ("nope\n{}\n", "posts.jsonl:1: not JSON", 1),
     ],
 )

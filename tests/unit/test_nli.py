@@ -181,12 +181,12 @@ def test_rows_of_several_label_sets_share_a_forward_pass(folder: Path) -> None:
 
 def test_hypotheses_that_leave_no_room_are_refused(folder: Path) -> None:
     classifier = loaded(folder, max_tokens=16)
-    with pytest.raises(RequestRefused, match=r"labels: .* leaves no room for a post"):
+    with pytest.raises(RequestRefused, match="^labels: .* tokens"):
         classifier.label_set(ClassifyOptions.parse({"labels": ["a label of very many words " * 4]}))
 
 
 def test_several_descriptions_are_refused(folder: Path) -> None:
-    with pytest.raises(RequestRefused, match="2 descriptions of one label"):
+    with pytest.raises(RequestRefused, match="^labels: .*2 descriptions"):
         loaded(folder).label_set(ClassifyOptions.parse({"labels": {"food": ["bread", "soup"], "b": "c"}}))
 
 

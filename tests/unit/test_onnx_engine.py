@@ -80,7 +80,7 @@ def test_the_embedded_model(
     caplog.set_level(logging.INFO)
     for ours, expected in zip(scores(loaded(EMBEDDED, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
-    assert "exporting sentence-transformers/all-MiniLM-L6-v2 to ONNX in float32, once" in caplog.text
+    assert "exporting sentence-transformers/all-MiniLM-L6-v2 to ONNX in float32" in caplog.text
     assert "with CPUExecutionProvider" in caplog.text
     caplog.clear()
     loaded(EMBEDDED, cache, engine="onnx")
@@ -118,9 +118,7 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.onnx, "export", fail)
     folder = make_model("bert", tmp_path / "model", NLI)
-    with pytest.raises(
-        ModelError, match=r"cannot be exported to ONNX \(an operator is missing\); FEEDMILL_ENGINE=torch"
-    ):
+    with pytest.raises(ModelError, match=r"an operator is missing.* FEEDMILL_ENGINE=torch"):
         loaded(folder, tmp_path / "cache", engine="onnx")
     assert not list((tmp_path / "cache" / "onnx").glob("*/")), "nothing half-made is left"
 
@@ -128,14 +126,14 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
     (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ModelError, match="^The ONNX graph of .* cannot be kept in .*: .*Not a directory"):
+    with pytest.raises(ModelError, match="ONNX graph of .*: .*Not a directory"):
         exported(weights, torch.float32, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
 
 
 def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.delitem(sys.modules, onnx_engine.__name__)
-    with pytest.raises(SettingsError, match="^FEEDMILL_ENGINE=onnx needs onnxruntime, which `pip install"):
+    with pytest.raises(SettingsError, match="^FEEDMILL_ENGINE=onnx requires onnxruntime: "):
         importlib.import_module(onnx_engine.__name__)
 
 
@@ -145,14 +143,14 @@ def test_a_graph_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     broken.parent.mkdir()
     broken.write_bytes(b"not a graph")
     monkeypatch.setattr(onnx_engine, "exported", lambda *_: broken)
-    with pytest.raises(ModelError, match="ONNX Runtime cannot load .* Delete its folder"):
+    with pytest.raises(ModelError, match=r"ONNX Runtime cannot load .*model\.onnx"):
         loaded(folder, tmp_path / "cache", engine="onnx")
 
 
 def test_a_gpu_without_a_provider_for_it_is_not_taken_for_the_cpu(tmp_path: Path, cache: Path) -> None:
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
-    with pytest.raises(ModelError, match="no working provider for cuda:0 here, only the CPU's: install"):
+    with pytest.raises(ModelError, match="provider for cuda:0, .* FEEDMILL_DEVICE=cpu"):
         OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
 
 

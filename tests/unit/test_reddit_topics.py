@@ -29,13 +29,13 @@ def test_names_may_be_written_as_people_write_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[topics", " is not TOML: "),
+        ("[topics", " is not valid TOML: "),
         ("", "topics: field required"),
         ("[topics]\n", "topics: "),
         ('[topics]\n"a" = []\n', "topics.a: "),
         ('[topics]\n"a" = ["no spaces here"]\n', "topics.a.0: "),
-        ('[topics]\n"a" = ["x1"]\n"b" = ["X1"]\n', "r/X1 stands under 'a' and 'b'; once is enough"),
-        ('[topics]\n"a" = ["x1", "x1"]\n', "r/x1 stands under 'a' and 'a'"),
+        ('[topics]\n"a" = ["x1"]\n"b" = ["X1"]\n', "r/X1 is listed under 'a' and 'b'"),
+        ('[topics]\n"a" = ["x1", "x1"]\n', "r/x1 is listed under 'a' and 'a'"),
         ('active = 0\n[topics]\n"a" = ["x1"]\n', "active: "),
         ('actvie = 2\n[topics]\n"a" = ["x1"]\n', "actvie: "),
     ],
@@ -46,9 +46,9 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, problem: str) -> None:
     assert problem in str(refused.value)
     assert "topics.toml" in str(refused.value)
     if "TOML" not in problem:
-        assert "`feedmill ingest topics` prints a file to start from" in str(refused.value)
+        assert "`feedmill ingest topics`" in str(refused.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="^The topics in .*/none cannot be read: No such file or directory"):
+    with pytest.raises(SettingsError, match="/none: No such file or directory"):
         topics.read(tmp_path / "none")

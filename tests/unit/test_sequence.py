@@ -75,9 +75,9 @@ def test_what_the_configuration_says(tmp_path: Path, labels: dict[int, str], pro
 def test_options_that_it_cannot_serve(tmp_path: Path) -> None:
     classifier = loaded(make_model("bert", tmp_path, LABELS))
     for options, reason in (
-        ({"labels": ["a"]}, "labels: the worker's model has labels of its own: NEGATIVE, POSITIVE, MIXED"),
-        ({"template": "It is {}."}, "template: the worker's model has labels of its own"),
-        ({"multi_label": True}, "multi_label: the worker's model gives one label a post"),
+        ({"labels": ["a"]}, "^labels: .* NEGATIVE, POSITIVE, MIXED"),
+        ({"template": "It is {}."}, "^template: "),
+        ({"multi_label": True}, "^multi_label: "),
     ):
         with pytest.raises(RequestRefused, match=reason):
             classifier.label_set(ClassifyOptions.parse(options))
@@ -91,24 +91,22 @@ def test_its_own_labels_may_be_named(tmp_path: Path) -> None:
 
 
 def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(
-        SettingsError, match="FEEDMILL_LABELS is set, but .* has labels of its own and needs no template: unset it"
-    ):
+    with pytest.raises(SettingsError, match="^FEEDMILL_LABELS is set, but "):
         loaded(make_model("bert", tmp_path, LABELS), labels="a,b")
 
 
 def test_two_labels_of_one_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="does not give each of its labels a name of its own"):
+    with pytest.raises(ModelError, match="id2label"):
         loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))
 
 
 @pytest.mark.parametrize(
     ("labels", "reason"),
     [
-        (dict(enumerate(map(str, range(1001)))), r"has 1,001 labels; at most 1,000 are served\.$"),
+        (dict(enumerate(map(str, range(1001)))), "has 1,001 labels; .* 1,000"),
         (
             {0: "fine", 1: "x" * 201},
-            r"^A label of .* has 201 characters; at most 200 are served\. Shorten it in the model's config\.json\.$",
+            r"a label of 201 characters; .* 200.* config\.json",
         ),
     ],
 )

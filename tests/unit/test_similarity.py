@@ -12,7 +12,7 @@ from shared.errors import ModelError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
-from workers.classifiers import LABEL_SETS
+from workers.classifiers import MAX_LABEL_SETS
 from workers.classifiers.similarity import SCALE, Similarity
 from workers.device import Device
 from workers.weights import EMBEDDED, Weights, locate
@@ -111,9 +111,9 @@ def test_label_sets_are_prepared_once_and_bounded(classifier: Similarity) -> Non
         )
     }
     assert len(recipes) == 4
-    for number in range(LABEL_SETS + 5):
+    for number in range(MAX_LABEL_SETS + 5):
         classifier.label_set(ClassifyOptions.parse({"labels": f"label {number}"}))
-    assert len(classifier._label_sets._known) == LABEL_SETS
+    assert len(classifier._label_sets._known) == MAX_LABEL_SETS
 
 
 def test_texts_are_cut_at_what_the_model_reads(classifier: Similarity) -> None:
@@ -170,15 +170,15 @@ def test_a_label_of_several_descriptions_is_their_mean(classifier: Similarity) -
 
 
 BROKEN: list[tuple[dict[str, str], str]] = [
-    ({}, "it has no modules.json"),
-    ({"modules.json": "{"}, "modules.json cannot be read"),
-    ({"modules.json": "[]"}, "has 0 poolings; one is expected"),
-    ({"modules.json": '{"a": 1}'}, "should be a list of modules"),
-    ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "has a module LSTM"),
-    ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, "p/config.json cannot be read"),
+    ({}, "modules.json is missing"),
+    ({"modules.json": "{"}, "Cannot read .*modules.json"),
+    ({"modules.json": "[]"}, "has 0 pooling modules"),
+    ({"modules.json": '{"a": 1}'}, "modules.json must contain a list"),
+    ({"modules.json": '[{"type": "sentence_transformers.models.LSTM"}]'}, "unsupported module: LSTM"),
+    ({"modules.json": '[{"type": "a.Pooling", "path": "p"}]'}, "Cannot read .*p/config.json"),
     (
         {"modules.json": '[{"type": "a.Pooling", "path": "p"}]', "p/config.json": '{"pooling_mode": "odd"}'},
-        " asks for pooling by 'odd'",
+        "pooling_mode: 'odd'",
     ),
 ]
 
@@ -197,23 +197,23 @@ def test_a_dense_layer_that_would_be_computed_otherwise(tmp_path: Path) -> None:
     path = folder / "2_Dense" / "config.json"
     for option in ({"use_residual": True}, {"module_input_name": "token_embeddings"}):
         path.write_text(json.dumps({"in_features": 32, "out_features": 32} | option))
-        with pytest.raises(ModelError, match="asks for a residual, or for other inputs"):
+        with pytest.raises(ModelError, match="use_residual"):
             Similarity(Weights("m", folder, None, "00"), FP32, Settings())
     path.write_text(json.dumps({"in_features": 32, "out_features": 32, "activation_function": "torch.nn.Softsign"}))
-    with pytest.raises(ModelError, match="asks for the activation Softsign, which is not supported"):
+    with pytest.raises(ModelError, match="activation_function: Softsign"):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
 
 
 def test_a_dense_layer_that_is_not_there(tmp_path: Path) -> None:
     folder = make_sentence_model(tmp_path, dense=32)
     (folder / "2_Dense" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"^The dense layer in .* cannot be read \(model.safetensors is needed\)"):
+    with pytest.raises(ModelError, match=r"Cannot read the dense layer in .*model\.safetensors"):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
 
 
 def test_a_prompt_that_would_be_left_out(tmp_path: Path) -> None:
     folder = make_sentence_model(tmp_path, pooling={"include_prompt": False}, prompt="topic: ")
-    with pytest.raises(ModelError, match="leaves its prompt out of the pooling, which is not supported"):
+    with pytest.raises(ModelError, match="include_prompt"):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())
 
 
@@ -230,5 +230,5 @@ def test_results_of_other_layers_are_other_results(tmp_path: Path) -> None:
 def test_a_folder_that_transformers_cannot_load(tmp_path: Path) -> None:
     folder = make_sentence_model(tmp_path)
     (folder / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(ModelError, match="cannot be loaded by transformers"):
+    with pytest.raises(ModelError, match="transformers cannot load"):
         Similarity(Weights("m", folder, None, "00"), FP32, Settings())

@@ -19,7 +19,16 @@ from transformers import (
 from shared.errors import DeviceFull, DeviceLost, ModelError
 from tests.fakes.models import ARCHITECTURES, NLI, make_model
 from workers.device import Device
-from workers.engines.network import LOGITS, PACKABLE, POOLINGS, SHIFTED, Network, most_tokens, pool, read_config
+from workers.engines.network import (
+    LOGITS,
+    OFFSET_POSITION_TYPES,
+    PACKABLE_TYPES,
+    POOLINGS,
+    Network,
+    most_tokens,
+    pool,
+    read_config,
+)
 from workers.engines.outputs import device_errors
 from workers.engines.torch_engine import TorchEngine
 from workers.tokenizer import Tokens
@@ -63,7 +72,7 @@ def test_each_row_is_computed_as_if_it_were_alone(folder: Path, lengths: tuple[i
 
 def test_the_longest_row_fits(folder: Path) -> None:
     most = most_tokens(read_config(weights(folder)))
-    if folder.name in SHIFTED:
+    if folder.name in OFFSET_POSITION_TYPES:
         assert most == 200 - read_config(weights(folder)).pad_token_id - 1
     else:
         assert most == 200
@@ -72,7 +81,7 @@ def test_the_longest_row_fits(folder: Path) -> None:
 
 def test_the_architectures_that_are_packed(folder: Path) -> None:
     packed, padded = engine_of(folder), engine_of(folder, packed=False)
-    assert packed.packed == (folder.name in PACKABLE)
+    assert packed.packed == (folder.name in PACKABLE_TYPES)
     assert not padded.packed
     rows = rows_of(2, 7, 7, 30)
     assert torch.allclose(padded.forward(rows), packed.forward(rows), atol=1e-4)
@@ -87,7 +96,7 @@ def test_a_padding_token_that_is_a_word_of_a_text(tmp_path: Path, architecture: 
     assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", sorted(PACKABLE))
+@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
 def test_packed_classifiers(tmp_path: Path, architecture: str) -> None:
     """Their heads and token types, against transformers' own class."""
     folder = make_model(architecture, tmp_path, NLI)
@@ -137,7 +146,7 @@ def test_decoders_find_their_last_token_whatever_the_tokenizer_pads_with(tmp_pat
 @pytest.mark.parametrize("config", [XLNetConfig(), FNetConfig()])
 def test_models_whose_scores_depend_on_padding_are_refused(tmp_path: Path, config: Any) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=f"of the kind {config.model_type}: its scores would depend on padding"):
+    with pytest.raises(ModelError, match=f"{config.model_type}: .* padding"):
         engine_of(tmp_path)
 
 

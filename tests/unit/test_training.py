@@ -156,7 +156,7 @@ def test_where_memory_is_short_batches_are_halved_and_accumulated(
     assert [(plan.batch_size, plan.accumulation, plan.effective_batch) for plan in plans] == [(4, 6, 24)]
     assert_same(found.model, expected.model)
     monkeypatch.setattr(run, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
-    with pytest.raises(UserError, match="no memory to train .*, one post at a time"):
+    with pytest.raises(UserError, match="out of memory training .* at --batch-size 1"):
         trained(still, tmp_path / "c", fit_head=False)
 
 
@@ -166,21 +166,19 @@ def test_short_of_memory_among_several_processes(still: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(Training, "_train", full)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="Where several processes train, none chooses for all: give a smaller"):
+    with pytest.raises(UserError, match="--batch-size .* --accumulation"):
         trained(still, tmp_path / "out", fit_head=False)
 
 
 def test_a_base_that_transformers_does_not_take(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
-    with pytest.raises(UserError, match="cannot be trained to classify by transformers: "):
+    with pytest.raises(UserError, match="transformers cannot load .*: 'a kind'"):
         trained(base, tmp_path / "out")
 
 
 def test_tensorboard_that_is_not_there(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    with pytest.raises(
-        UserError, match=r"^--tensorboard needs tensorboard: `pip install 'feedmill\[train\]'` brings it"
-    ):
+    with pytest.raises(UserError, match=r"^--tensorboard requires tensorboard"):
         trained(base, tmp_path / "out", max_steps=1, tensorboard=True)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from producers.reddit.things import PAGE, Fault, Item, Page
+from producers.reddit.things import PAGE_SIZE, Fault, Item, Page
 from producers.reddit.walk import KNOWN, Track, walk
 from shared.messages import Post
 
@@ -31,8 +31,8 @@ class Listing:
         if after in self._dead:
             return Page([], None)
         start = 0 if after is None else 1 + [each.fullname for each in self._items].index(after)
-        items = self._items[start : start + PAGE]
-        return Page(items, items[-1].fullname if start + PAGE < len(self._items) else None)
+        items = self._items[start : start + PAGE_SIZE]
+        return Page(items, items[-1].fullname if start + PAGE_SIZE < len(self._items) else None)
 
 
 def newest_first(first: int, last: int, subreddit: str = "a") -> list[Item]:
@@ -170,7 +170,7 @@ def test_dead_anchors_do_not_cost_the_end_of_a_listing() -> None:
 
 def test_a_listing_that_breaks_off_is_a_fault_and_no_end() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
-    with pytest.raises(Fault, match="breaks off"):
+    with pytest.raises(Fault, match="ended early"):
         walk(Listing(newest_first(1, 500), dead=dead), [known(1, 250)], OVERLAP, depth=100)
 
 
@@ -185,8 +185,8 @@ def test_posts_that_come_while_it_walks_do_no_harm() -> None:
         def page(after: str | None) -> Page:
             items.insert(0, item(1000 + len(items)))
             start = 0 if after is None else 1 + fullnames(items).index(after)
-            part = items[start : start + PAGE]
-            return Page(part, part[-1].fullname if start + PAGE < len(items) else None)
+            part = items[start : start + PAGE_SIZE]
+            return Page(part, part[-1].fullname if start + PAGE_SIZE < len(items) else None)
 
         return page
 

@@ -1,10 +1,10 @@
-"""What is computed of a post, in three verbs: prepare, forward, finish.
+"""Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`similarity.py`, `nli.py` and `sequence.py` are three ways; `choose.py` reads off a model's files which is its own.
+`similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `choose.py` picks one from the model's files.
 
-A classifier turns texts into token rows (`prepare`, on the tokenizer thread), runs one micro-batch of
-rows of any posts and label sets (`forward`, on the device thread), and turns the outputs into scores
-(`finish`, on the writer thread). It knows nothing of messages, Celery or Redis.
+`prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
+label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier knows nothing of
+messages, Celery or Redis.
 """
 
 import json
@@ -18,27 +18,27 @@ from workers.device import Device
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
-#: Each label's score, in the label set's order.
+#: Label -> score, in the label set's order.
 Scores = dict[str, float]
-#: What stands for each label in the template.
+#: Label -> the texts that replace it in the template.
 Descriptions = Mapping[str, Sequence[str]]
-#: Label sets kept; a message with another one pays for preparing its labels.
-LABEL_SETS = 64
+#: Label sets cached per worker. A message whose label set is not cached pays for preparing it.
+MAX_LABEL_SETS = 64
 
 
 @dataclass(eq=False, slots=True)
 class LabelSet:
-    """Labels with the template they are put into; prepared once, then shared by every row that asks for it."""
+    """Labels and their template, prepared once and shared by every row that uses them."""
 
     labels: tuple[str, ...]
     multi_label: bool
-    #: Digest of all that, with the post, decides the scores: see `shared.messages.fingerprint`.
+    #: Digest of everything but the post that determines the scores: see `shared.messages.fingerprint`.
     recipe: str
-    #: Rows that each post is.
+    #: Rows per post.
     rows: int = 1
-    #: The labels as the classifier's model reads them; its own affair.
+    #: Labels in the form that the classifier needs; opaque to everything else.
     prepared: Any = field(default=None, repr=False)
-    #: What the classifier keeps of them on the device; filled on the device thread, by the first batch.
+    #: The classifier's device-side data. The first batch fills it, on the device thread.
     on_device: Any = field(default=None, repr=False)
 
 
@@ -48,7 +48,7 @@ class Row:
 
     tokens: Tokens
     label_set: LabelSet
-    #: Whose row it is; set and read by whoever asked for it.
+    #: The caller's reference to the row's post; classifiers ignore it.
     owner: Any = None
 
     @property
@@ -57,10 +57,10 @@ class Row:
 
 
 class LabelSets:
-    """The label sets of messages that bring labels of their own, prepared once each.
+    """A cache of prepared label sets, one for each combination of labels, template and mode that messages request.
 
-    kind, model: what decides the scores besides labels and texts: the classifier, and a digest of its model and limits.
-    row_each: whether a post is a row for each label.
+    kind, model: the classifier's name, and a digest of its model and limits; part of every label set's recipe.
+    row_each: one row per label and post, instead of one row per post.
     """
 
     def __init__(
@@ -79,7 +79,10 @@ class LabelSets:
         self._known: OrderedDict[str, LabelSet] = OrderedDict()
 
     def of(self, options: ClassifyOptions) -> LabelSet:
-        """The label set that the options ask for. Raises what `prepare` does, which is given each label's sentences."""
+        """Return the label set for these options, preparing it if needed.
+
+        `prepare` receives each label's sentences; its exceptions propagate.
+        """
         labels: Descriptions = options.labels or self._labels
         template = options.template or self._template
         key = json.dumps([list(labels.items()), template, options.multi_label])
@@ -88,50 +91,50 @@ class LabelSets:
             recipe = digest(self._kind, self._model, key)
             rows = len(labels) if self._row_each else 1
             self._known[key] = LabelSet(tuple(labels), options.multi_label, recipe, rows, self._prepare(sentences))
-            if len(self._known) > LABEL_SETS:
+            if len(self._known) > MAX_LABEL_SETS:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
 
 
 class Outputs(Protocol):
-    """What a forward pass left, perhaps still on its way from the device."""
+    """Result of a forward pass, possibly still being copied from the device."""
 
     def ready(self) -> bool:
-        """Whether the device is done; never waits."""
+        """Return true once the device has finished. Never blocks."""
 
     @property
     def seconds(self) -> float:
-        """For how long the device was at it; to be asked when it is done."""
+        """Seconds of device time. Valid once the device has finished."""
 
 
 class Classifier(Protocol):
-    """What the pipeline asks of a classifier."""
+    """The interface between the pipeline and a classifier."""
 
-    #: nli, sequence or similarity.
+    #: nli, sequence, similarity, or the name of a plug-in.
     kind: str
     weights: Weights
     device: Device
-    #: Whether its engine computes nothing for padding.
+    #: True if the engine computes nothing for padding.
     packed: bool
 
     def warm_up(self) -> None:
-        """Run one forward pass, so that the first message does not pay for what the first pass sets up."""
+        """Run one forward pass, so that the first message does not pay for one-time setup."""
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        """The label set of a message, cached. Raises RequestRefused when the model cannot serve it."""
+        """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        """Each text's rows."""
+        """Return the rows of each text."""
 
     def forward(self, rows: Sequence[Row]) -> Outputs:
-        """Run one micro-batch; returns as soon as the device has it. Device thread only.
+        """Run one micro-batch, returning as soon as the device has accepted it. Device thread only.
 
-        Raises DeviceFull, DeviceLost, or whatever a row brings about that the model cannot compute.
+        Raises DeviceFull, DeviceLost, or the error of a row that the model cannot compute.
         """
 
     def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
-        """Wait for the device; the scores of each post whose last row is among `rows`, with that row.
+        """Wait for the device; return the scores of every post whose last row is in `rows`, with that row.
 
         Raises DeviceLost.
         """

@@ -1,11 +1,11 @@
-"""Zero-shot by entailment: does the post, as a premise, entail the hypothesis "This example is food."?
+"""Zero-shot classification by entailment: does the post (premise) entail the hypothesis "This example is food."?
 
-Any sequence classifier that was trained on natural language inference will do. A post is one row for each label:
-the pair of premise and hypothesis. Each premise is tokenized once, the hypotheses once a label set. The scores are
-those of transformers' zero-shot pipeline (pipelines/zero_shot_classification.py):
+Works with any sequence classifier trained on natural language inference. A post has one row per label: the pair of
+premise and hypothesis. Each premise is tokenized once, each hypothesis once per label set. Scores equal those of
+transformers' zero-shot pipeline (pipelines/zero_shot_classification.py):
 
-- one label wanted of several: softmax of the entailment logits over the labels;
-- `multi_label`, or a single label: softmax of contradiction and entailment, for each label by itself.
+- single-label, several labels: softmax of the entailment logits over the labels;
+- `multi_label`, or only one label: softmax of contradiction and entailment, separately for each label.
 """
 
 import logging
@@ -30,12 +30,12 @@ from workers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Where no template is set; the pipeline's own.
+#: Default template, the same as the pipeline's.
 TEMPLATE = "This example is {}."
 
 
 class Hypothesis(NamedTuple):
-    """A label's sentence, and its token ids without special tokens."""
+    """A label's sentence and its token ids, without special tokens."""
 
     text: str
     ids: list[int]
@@ -43,7 +43,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """The rows of one post: their logits as they come, [labels, (contradiction, entailment)]. Writer thread only."""
+    """Logits of one post's rows: [labels, (contradiction, entailment)], filled row by row. Writer thread only."""
 
     logits: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     missing: int
@@ -51,14 +51,14 @@ class Pairs:
 
 @dataclass(eq=False, slots=True)
 class PairRow(Row):
-    """A post with one label's hypothesis: the label's place, and what the post's rows share."""
+    """The pair of a post and one label's hypothesis, with the label's index and the post's shared logits."""
 
     place: int = 0
     pairs: Pairs | None = None
 
 
 class Entailment:
-    """Classifies with a natural-language-inference model. Raises ModelError when the folder holds no classifier."""
+    """Classify with a natural-language-inference model. Raises ModelError if the folder does not hold one."""
 
     kind = "nli"
 
@@ -71,7 +71,7 @@ class Entailment:
         self._entailment = entailment_of(label2id)
         if self._entailment is None:
             self._entailment = len(label2id) - 1
-            logger.warning("no label of %s starts with 'entail'; its last one is taken for it", weights.name)
+            logger.warning("no label of %s starts with 'entail': using its last label as entailment", weights.name)
         self._contradiction = len(label2id) - 1 if self._entailment == 0 else 0
         self._label_sets = LabelSets(
             self.kind,
@@ -90,17 +90,19 @@ class Entailment:
         return self._label_sets.of(options)
 
     def _hypotheses(self, sentences: Sequence[Sequence[str]]) -> list[Hypothesis]:
-        """Raises RequestRefused where no room is left for a post, or a label has several descriptions."""
-        if odd := [described for described in sentences if len(described) > 1]:
-            raise RequestRefused(f"labels: {len(odd[0])} descriptions of one label; a model of this kind takes one")
+        """Tokenize the hypotheses. Raises RequestRefused if one leaves no room for a post, or a label has several."""
+        if several := [described for described in sentences if len(described) > 1]:
+            raise RequestRefused(
+                f"labels: a label has {len(several[0])} descriptions, but the worker's NLI model takes one per label"
+            )
         texts = [described[0] for described in sentences]
         parts = self._tokenizer.parts(texts)
         special = self._tokenizer.pair_size
         for text, part in zip(texts, parts, strict=True):
             if len(part) + special >= self._tokenizer.max_tokens:
                 raise RequestRefused(
-                    f"labels: {text!r:.200} takes {len(part)} of the {self._tokenizer.max_tokens} tokens that are "
-                    "read, and leaves no room for a post; shorten the label or the template"
+                    f"labels: {text!r:.200} takes {len(part)} of {self._tokenizer.max_tokens} tokens, leaving no room "
+                    "for a post; shorten the label or the template"
                 )
         return [Hypothesis(text, part) for text, part in zip(texts, parts, strict=True)]
 
@@ -108,7 +110,7 @@ class Entailment:
         return [self._rows(tokens, label_set) for tokens in self._pairs(texts, label_set.prepared)]
 
     def _pairs(self, texts: Sequence[str], hypotheses: Sequence[Hypothesis]) -> list[list[Tokens]]:
-        """Of each text, its pair with each hypothesis."""
+        """Pair each text with each hypothesis."""
         tokenizer, frame = self._tokenizer, self._tokenizer.frame
         if frame is None:
             return [tokenizer.whole_pairs([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
@@ -124,11 +126,11 @@ class Entailment:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
-        """Logits of contradiction and entailment, [rows, 2] in float32."""
+        """Return logits of contradiction and entailment: [rows, 2] in float32."""
         with device_errors():
             began = self._engine.begin()
             logits = self._engine.forward([row.tokens for row in rows])
-            # Two columns by slices: an index made of a list would first be sent to the device.
+            # Slices, since indexing with a list would first copy the list to the device.
             wanted = torch.stack((logits[:, self._contradiction], logits[:, self._entailment]), dim=1)
             return TensorOutputs(wanted, began)
 
@@ -136,7 +138,7 @@ class Entailment:
         finished: list[tuple[Row, Scores]] = []
         for row, logits in zip(rows, outputs.wait().numpy(), strict=True):
             if not isinstance(row, PairRow) or row.pairs is None:
-                raise TypeError("a row that `prepare` did not make")
+                raise TypeError("not a row from prepare()")
             row.pairs.logits[row.place] = logits
             row.pairs.missing -= 1
             if not row.pairs.missing:
@@ -144,7 +146,7 @@ class Entailment:
         return finished
 
     def _scores(self, row: PairRow) -> Scores:
-        """Of a post whose rows are all there."""
+        """Return the scores of a post whose logits are complete."""
         label_set = row.label_set
         logits = row.pairs.logits if row.pairs else np.empty((0, 2), np.float32)
         independent = label_set.multi_label or len(label_set.labels) == 1
@@ -153,7 +155,7 @@ class Entailment:
 
 
 def entailment_of(label2id: dict[str, int]) -> int | None:
-    """The class that means entailment, as the pipeline looks for it."""
+    """Return the index of the entailment class, found as the pipeline finds it: by the prefix "entail"."""
     return next((number for label, number in label2id.items() if label.lower().startswith("entail")), None)
 
 

@@ -1,8 +1,7 @@
-"""A model that was fine-tuned to classify: its labels are its own, a post is one row.
+"""Classification with a fine-tuned model: the model brings its own labels, and a post is one row.
 
-What its logits mean its configuration says, as transformers' text-classification pipeline reads it
-(pipelines/text_classification.py): raw for a regression; a sigmoid each where several labels may hold, or there is
-one; otherwise a softmax.
+`meaning` picks the activation from the model's configuration, as transformers' text-classification pipeline does
+(pipelines/text_classification.py): none for regression, sigmoid for multi-label or one-label models, otherwise softmax.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ from workers.engines.network import LOGITS, read_config
 from workers.engines.outputs import TensorOutputs, device_errors
 from workers.weights import Weights
 
-#: Each result carries the scores of all labels, so these bound what a post takes of Redis' memory.
+#: Limits on a model's labels. Every result stores the scores of all labels, so these bound its size in Redis.
 MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
 
 
 class SequenceClassifier:
-    """Classifies with a fine-tuned model.
+    """Classify with a fine-tuned model.
 
-    Raises ModelError when the folder holds none, SettingsError where other labels or a template are set.
+    Raises ModelError if the folder holds none, SettingsError if `labels` differ from the model's or `template` is set.
     """
 
     kind = "sequence"
@@ -39,19 +38,22 @@ class SequenceClassifier:
         config = read_config(weights, settings.trust_remote_code)
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         if "" in names or len(set(names)) < len(names):
-            raise ModelError(f"The config.json of {weights.name} does not give each of its labels a name of its own.")
+            raise ModelError(f"id2label in the config.json of {weights.name} must give each label a distinct name.")
         if len(names) > MAX_LABELS_OF_A_MODEL:
-            raise ModelError(f"{weights.name} has {len(names):,} labels; at most {MAX_LABELS_OF_A_MODEL:,} are served.")
+            raise ModelError(
+                f"{weights.name} has {len(names):,} labels; the maximum is {MAX_LABELS_OF_A_MODEL:,}. "
+                "Use a model with fewer labels."
+            )
         if (longest := max(map(len, names), default=0)) > MAX_LABEL_CHARACTERS:
             raise ModelError(
-                f"A label of {weights.name} has {longest:,} characters; at most {MAX_LABEL_CHARACTERS} are served. "
+                f"{weights.name} has a label of {longest:,} characters; the maximum is {MAX_LABEL_CHARACTERS}. "
                 "Shorten it in the model's config.json."
             )
         others = settings.labels and set(settings.labels) != set(names)
         if others or settings.template:
             name = "FEEDMILL_LABELS" if others else "FEEDMILL_TEMPLATE"
             raise SettingsError(
-                f"{name} is set, but {weights.name} has labels of its own and needs no template: unset it."
+                f"{name} is set, but {weights.name} has fixed labels and uses no template: unset {name}."
             )
         self._meaning = meaning(config.problem_type, len(names))
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
@@ -61,14 +63,14 @@ class SequenceClassifier:
         self.forward(self.prepare(["A first post."], self._label_set)[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
-        """The model's own. Raises RequestRefused where others, or another reading of them, are asked for."""
+        """Return the model's labels. Raises RequestRefused for other labels, a template, or unsupported multi_label."""
         others = options.labels and set(options.labels) != set(self._label_set.labels)
         for option, given in (("labels", others), ("template", options.template)):
             if given:
-                own = ", ".join(self._label_set.labels[:20])
-                raise RequestRefused(f"{option}: the worker's model has labels of its own: {own}")
+                known = ", ".join(self._label_set.labels[:20])
+                raise RequestRefused(f"{option}: the worker's model has the fixed labels {known}; omit {option}")
         if options.multi_label and self._meaning == "softmax":
-            raise RequestRefused("multi_label: the worker's model gives one label a post")
+            raise RequestRefused("multi_label: the worker's model gives each post exactly one label")
         return self._label_set
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
@@ -76,7 +78,7 @@ class SequenceClassifier:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
-        """Scores [rows, labels] in float32."""
+        """Return scores: [rows, labels] in float32."""
         with device_errors():
             began = self._engine.begin()
             logits = self._engine.forward([row.tokens for row in rows])
@@ -95,7 +97,7 @@ class SequenceClassifier:
 
 
 def meaning(problem: str | None, labels: int) -> str:
-    """What a model's logits are made into: raw, sigmoid or softmax. problem: `problem_type` of its configuration."""
+    """Return the activation for a model's logits: raw, sigmoid or softmax. problem: the model's `problem_type`."""
     if problem == "regression":
         return "raw"
     return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"

@@ -1,10 +1,9 @@
-"""Zero-shot by embedding: a post belongs to the label whose sentences lie nearest to it.
+"""Zero-shot classification by embedding: the best label is the one whose sentences are nearest to the post.
 
-Post and label ("This post is about food.") are embedded by one sentence-transformers model; the cosine of
-their embeddings says how near they are. A label with several descriptions is the mean of their unit vectors. With
-several labels of which one is wanted the cosines become probabilities, softmax(20 · cosine): all-MiniLM-L6-v2 was
-trained on exactly that distribution, with that scale (its model card, "Fine-tuning"). With `multi_label`, or with one
-label, each score is the cosine itself.
+One sentence-transformers model embeds posts and label sentences ("This post is about food."); nearness is the cosine of
+the embeddings. A label with several descriptions is the mean of their unit vectors. In single-label mode with several
+labels, softmax(20 · cosine) turns cosines into probabilities: all-MiniLM-L6-v2 was trained with that distribution and
+scale (its model card, "Fine-tuning"). With `multi_label`, or with one label, each score is the cosine itself.
 """
 
 from collections.abc import Sequence
@@ -24,23 +23,23 @@ from workers.engines.outputs import TensorOutputs, device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
-#: The scale that the model's training multiplied cosines with.
+#: Cosine multiplier, from the model's training.
 SCALE = 20.0
-#: Where no template is set.
+#: Default template.
 TEMPLATE = "This post is about {}."
-#: Sentences embedded in one forward pass: a large label set must not need more memory than a micro-batch.
-SENTENCES_AT_ONCE = 32
+#: Label sentences per forward pass, so that a large label set needs no more memory than a micro-batch.
+SENTENCE_BATCH_SIZE = 32
 
 
 class Sentences(NamedTuple):
-    """The sentences of a label set, one after the other, and how many are each label's."""
+    """Tokens of a label set's sentences, concatenated, and the number of sentences per label."""
 
     tokens: list[Tokens]
     counts: list[int]
 
 
 class Similarity:
-    """Classifies with a sentence-transformers model. Raises ModelError when the folder holds none."""
+    """Classify with a sentence-transformers model. Raises ModelError if the folder holds none."""
 
     kind = "similarity"
 
@@ -48,8 +47,8 @@ class Similarity:
         self.weights = weights
         self.device = device
         self._layout = read_layout(weights)
-        most = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
-        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, most)
+        max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, max_tokens)
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
@@ -80,7 +79,7 @@ class Similarity:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
-        """Scores [rows, most labels of any row] in float32; unused places of shorter label sets are 0."""
+        """Return scores in float32: [rows, labels of the largest label set], zero-padded for smaller label sets."""
         with device_errors():
             began = self._engine.begin()
             embeddings = self.embed([row.tokens for row in rows])
@@ -97,24 +96,24 @@ class Similarity:
             return TensorOutputs(scores, began)
 
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
-        """[rows, labels] of one label set."""
+        """Return the scores of rows that share one label set: [rows, labels]."""
         if label_set.on_device is None:
             sentences: Sentences = label_set.prepared
-            if sentences is None:  # another lane has embedded them meanwhile
+            if sentences is None:  # another lane has just embedded them
                 return self._scores(embeddings, label_set)
             pieces = [
-                self.embed(sentences.tokens[at : at + SENTENCES_AT_ONCE])
-                for at in range(0, len(sentences.tokens), SENTENCES_AT_ONCE)
+                self.embed(sentences.tokens[start : start + SENTENCE_BATCH_SIZE])
+                for start in range(0, len(sentences.tokens), SENTENCE_BATCH_SIZE)
             ]
-            of_labels = torch.split(torch.cat(pieces), sentences.counts)
-            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in of_labels]), dim=-1)
-            label_set.prepared = None  # the tokens were needed once, and may be many
+            per_label = torch.split(torch.cat(pieces), sentences.counts)
+            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
+            label_set.prepared = None  # free the tokens: they are needed once and can be large
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1
         return cosines if independent else (SCALE * cosines).softmax(-1)
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        """Unit vectors [rows, dimensions] in float32."""
+        """Embed rows as unit vectors: [rows, dimensions] in float32."""
         vectors = self._engine.forward(rows)
         for layer in self._dense:
             vectors = layer(vectors)

@@ -1,4 +1,4 @@
-"""How a micro-batch runs: with torch, or with ONNX Runtime."""
+"""Engines run padded or packed micro-batches: with torch or ONNX Runtime."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,19 +10,19 @@ from workers.tokenizer import Tokens
 
 
 class Engine(Protocol):
-    """A model on its device, with what is read off it for each row."""
+    """A model on its device, and the outputs to return for each row."""
 
     device: Device
-    #: Whether nothing is computed for padding.
+    #: True if the engine computes nothing for padding.
     packed: bool
-    #: Where `forward` leaves its tensors.
+    #: Device of the tensors that `forward` returns.
     home: torch.device
 
     def begin(self) -> Any:
-        """Mark the begin of a micro-batch, for its Outputs."""
+        """Mark the start of a micro-batch; pass the mark to TensorOutputs."""
 
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        """What is read off each row: [rows, …] in float32, at `home`. Raises what the device does."""
+        """Run the model; return each row's outputs, [rows, …] in float32, on `home`. Device errors propagate."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host's, at `home`."""
+        """Copy a tensor from the host to `home`."""

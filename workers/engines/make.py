@@ -1,4 +1,4 @@
-"""Makes the engine that the settings ask for, with the tokenizer of its model."""
+"""Create the configured engine, with its model's tokenizer."""
 
 from collections.abc import Sequence
 
@@ -16,20 +16,23 @@ from workers.weights import Weights
 def make_engine(
     weights: Weights, device: Device, settings: Settings, reads: Sequence[str], most: int
 ) -> tuple[Engine, Tokenizer]:
-    """reads: what is read off the model, see network.py. most: tokens of a row, at most, where the model takes as many.
+    """Load a model into the configured engine.
 
-    Raises ModelError, or SettingsError where the engine is not installed.
+    reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's own limit
+    applies if it is lower.
+    Raises ModelError, or SettingsError if the engine is not installed.
     """
     remote_code = settings.trust_remote_code
     config = read_config(weights, remote_code)
     tokenizer = Tokenizer(weights, min(most, most_tokens(config) or most), remote_code)
     if config.model_type == "bart" and tokenizer.single(["a"])[0].ids[-1] != config.eos_token_id:
         raise ModelError(
-            f"The tokenizer of {weights.name} does not end its rows with the token that its model looks for."
+            f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
+            "classifies by. Use the tokenizer that belongs to the model."
         )
     try:
         if settings.engine == "onnx":
-            # Imported here: who does not use it need not have it.
+            # Imported here because ONNX Runtime is optional.
             from workers.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
@@ -46,5 +49,5 @@ def make_engine(
                 remote_code=remote_code,
             )
     except DeviceFull as full:
-        raise ModelError(f"{weights.name} does not fit {device.name}: {full}") from None
+        raise ModelError(f"{weights.name} does not fit {device.name}; use a smaller model: {full}") from None
     return engine, tokenizer

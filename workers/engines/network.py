@@ -1,8 +1,8 @@
-"""What is run: a transformers model, and what is read off it for each row.
+"""A transformers model together with the outputs that Feedmill needs from it.
 
-Off a classifier its logits are read, off an encoder of sentences a vector pooled from its last hidden states. This is
-the one place that knows architectures: which can be packed, which take a ready-made mask, and what is to be
-avoided in each. It knows nothing of batches' layouts (torch_engine.py) or of other runtimes (onnx_engine.py).
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Only this module knows
+architectures: which can be packed, which take a ready-made mask, and what to avoid in each. It does not know how
+batches are laid out (torch_engine.py) or about other runtimes (onnx_engine.py).
 """
 
 import inspect
@@ -17,27 +17,27 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from shared.errors import ModelError
 from workers.weights import Weights
 
-#: What is read off a classifier, in place of ways of pooling.
+#: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
 LOGITS = ("logits",)
-#: Ways of pooling token embeddings, as sentence-transformers names them.
+#: Supported pooling modes for token embeddings, named as in sentence-transformers.
 POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
-#: Architectures whose micro-batches can be packed: encoders that take their tokens' positions as an argument.
-PACKABLE = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
-#: Those whose positions start behind the padding token's id, instead of at 0.
-SHIFTED = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
-#: Those that take a mask of [rows, 1, 1, tokens] as it is. Made from [rows, tokens] by the model, a mask is first
-#: read back from the device.
-TAKES_READY_MASK = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
-#: Sequence-to-sequence models of whose two stacks an embedding needs the first alone.
-ENCODERS = {
+#: Architectures that can be packed: encoders that take token positions as an argument.
+PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
+#: Architectures whose positions start after the padding token's id instead of at 0.
+OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+#: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. From a mask of [rows, tokens] the model would make
+#: its own, which costs a read back from the device.
+READY_MASK_TYPES = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+#: Sequence-to-sequence models, and the class that loads only the encoder: embeddings do not need the decoder.
+ENCODER_CLASSES = {
     name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
 }
-#: Models whose scores change with the padding at a row's end, and so with the rows beside it.
-NOT_PADDED = frozenset({"fnet", "xlnet"})
+#: Architectures whose scores depend on padding, and so on the other rows of the batch.
+PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
 
 
 class Run(NamedTuple):
-    """Rows of one length that lie next to each other in a packed micro-batch."""
+    """Adjacent rows of equal length in a packed micro-batch."""
 
     start: int
     rows: int
@@ -45,8 +45,10 @@ class Run(NamedTuple):
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
-    """[rows, dimensions times ways] in float32. states: [rows, tokens, dimensions]; mask: [rows, tokens], true where a
-    token is real, None where all are. As sentence-transformers' Pooling computes it, for rows padded on the right.
+    """Pool hidden states into [rows, modes * dimensions], in float32.
+
+    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. The
+    result equals that of sentence-transformers' Pooling, for rows padded on the right.
     """
     pooled = [_pooled(states, mask, way) for way in ways]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
@@ -75,17 +77,17 @@ def _pooled(states: torch.Tensor, mask: torch.Tensor | None, way: str) -> torch.
 
 
 def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The hidden state of each row's last real token: [rows, dimensions]."""
+    """Return the hidden state of each row's last real token: [rows, dimensions]."""
     last = mask.sum(1) - 1
     return states[torch.arange(states.shape[0], device=states.device), last]
 
 
 class Network(torch.nn.Module):
-    """A model with what is read off it: LOGITS, or ways of pooling. On the CPU until it is moved.
+    """A model that returns logits or pooled embeddings. Stays on the CPU until it is moved.
 
-    pad_id: fills short rows where the model's own configuration names no token for it. attention: name of the attention
-    implementation; None takes the library's choice.
-    Raises ModelError when the folder does not hold such a model.
+    reads: LOGITS, or pooling modes. pad_id: padding token if the model's configuration names none. attention: name of
+    the attention implementation; None selects the library's default.
+    Raises ModelError if the folder does not hold such a model.
     """
 
     def __init__(
@@ -103,11 +105,14 @@ class Network(torch.nn.Module):
         self.classifies = self.reads == LOGITS
         config = read_config(weights, remote_code)
         self.kind: str = config.model_type
-        if self.kind in NOT_PADDED:
-            raise ModelError(f"{weights.name} is a model of the kind {self.kind}: its scores would depend on padding.")
+        if self.kind in PADDING_SENSITIVE_TYPES:
+            raise ModelError(
+                f"{weights.name} has the unsupported model type {self.kind}: its scores depend on padding. "
+                "Use another model."
+            )
         architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
-        if self.kind in ENCODERS and not self.classifies:
-            architecture = getattr(transformers, ENCODERS[self.kind])
+        if self.kind in ENCODER_CLASSES and not self.classifies:
+            architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
         try:
             model, loading = architecture.from_pretrained(
                 weights.folder,
@@ -118,30 +123,30 @@ class Network(torch.nn.Module):
                 trust_remote_code=remote_code,
                 output_loading_info=True,
             )
-        except Exception as error:  # a broken folder fails in as many ways as it has files
-            raise ModelError(f"The model in {weights.folder} cannot be loaded by transformers: {error}") from error
-        # What the files lack is filled at random, and would be taken for an answer.
-        if lacking := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
+        except Exception as error:  # a broken folder can fail in any way
+            raise ModelError(f"transformers cannot load the model in {weights.folder}: {error}") from error
+        # transformers initializes missing weights at random, so the model would run but return noise.
+        if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
-                f"The model in {weights.folder} has no weights for {', '.join(sorted(lacking)[:3])}: it was not "
-                f"trained for this{', to classify' if self.classifies else ''}."
+                f"The model in {weights.folder} has no weights for {', '.join(sorted(missing)[:3])}: it was not "
+                f"trained for {'classification' if self.classifies else 'embedding'}. Use a model that was."
             )
         self.model: Any = model
         self.config: Any = model.config
-        # Decoders look for this token to find a row's last one.
+        # Decoders use this token to find a row's last real token.
         self.pad_id = filler(self.config, pad_id)
         self.config.pad_token_id = self.config.get_text_config().pad_token_id = self.pad_id
         if not self.classifies and self.kind != "squeezebert" and getattr(self.model, "pooler", None) is not None:
-            self.model.pooler = None  # one more layer, whose output nobody reads
+            self.model.pooler = None  # saves a layer whose output is unused
         if self.kind == "bart":
             for layer in self.model.base_model.encoder.layers:
                 layer.forward = MethodType(_bart_layer, layer)
         self._extra: dict[str, Any] = {}
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             self._extra["use_cache"] = False
-        # Models that hand their mask to torch's attention.
+        # Only these implementations pass their mask straight to torch's attention.
         self.takes_ready_mask = (
-            self.kind in TAKES_READY_MASK
+            self.kind in READY_MASK_TYPES
             and self.config._attn_implementation == "sdpa"
             and type(model).__module__.startswith("transformers.")
         )
@@ -154,10 +159,10 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What is read off each row, [rows, …] in float32.
+        """Return each row's outputs: [rows, …] in float32.
 
-        input_ids, token_type_ids: [rows, tokens]; mask: [rows, tokens], true where a token is real. attention_mask:
-        what the model itself is given of it, None where nothing is padded.
+        input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
+        in the form that the model takes; None if no row is padded.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
         if token_type_ids is not None:
@@ -165,8 +170,8 @@ class Network(torch.nn.Module):
         if not self.classifies:
             return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
         if self.kind == "bart":
-            # Its own class reads the last end-of-sequence token, which is the last token of a row, and refuses
-            # batches in which some row holds more of them than another.
+            # transformers' own head looks for the last end-of-sequence token, always a row's last token here, and
+            # rejects batches whose rows contain different numbers of them.
             states = self.model.model(**inputs).last_hidden_state
             logits: torch.Tensor = self.model.classification_head(last_tokens(states, mask))
         else:
@@ -180,7 +185,7 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None,
         runs: Sequence[Run],
     ) -> torch.Tensor:
-        """The same for rows that lie one after the other, as `runs` say: [1, tokens] each. For PACKABLE models."""
+        """Return the same outputs for packed rows: [1, tokens] inputs, divided by `runs`. PACKABLE_TYPES only."""
         encoder = self.model.base_model
         states = encoder(
             input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
@@ -195,7 +200,7 @@ class Network(torch.nn.Module):
         )
         if not self.classifies:
             return pooled
-        # The heads of these architectures read a row's first token, of [rows, tokens, dimensions].
+        # These heads read the first token of each row, from [rows, tokens, dimensions].
         first = pooled.unsqueeze(1)
         if self.kind == "bert":
             first = encoder.pooler(first)
@@ -204,34 +209,35 @@ class Network(torch.nn.Module):
 
 
 def read_config(weights: Weights, remote_code: bool = False) -> Any:
-    """The model's configuration. Raises ModelError."""
+    """Load the model's configuration. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:
-        raise ModelError(f"{weights.folder}/config.json is not read by transformers: {error}") from error
+        raise ModelError(f"transformers cannot read {weights.folder}/config.json: {error}") from error
 
 
 def filler(config: Any, pad_id: int) -> int:
-    """The token that fills short rows: the model's own, else the tokenizer's."""
+    """Return the padding token: the model's, or else the tokenizer's."""
     own = getattr(config.get_text_config(), "pad_token_id", None)
     return pad_id if own is None else int(own)
 
 
 def first_position(config: Any) -> int:
-    """The position of a row's first token."""
-    return int(config.pad_token_id or 0) + 1 if config.model_type in SHIFTED else 0
+    """Return the position of a row's first token."""
+    return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
 
 
 def most_tokens(config: Any) -> int | None:
-    """Tokens of a row, at most, as far as the model's positions limit them."""
+    """Return the maximum tokens per row that the model's positions allow; None if they set no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 
 
 def _bart_layer(layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """BART's encoder layer (transformers, BartEncoderLayer.forward) without the question, in float16, whether all is
-    finite: the host waits for the device to answer it, in each of twelve layers. The clamp that depends on the answer
-    is kept, and chosen on the device.
+    """Run BART's encoder layer without waiting for the device.
+
+    In float16, transformers' BartEncoderLayer.forward asks on the host whether all values are finite, which blocks in
+    each of twelve layers. Here the device decides whether to clamp.
     """
     attended, _ = layer.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
     hidden_states = layer.self_attn_layer_norm(hidden_states + attended)

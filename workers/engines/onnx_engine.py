@@ -1,10 +1,10 @@
-"""The ONNX engine: the model as a graph, run by ONNX Runtime with the best of its providers that is there.
+"""The ONNX engine: an exported graph, run by ONNX Runtime with its best available provider.
 
-The graph is exported once from the torch model, with what is read off it (network.py) inside, and kept in the cache
-folder by model, precision, opset and library versions. For a GPU it is exported in float16; `int8` on a CPU is dynamic
-quantisation of the float32 graph. Micro-batches are padded.
+The graph is exported once from the torch model, pooling included, and cached by model, precision, opset and library
+versions. For GPUs it is exported in float16; `int8` on a CPU is dynamic quantisation of the float32 graph.
+Micro-batches are padded.
 
-TensorRT is asked for through the options that ONNX Runtime documents, and has not been run by us.
+TensorRT is configured as ONNX Runtime documents it; Feedmill has not been tested with TensorRT.
 """
 
 import fcntl
@@ -36,29 +36,29 @@ try:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 except ModuleNotFoundError as missing:
     raise SettingsError(
-        f"FEEDMILL_ENGINE=onnx needs {missing.name}, which `pip install 'feedmill[onnx]'` brings "
-        "(onnxruntime-gpu instead of onnxruntime for a GPU)."
+        f"FEEDMILL_ENGINE=onnx requires {missing.name}: run `pip install 'feedmill[onnx]'` "
+        "(with a GPU, replace onnxruntime by onnxruntime-gpu)."
     ) from None
 
 logger = logging.getLogger(__name__)
 
-#: Version of the operators that a graph is written in.
+#: ONNX operator set version of exported graphs.
 OPSET = 18
-#: Raised whenever what is exported, or how, changes: graphs of another version are not used.
+#: Increase this whenever the export changes: cached graphs of another version are ignored.
 GRAPH_VERSION = 1
-#: Providers in the order in which they are wanted, by the kind of device.
+#: Providers by device type, best first.
 PROVIDERS = {
     "cuda": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
     "cpu": ("CPUExecutionProvider",),
 }
-#: The graph's file in its folder; weights of more than 2 GB lie beside it.
+#: File name of the graph; weights of more than 2 GB are stored beside it.
 GRAPH = "model.onnx"
 
 
 class OnnxEngine:
-    """A model as a graph. reads, pad_id: see TorchEngine. Raises ModelError where the model cannot be exported."""
+    """A model as an ONNX graph. reads, pad_id: see TorchEngine. Raises ModelError if export or loading fails."""
 
-    #: Where `forward` leaves its tensors: on the host.
+    #: Device of the tensors that `forward` returns.
     home = torch.device("cpu")
     packed = False
 
@@ -67,31 +67,30 @@ class OnnxEngine:
         self._pad_id = filler(read_config(weights, settings.trust_remote_code), pad_id)
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
-        # Lanes run side by side, each on a core of its own.
+        # Lanes run in parallel and share the cores.
         options.intra_op_num_threads = max(1, CORES // device.lanes)
         options.log_severity_level = 3
         wanted = PROVIDERS[device.torch.type]
-        there = [name for name in wanted if name in onnxruntime.get_available_providers()]
+        available = [name for name in wanted if name in onnxruntime.get_available_providers()]
         try:
             self._session: Any = onnxruntime.InferenceSession(
-                str(graph), options, providers=[(name, self._options(name, graph.parent)) for name in there]
+                str(graph), options, providers=[(name, self._options(name, graph.parent)) for name in available]
             )
         except Exception as error:
             raise ModelError(
-                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete its folder to export it anew."
+                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete its folder to export it again."
             ) from error
         self.provider: str = self._session.get_providers()[0]
         if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
             raise ModelError(
-                f"ONNX Runtime has no working provider for {device.name} here, only the CPU's: install onnxruntime-gpu "
-                "in place of onnxruntime, for the CUDA version that is here; or set FEEDMILL_DEVICE=cpu, or the engine "
-                "torch."
+                f"ONNX Runtime has no working provider for {device.name}, only for the CPU. Replace onnxruntime by "
+                "onnxruntime-gpu for your CUDA version, or set FEEDMILL_DEVICE=cpu or FEEDMILL_ENGINE=torch."
             )
         self._takes_types = any(given.name == "token_type_ids" for given in self._session.get_inputs())
-        logger.info("ONNX Runtime %s with %s", onnxruntime.__version__, self.provider)
+        logger.info("using ONNX Runtime %s with %s", onnxruntime.__version__, self.provider)
 
     def _options(self, provider: str, folder: Path) -> dict[str, Any]:
-        """As https://onnxruntime.ai/docs/execution-providers/ has them."""
+        """Return provider options, as documented at https://onnxruntime.ai/docs/execution-providers/."""
         index = str(self.device.torch.index or 0)
         if provider == "TensorrtExecutionProvider":
             return {
@@ -117,7 +116,7 @@ class OnnxEngine:
         try:
             (read,) = self._session.run(None, feed)
         except Exception as error:
-            # ONNX Runtime's own classes are no RuntimeErrors; what they say is told apart outside.
+            # ONNX Runtime raises its own types; `device_errors` classifies RuntimeErrors by their text.
             raise RuntimeError(str(error)) from error
         return torch.from_numpy(read)
 
@@ -126,7 +125,7 @@ class OnnxEngine:
 
 
 def _filled(rows: Sequence[Sequence[int]], longest: int, filler: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[rows, longest]."""
+    """Pad token ids on the right to [rows, longest]."""
     values = np.full((len(rows), longest), filler, np.int64)
     for index, row in enumerate(rows):
         values[index, : len(row)] = row
@@ -134,7 +133,7 @@ def _filled(rows: Sequence[Sequence[int]], longest: int, filler: int) -> np.ndar
 
 
 class _Graph(torch.nn.Module):
-    """What is exported: a network with one mask, which is told to the model in the form that it takes."""
+    """The exported graph: a network that takes a single mask and derives the model's attention mask from it."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class _Graph(torch.nn.Module):
 
 
 def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, settings: Settings) -> Path:
-    """The graph's file, exported first where it is not in the cache. Raises ModelError."""
+    """Return the path of the graph, exporting it first if it is not cached. Raises ModelError."""
     precision = str(dtype).removeprefix("torch.")
     config = (weights.folder / "config.json").read_text()
     versions = (version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime"))
@@ -162,31 +161,32 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this machine may be at it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker on this machine may be exporting
             if not (folder / GRAPH).is_file():
-                logger.info(
-                    "exporting %s to ONNX in %s, once for this model; this takes a while …", weights.name, precision
-                )
+                logger.info("exporting %s to ONNX in %s; this takes a while, once per model", weights.name, precision)
                 began = time.monotonic()
-                for left in folder.parent.glob(f"{folder.name}?*/"):  # of an export that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                fresh = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+                for stale in folder.parent.glob(f"{folder.name}?*/"):  # left by an export that was killed
+                    shutil.rmtree(stale, ignore_errors=True)
+                temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
                 try:
-                    _export(weights, dtype, reads, pad_id, fresh, settings.trust_remote_code)
-                    shutil.rmtree(folder, ignore_errors=True)  # what is left of one without a graph
-                    fresh.replace(folder)
+                    _export(weights, dtype, reads, pad_id, temporary, settings.trust_remote_code)
+                    shutil.rmtree(folder, ignore_errors=True)  # an incomplete folder without a graph
+                    temporary.replace(folder)
                 finally:
-                    shutil.rmtree(fresh, ignore_errors=True)
-                logger.info("exported in %.0f s to %s", time.monotonic() - began, folder)
+                    shutil.rmtree(temporary, ignore_errors=True)
+                logger.info("exported the ONNX graph in %.0f s to %s", time.monotonic() - began, folder)
     except OSError as error:
-        raise ModelError(f"The ONNX graph of {weights.name} cannot be kept in {folder.parent}: {error}") from error
+        raise ModelError(
+            f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}. Set "
+            "FEEDMILL_CACHE_FOLDER to a writable folder."
+        ) from error
     return folder / GRAPH
 
 
 def _export(
     weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id: int, folder: Path, remote_code: bool
 ) -> None:
-    """Write the graph into the folder."""
+    """Export the model and write the graph to the folder."""
     quantised = dtype == torch.int8
     network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id, remote_code=remote_code)
     config = read_config(weights, remote_code)
@@ -215,17 +215,17 @@ def _export(
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise ModelError(
-            f"{weights.name} cannot be exported to ONNX ({first:.300}); FEEDMILL_ENGINE=torch runs it."
+            f"{weights.name} cannot be exported to ONNX ({first:.300}). Set FEEDMILL_ENGINE=torch."
         ) from error
 
 
 def _quantise(source: Path, target: Path) -> None:
-    """Dynamic quantisation of the weights to int8; the activations are quantised as they come. Takes `source` away."""
+    """Quantise weights to int8 and delete `source`. Activations are quantised at run time."""
     graph = onnx.load(source)
-    # The exporter notes shapes of transposed weights that the quantiser's own inference then contradicts.
+    # The exporter records shapes of transposed weights that contradict the quantiser's shape inference.
     del graph.graph.value_info[:]
     with _quiet():
-        # One scale for each channel: with one for each tensor twice as many posts got another label.
+        # A scale per channel: a single scale per tensor changed the label of twice as many posts.
         quantize_dynamic(graph, target, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=True)
     for path in source.parent.iterdir():
         if not path.name.startswith(target.name):
@@ -234,7 +234,7 @@ def _quantise(source: Path, target: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the exporter's and the quantiser's remarks on their own work out of the worker's log."""
+    """Suppress log messages and warnings of the exporter and the quantiser."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""What a micro-batch leaves on its device, and what a device says when it fails."""
+"""A micro-batch's outputs, and the translation of device errors."""
 
 import time
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import torch
 
 from shared.errors import DeviceFull, DeviceLost
 
-#: What torch, its CPU allocator, cuBLAS and ONNX Runtime say when there is no memory.
+#: Out-of-memory messages of torch, its CPU allocator, cuBLAS and ONNX Runtime.
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate memory")
 
 
 class TensorOutputs:
-    """Outputs of one micro-batch on their way from the device to the host: one copy, which nobody waits for yet."""
+    """One micro-batch's outputs, copied from the device to the host in a single asynchronous transfer."""
 
     def __init__(self, tensor: torch.Tensor, began: Any) -> None:
         self._began = began
@@ -29,11 +29,11 @@ class TensorOutputs:
             self._seconds = time.perf_counter() - began
 
     def ready(self) -> bool:
-        """Whether the device is done."""
+        """Return true once the device has finished."""
         return self._done is None or bool(self._done.query())
 
     def wait(self) -> torch.Tensor:
-        """The outputs, on the host. Raises DeviceLost."""
+        """Wait for the outputs and return them on the host. Raises DeviceLost."""
         if self._done is not None:
             with device_errors():
                 self._done.synchronize()
@@ -41,19 +41,19 @@ class TensorOutputs:
 
     @property
     def seconds(self) -> float:
-        """For how long the device was at it; to be asked after `wait`."""
+        """Seconds of device time. Valid after `wait`."""
         return self._seconds if self._done is None else float(self._began.elapsed_time(self._done)) / 1000
 
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turns what torch raises for a device without memory, or with a broken context, into our own errors."""
+    """Raise DeviceFull for out-of-memory errors and DeviceLost for a broken device context."""
     try:
         yield
-    except RuntimeError as error:  # torch's classes for both are its children, but not all is raised as one of them
+    except RuntimeError as error:  # the base class: torch does not always raise the specific subclass
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in NO_MEMORY):
             raise DeviceFull(text) from None
         if isinstance(error, torch.AcceleratorError) or text.startswith("CUDA error") or "CUDA failure" in text:
-            raise DeviceLost(text) from error  # after this every further call fails as well
+            raise DeviceLost(text) from error  # every later call on this device fails too
         raise

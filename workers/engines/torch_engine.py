@@ -1,13 +1,13 @@
-"""The torch engine: a transformers model, loaded once, run on micro-batches of token rows.
+"""The torch engine: run a transformers model on micro-batches of token rows.
 
-A micro-batch is laid out in one of two ways:
+A micro-batch has one of two layouts:
 
-- padded: [rows, longest row], with a mask. What GPUs, `torch.compile` and any model can take.
-- packed: the rows one after the other in a single sequence, in which each row attends to itself alone. Nothing is
-  computed for padding, and attention, which is slower with a mask, needs none (on a CPU in half precision a mask
-  costs a quarter of the forward pass). For encoders that take the positions of their tokens as an argument, on a CPU.
+- padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model.
+- packed: the rows concatenated into a single sequence in which each row attends only to itself. Nothing is computed for
+  padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward pass).
+  Requires a CPU and an encoder that takes token positions as an argument.
 
-What is read off the model is the same either way, to rounding; tests hold that for each architecture that is packed.
+Both give the same outputs up to rounding; tests check this for every architecture that can be packed.
 """
 
 import time
@@ -22,14 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.device import Device
-from workers.engines.network import PACKABLE, Network, Run, first_position, read_config
+from workers.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
 from workers.engines.outputs import device_errors
 from workers.tokenizer import Tokens
 from workers.weights import Weights
 
-#: The name under which transformers finds `packed_attention`.
+#: Name under which `packed_attention` is registered with transformers.
 PACKED = "feedmill_packed"
-#: Lengths are padded up to multiples of this where the model is compiled: few shapes are compiled, many are run.
+#: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
 LENGTH_BUCKET = 32
 
 
@@ -44,8 +44,9 @@ def packed_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each row. query, key, value: [1, heads, tokens, dimensions of a head]; returns
-    [1, tokens, heads, dimensions of a head]. An implementation for transformers' AttentionInterface.
+    """Compute attention within each row, for transformers' AttentionInterface.
+
+    query, key, value: [1, heads, tokens, dimensions of a head]. Returns [1, tokens, heads, dimensions of a head].
     """
     heads = query.shape[1]
     attended = []
@@ -60,11 +61,12 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 class TorchEngine:
-    """A model on its device. reads: what is read off it, see network.py.
+    """A transformers model on its device.
 
-    pad_id: the token that fills short rows. most: tokens of a row, at most. compiled: run it through torch.compile.
-    packed: pack micro-batches where that can be done. remote_code: whether Python code of the model's may run.
-    Raises ModelError when the folder does not hold such a model.
+    reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
+    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. remote_code:
+    allow Python code that comes with the model.
+    Raises ModelError if the folder does not hold such a model.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class TorchEngine:
         self._cuda = device.torch.type == "cuda"
         self._copies = torch.cuda.Stream(device.torch) if self._cuda else None  # type: ignore[no-untyped-call]
         config = read_config(weights, remote_code)
-        # Code that comes with a model may call itself bert, and do something else.
+        # Remote code may claim a known model type and behave differently.
         own = not (remote_code and getattr(config, "auto_map", None))
-        self.packed = packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE and not compiled
+        self.packed = (
+            packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES and not compiled
+        )
         self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
         with device_errors():
             self.network.to(device.torch)
@@ -97,7 +101,7 @@ class TorchEngine:
         self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
 
     def begin(self) -> Any:
-        """Mark the begin of a micro-batch, for `to_host`."""
+        """Mark the start of a micro-batch; pass the mark to TensorOutputs."""
         if not self._cuda:
             return time.perf_counter()
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -106,9 +110,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
-        """Run one micro-batch; what is read off each row, [rows, …] in float32, on the device.
+        """Run one micro-batch; return each row's outputs, [rows, …] in float32, on the device.
 
-        Most is had from rows that are sorted by length.
+        Fastest for rows sorted by length.
         """
         return self._packed_forward(rows) if self.packed else self._padded_forward(rows)
 
@@ -128,8 +132,10 @@ class TorchEngine:
         )
 
     def _positions(self, ids: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
-        """Of each token of a run. Models whose positions start behind the padding token's id number real tokens alone:
-        a padding token that is a word of a text has its own id for a position.
+        """Return the position of each token of a run.
+
+        Models whose positions start after the padding token's id count only real tokens: a padding token that occurs in
+        a text gets its own id as its position.
         """
         if not self._first_position:
             return np.tile(np.arange(run.length), run.rows)
@@ -141,7 +147,7 @@ class TorchEngine:
     def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
         longest = int(lengths.max())
-        padding = bool(lengths.min() < longest)  # a batch without any needs no mask
+        padding = bool(lengths.min() < longest)  # rows of equal length need no mask
         if self._length_bucket > 1:
             padding, longest = True, min(-(-longest // self._length_bucket) * self._length_bucket, self._most)
         mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
@@ -159,7 +165,7 @@ class TorchEngine:
         return read
 
     def _filled(self, rows: Sequence[Sequence[int]], longest: int, filler: int) -> torch.Tensor:
-        """[rows, longest], on the host."""
+        """Pad token ids on the right to [rows, longest], on the host."""
         tensor = torch.full((len(rows), longest), filler, pin_memory=self._cuda)
         values = tensor.numpy()
         for index, row in enumerate(rows):
@@ -167,7 +173,7 @@ class TorchEngine:
         return tensor
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device. To a GPU it travels on a stream of its own, beside the batch that is computed."""
+        """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
         if self._copies is None:
             return tensor.to(self.device.torch)
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()

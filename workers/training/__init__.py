@@ -1,5 +1,5 @@
-"""A model of one's own: a sequence classifier, fine-tuned by transformers' Trainer.
+"""Fine-tuning of sequence classifiers with transformers' Trainer.
 
-`examples.py` says what is learnt and what is tested, `order.py` when; `model.py` makes the model that is trained on;
-`run.py` trains it. None of them reads posts, or knows Celery or Redis.
+`examples.py` builds the datasets, `order.py` orders the batches, `model.py` creates the model, `run.py` trains it. None
+of them reads posts from files, or knows Celery or Redis.
 """

@@ -1,4 +1,4 @@
-"""What is learnt and what is tested: one example a text, labels that have enough of them, and a split that is honest.
+"""Build the training, validation and test sets: deduplicate texts, check labels, split without leakage.
 
 Pure Python: no torch.
 """
@@ -12,90 +12,90 @@ from shared.errors import InputError, printable
 from shared.messages import Post, digest
 from shared.training import TrainOptions
 
-#: Labels that a sentence names.
-NAMED = 5
-#: Share of the training posts that early stopping holds back.
+#: Labels quoted in an error message.
+MAX_QUOTED_LABELS = 5
+#: Share of the training posts held back for early stopping.
 VALIDATION_SHARE = 0.1
 
 
 class Example(NamedTuple):
-    """A post and what it is."""
+    """A post and its label."""
 
     post: Post
     label: str
-    #: Every label's score, where these are learnt.
+    #: Score of every label, for soft labels.
     scores: Mapping[str, float] | None = None
 
 
 class Dataset(NamedTuple):
-    """What is trained on, what early stopping looks at, and what is tested on in the end."""
+    """The labels, and the examples for training, early stopping and testing."""
 
     labels: tuple[str, ...]
     train: list[Example]
     validation: list[Example]
     test: list[Example]
-    #: Examples that were left out, by why.
+    #: Number of excluded examples by reason.
     left_out: dict[str, int]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Training examples of each label."""
+        """Training examples per label."""
         counted = Counter(example.label for example in self.train)
         return {label: counted[label] for label in self.labels}
 
     @property
     def digest(self) -> str:
-        """Of all that the training reads: with another one nothing can be resumed."""
+        """Digest of the labels and all training and validation examples. A run resumes only with an equal digest."""
         learnt = (*self.train, *self.validation)
         return digest(*self.labels, *(part for each in learnt for part in (each.post.id, each.post.text, each.label)))
 
 
 def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, options: TrainOptions) -> Dataset:
-    """Examples without repeated texts, split as the options say. tested: those of a file of their own.
+    """Deduplicate the examples and split them according to `options`. tested: test examples from a separate file.
 
-    Raises InputError where nothing can be learnt from them.
+    Raises InputError if the examples are not enough to train or test on.
     """
     left_out: Counter[str] = Counter()
-    examples = _once(found, left_out, "repeated text")
+    examples = _deduplicate(found, left_out, "repeated text")
     if options.labels == "soft":
-        examples = _of_one_label_set(examples, left_out)
+        examples = _keep_common_label_set(examples, left_out)
     if tested is None:
         train, test = split(examples, options.split, options.test_share, options.seed)
     else:
-        test = _once(tested, left_out, "repeated text in the test")
-        texts = {_plain(example.post.text) for example in test}
-        train = [example for example in examples if _plain(example.post.text) not in texts]
+        test = _deduplicate(tested, left_out, "repeated text in the test")
+        texts = {_normalized(example.post.text) for example in test}
+        train = [example for example in examples if _normalized(example.post.text) not in texts]
         left_out["also in the test"] += len(examples) - len(train)
     labels = _labels(train, options)
     known = [example for example in test if example.label in labels]
     left_out["tests of another label"] += len(test) - len(known)
     if not known and options.split != "none":
         raise InputError(
-            f"No post is left to test on: {len(train):,} are trained on. Give more, another --split, or --test FILE; "
-            "or --split none, and nobody knows how good the model is."
+            f"No post is left to test on; {len(train):,} are training posts. Provide more posts, another --split, or "
+            "--test FILE; --split none trains without a test."
         )
     validation: list[Example] = []
     if options.patience:
-        # Another hash than the test's, which has these on one side.
+        # A different seed than the test split's: with the same one, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
         if not validation:
-            raise InputError(f"{len(train):,} posts are too few to hold some back for --patience: leave it out.")
+            raise InputError(f"--patience needs validation posts, but {len(train):,} posts are too few. Omit it.")
     return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
 
 
 def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(train, test). share: of the test, about. Raises InputError where the examples do not say by what to split."""
+    """Return (train, test). share: approximate size of the test set. Raises InputError if posts lack a field."""
     if how == "none":
         return list(examples), []
     if how == "time":
         dated = sorted(examples, key=lambda example: example.post.created_utc or 0.0)
         if dated and dated[0].post.created_utc is None:
             missing = sum(example.post.created_utc is None for example in dated)
-            raise InputError(f"{missing:,} posts have no created_utc, so that --split time cannot order them.")
+            raise InputError(f"--split time needs created_utc, which {missing:,} posts lack. Use another --split.")
         border = len(dated) - round(len(dated) * share)
         return dated[:border], dated[border:]
     if how == "subreddit" and (missing := sum(example.post.subreddit is None for example in examples)):
-        raise InputError(f"{missing:,} posts have no subreddit, so that --split subreddit cannot tell them apart.")
+        raise InputError(f"--split subreddit needs a subreddit, which {missing:,} posts lack. Use another --split.")
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example in examples:
         key = (example.post.subreddit or "").casefold() if how == "subreddit" else example.post.id
@@ -104,25 +104,25 @@ def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tup
 
 
 def _fraction(key: str, seed: int) -> float:
-    """From 0 to 1, the same for the same key, whatever else there is."""
+    """Map a key to a number from 0 to 1 that depends only on the key and the seed."""
     return int.from_bytes(sha1(f"{seed} {key}".encode(), usedforsecurity=False).digest()[:8]) / 2**64
 
 
-def _once(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
-    """The first of each text: people post the same again, and a test must not ask what was learnt by heart."""
+def _deduplicate(examples: Iterable[Example], left_out: Counter[str], why: str) -> list[Example]:
+    """Keep the first post of each text: reposts would leak training posts into the test."""
     seen: dict[str, Example] = {}
     for example in examples:
-        if seen.setdefault(_plain(example.post.text), example) is not example:
+        if seen.setdefault(_normalized(example.post.text), example) is not example:
             left_out[why] += 1
     return list(seen.values())
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _of_one_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
-    """Those whose scores are of the labels that most have."""
+def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
+    """Keep the examples scored with the most common label set."""
     sets = Counter(frozenset(example.scores or ()) for example in examples)
     if not sets:
         return []
@@ -132,20 +132,22 @@ def _of_one_label_set(examples: Sequence[Example], left_out: Counter[str]) -> li
 
 
 def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
-    """In the order of the alphabet. Raises InputError where they are too few, or have too few posts."""
+    """Return the labels in alphabetical order. Raises InputError for too few labels, or posts per label."""
     if not train:
-        raise InputError("No post is left to train on: none has a label, or all are tested on.")
+        raise InputError("No post is left to train on: no post has a label, or all posts are in the test.")
     counts = Counter(example.label for example in train)
     if options.labels == "soft":
-        # A label that is nobody's best is learnt from all the scores it has.
+        # Soft labels come from all scores, including labels that are never the best.
         return tuple(sorted(train[0].scores or ()))
     if len(counts) < 2:
-        raise InputError(f"All posts have the label {printable(next(iter(counts)))!r}: there is nothing to tell apart.")
-    if few := sorted((count, label) for label, count in counts.items() if count < options.min_posts):
-        named = ", ".join(f"{printable(label)} ({count})" for count, label in few[:NAMED])
-        more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
         raise InputError(
-            f"Too few posts have the labels {named}{more}; {options.min_posts} each are needed to train on. Give more "
-            "of them, take them out of the file, or lower --min-posts."
+            f"All posts have the label {printable(next(iter(counts)))!r}; training needs at least two labels."
+        )
+    if few := sorted((count, label) for label, count in counts.items() if count < options.min_posts):
+        named = ", ".join(f"{printable(label)} ({count})" for count, label in few[:MAX_QUOTED_LABELS])
+        more = f" and {len(few) - MAX_QUOTED_LABELS} more" if len(few) > MAX_QUOTED_LABELS else ""
+        raise InputError(
+            f"Too few posts have the labels {named}{more}; each label needs {options.min_posts}. Add posts, remove "
+            "these labels, or lower --min-posts."
         )
     return tuple(sorted(counts))

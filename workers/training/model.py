@@ -1,8 +1,8 @@
-"""The model that is trained on: a base with a new classifier on top, fitted to what the base says of the examples.
+"""Create the model to train: a base with a new classification head, fitted to the base's features.
 
-A classifier that starts from nothing sends large, aimless gradients into the base, which forgets some of what it knows
-before the classifier has found its place ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054). Fitting it
-by itself is a convex problem, takes one pass through the base, and gets most of the way there.
+A randomly initialized head sends large, undirected gradients into the base, which distorts pretrained features before
+the head has converged ("Fine-Tuning can Distort Pretrained Features", arXiv 2202.10054). Fitting the head first is a
+convex problem, takes one pass through the base, and reaches most of the final accuracy.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,43 +14,44 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError
-from workers.engines.network import NOT_PADDED, filler, most_tokens, read_config
+from workers.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
 from workers.weights import Weights
 
-#: How strongly the fitted classifier's weights are held small. From 0.02 to 0.2 it matters little with the embedded
-#: model and 830 real posts; below 0.01 the classifier learns them by heart.
+#: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
+#: below 0.01 the head overfits.
 RIDGE = 0.05
-#: Rounds of L-BFGS; it has converged long before.
-ROUNDS = 200
+#: Maximum L-BFGS iterations; it converges well before.
+MAX_ITERATIONS = 200
 
 
 def load_tokenizer(weights: Weights, most: int, remote_code: bool = False) -> Any:
-    """The base's, which cuts texts at `most` tokens, or before where the base takes fewer. Raises ModelError."""
+    """Load the base's tokenizer. It truncates to `most` tokens, or fewer if the base takes fewer. Raises ModelError."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             weights.folder, local_files_only=True, trust_remote_code=remote_code
         )
-    except Exception as error:  # broken files fail in as many ways as there are kinds of them
-        raise ModelError(f"The tokenizer in {weights.folder} cannot be loaded by transformers: {error}") from error
+    except Exception as error:  # a broken tokenizer can fail in any way
+        raise ModelError(f"transformers cannot load the tokenizer in {weights.folder}: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     takes = most_tokens(read_config(weights, remote_code))
-    # The worker that serves the model cuts where its tokenizer says, and so as it was trained.
+    # Saved with the model, so that workers truncate texts as training did.
     tokenizer.model_max_length = min(most, tokenizer.model_max_length, takes or most)
     return tokenizer
 
 
 def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code: bool = False) -> Any:
-    """The base, in float32, with a classifier of these labels: new, unless the base has one of the same size.
+    """Load the base in float32 with a head for these labels. A head of the same size in the base is kept.
 
     Raises ModelError.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # what is new is new on purpose
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the head is new on purpose
     config = read_config(weights, remote_code)
-    if config.model_type in NOT_PADDED:
+    if config.model_type in PADDING_SENSITIVE_TYPES:
         raise ModelError(
-            f"{weights.name} is a model of the kind {config.model_type}: its scores would depend on padding."
+            f"{weights.name} has the unsupported model type {config.model_type}: its scores depend on padding. "
+            "Use another base."
         )
     try:
         model: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -65,23 +66,23 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
             use_safetensors=True,
             trust_remote_code=remote_code,
         )
-    except Exception as error:  # a broken folder fails in as many ways as it has files
-        raise ModelError(f"{weights.name} cannot be trained to classify by transformers: {error}") from error
+    except Exception as error:  # a broken folder can fail in any way
+        raise ModelError(f"transformers cannot load {weights.name} for classification: {error}") from error
     model.config.pad_token_id = filler(model.config, pad_id)
     return model
 
 
 def head_parameters(model: Any) -> set[str]:
-    """The names of the weights that are not the base's."""
+    """Return the names of the head's parameters: all that are not the base's."""
     base = f"{model.base_model_prefix}."
     return {name for name, _ in model.named_parameters() if not name.startswith(base)}
 
 
 @torch.no_grad()
 def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[Any, Any], torch.Tensor]) -> None:
-    """Fit the last layer to what comes into it now. loss_of: of logits and labels, each row's.
+    """Fit the last layer to its current inputs. loss_of: maps logits and labels to a loss per row.
 
-    A model whose last layer gives no logits of [rows, labels] is left as it is.
+    Leaves the model unchanged if its last layer does not return logits of [rows, labels].
     """
     last = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][-1]
     if last.out_features != model.config.num_labels:
@@ -96,11 +97,11 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
             model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
     finally:
         hook.remove()
-    # In float64 it converges to one result, however sums were rounded; there is little to compute.
+    # float64 converges to one result regardless of rounding; the computation is small.
     features, wanted = torch.cat(seen).cpu().double(), torch.cat(labels).cpu()
     if features.shape[:-1] != wanted.shape[:1]:
         return
-    # Of unit variance, so that RIDGE means the same for every base.
+    # Unit variance, so that RIDGE has the same effect for every base.
     scale = features.std().clamp_min(1e-6)
     weight, bias = _fit(features / scale, wanted, last.out_features, loss_of)
     last.weight.copy_(weight / scale)
@@ -112,11 +113,15 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
 def _fit(
     features: torch.Tensor, wanted: torch.Tensor, labels: int, loss_of: Callable[[Any, Any], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multinomial logistic regression: (weight [labels, dimensions], bias [labels])."""
+    """Fit a multinomial logistic regression. Returns (weight [labels, dimensions], bias [labels])."""
     weight = torch.zeros(labels, features.shape[1], dtype=features.dtype, requires_grad=True)
     bias = torch.zeros(labels, dtype=features.dtype, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [weight, bias], max_iter=ROUNDS, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        [weight, bias],
+        max_iter=MAX_ITERATIONS,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
     )
 
     def step() -> torch.Tensor:
@@ -130,7 +135,7 @@ def _fit(
 
 
 def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Cross-entropy of each row: [rows]. labels: a label's number each, or a distribution over them."""
+    """Return the cross-entropy of each row: [rows]. labels: label numbers, or distributions over the labels."""
     if labels.dim() == 1:
         return cross_entropy(logits, labels, weight=weights, reduction="none")
     return cross_entropy(logits, labels.to(logits.dtype), weight=weights, reduction="none")

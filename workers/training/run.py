@@ -1,14 +1,14 @@
-"""Trains: examples and options in, a model's weights out, by transformers' Trainer.
+"""Train a model with transformers' Trainer: examples and options in, weights out.
 
-What is added to the Trainer is what it does otherwise, or not at all:
+Differences from the plain Trainer:
 
-- the order of examples is decided by seed and epoch alone (`Order`), where the Trainer's own grouping by length draws
-  from the global generator: resumed, accumulated and divided among processes, training then sees the same batches;
-- the loss is summed, and divided by the examples of the whole optimization step, so that accumulating is exact;
-- the classifier on top learns faster than the base;
-- where the device has no memory for a batch, the next smaller one is tried, with more accumulation.
+- seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
+  generator. Resumed, accumulated and multi-process runs therefore see the same batches;
+- the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact;
+- the head has a higher learning rate than the base;
+- on out-of-memory, training restarts with the next smaller batch and more accumulation.
 
-Several GPUs: one process each, started by torchrun. Each process reads the same examples, and the first one writes.
+With several GPUs, torchrun starts one process per GPU. Every process reads the same examples; the first writes.
 """
 
 import gc
@@ -40,28 +40,28 @@ from workers.weights import locate
 
 logger = logging.getLogger(__name__)
 
-#: Checkpoints that are kept: the last one may be the one that a crash came into.
-KEPT = 2
-#: Rows of a forward pass for the head. Not the batch size: however that is divided, the head is to be the same.
-HEAD_ROWS = 16
-#: Examples that the head is fitted to, at most: they tell enough of a few thousand weights.
-HEAD_EXAMPLES = 20_000
-#: Points of the loss curve, about.
-POINTS = 60
+#: Checkpoints kept: a crash can leave the last one incomplete.
+MAX_CHECKPOINTS = 2
+#: Rows per forward pass when fitting the head. Fixed, so that the head does not depend on the batch size.
+HEAD_BATCH_SIZE = 16
+#: Maximum examples for fitting the head: enough for its few thousand weights.
+MAX_HEAD_EXAMPLES = 20_000
+#: Approximate number of points on the loss curve.
+CURVE_POINTS = 60
 
 Row = TypeVar("Row")
 
 
 class Plan(NamedTuple):
-    """How many steps there are, and of what."""
+    """Batch sizes, steps and estimated duration of a training run."""
 
     batch_size: int
     accumulation: int
     devices: int
-    #: Optimization steps.
+    #: Number of optimization steps.
     steps: int
     epochs: float
-    #: Seconds that they take, about; None before anything was measured.
+    #: Estimated duration in seconds; None before the first measurement.
     seconds: float | None
     precision: str
     device: str
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Of the curves. loss: of the training examples since the point before, or of those held back."""
+    """A point on the loss curves. loss: mean over the training examples since the previous point."""
 
     step: int
     epoch: float
@@ -82,7 +82,7 @@ class Point(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far it is."""
+    """State of a run after an optimization step."""
 
     step: int
     steps: int
@@ -92,24 +92,24 @@ class Progress(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came of it."""
+    """Result of a training run."""
 
     model: Any
     tokenizer: Any
     plan: Plan
     curve: list[Point]
     seconds: float
-    #: Of the whole training, tokenizing and fitting the head left out.
+    #: Throughput, without tokenization and head fitting.
     samples_per_s: float
-    #: In 10^6 bytes; None where it cannot be told.
+    #: Peak memory in 10^6 bytes; None if unknown.
     peak_mb: float | None
 
 
 class Training:
-    """One training. Raises UserError where it cannot be begun.
+    """One training run. Raises UserError if it cannot start.
 
-    planned: told of the plan before the first step, and again where batches had to be made smaller; progress: told of
-    each optimization step. Both in the first process alone.
+    planned: called with the plan before the first step, and again after batches were made smaller. progress: called
+    after each optimization step. Both only in the first process.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Training:
         self._collate = DataCollatorWithPadding(
             self._tokenizer, pad_to_multiple_of=8 if self._device.torch.type == "cuda" else None
         )
-        self._class_weights = self._weigh() if options.class_weights else None
+        self._class_weights = self._label_weights() if options.class_weights else None
 
     def run(self) -> Trained:
-        """Train. Raises UserError, ModelError where the device fails."""
+        """Train the model. Raises UserError, or ModelError if the device fails."""
         train, validation = self._rows(self._dataset.train), self._rows(self._dataset.validation)
         batch_size, accumulation = self._options.batch_size, self._options.accumulation
         while True:
@@ -141,30 +141,30 @@ class Training:
                 with device_errors():
                     trained = self._train(train, validation, batch_size, accumulation)
                 if torch.distributed.is_initialized():
-                    gc.collect()  # the wrapped model waits for ever where the group is gone before it
+                    gc.collect()  # the wrapped model hangs if it outlives the process group
                     torch.distributed.destroy_process_group()
                 return trained
             except DeviceFull as full:
-                if "WORLD_SIZE" in os.environ:  # the other processes wait for this one, with batches as they are
+                if "WORLD_SIZE" in os.environ:  # the other processes keep their batch size and wait for this one
                     raise ModelError(
-                        f"{self._device.name} has no memory for {batch_size} rows. Where several processes train, none "
-                        "chooses for all: give a smaller --batch-size, and more --accumulation."
+                        f"{self._device.name} is out of memory at --batch-size {batch_size}. Multi-process training "
+                        "does not adjust it: set a smaller --batch-size and a larger --accumulation."
                     ) from full
                 if batch_size == 1:
                     raise ModelError(
-                        f"{self._device.name} has no memory to train {self._weights.name}, one post at a time. "
-                        "Lower --max-tokens, set --gradient-checkpointing, or take a smaller base."
+                        f"{self._device.name} is out of memory training {self._weights.name} at --batch-size 1. "
+                        "Lower --max-tokens, set --gradient-checkpointing, or use a smaller base."
                     ) from full
                 batch_size, accumulation = smaller(batch_size, accumulation)
                 logger.warning(
-                    "the device has no memory for this batch; going on with %d rows, and accumulation %d",
+                    "out of memory: retrying with batch size %d and accumulation %d",
                     batch_size,
                     accumulation,
                 )
                 if self._device.torch.type == "cuda":
                     torch.cuda.empty_cache()
             except DeviceLost as lost:
-                raise ModelError(f"The device failed: {lost}") from None
+                raise ModelError(f"The device failed; continue the training with --resume: {lost}") from None
 
     def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         if not examples:
@@ -179,13 +179,13 @@ class Training:
         return rows
 
     def _distribution(self, example: Example) -> list[float]:
-        """The scores, as shares of their sum: those of several models are not all of one scale."""
+        """Normalize the scores to sum to 1: models score on different scales."""
         scores = [max((example.scores or {})[label], 0.0) for label in self._dataset.labels]
         total = sum(scores) or 1.0
         return [score / total for score in scores]
 
-    def _weigh(self) -> torch.Tensor:
-        """Of each label, so that all weigh the same together, and an example 1 on average."""
+    def _label_weights(self) -> torch.Tensor:
+        """Return a weight per label so that all labels contribute equally; the mean over examples is 1."""
         counts = self._dataset.counts.values()
         share = len(self._dataset.train) / sum(count > 0 for count in counts)
         return torch.tensor([share / count if count else 0.0 for count in counts])
@@ -207,7 +207,7 @@ class Training:
         steps_an_epoch = math.ceil(len(train) / effective)
         steps = options.max_steps or math.ceil(steps_an_epoch * options.epochs)
         arguments.warmup_steps = round(options.warmup * steps)
-        arguments.logging_steps = max(1, steps // POINTS)
+        arguments.logging_steps = max(1, steps // CURVE_POINTS)
         order = Order([len(row["input_ids"]) for row in train], effective, options.seed, options.length_grouping)
         model.to(arguments.device)
         last = self._last_checkpoint()
@@ -238,7 +238,7 @@ class Training:
         if trainer.is_world_process_zero():
             self._planned(plan)
         peak, began = Peak(self._device.torch, "torch"), time.monotonic()
-        transformers.set_seed(options.seed)  # what came before may have drawn from it, and need not have
+        transformers.set_seed(options.seed)  # the estimate and the head may have drawn random numbers
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         seconds = time.monotonic() - began
         done = trainer.state.global_step - (0 if last is None else int(last.name.rpartition("-")[2]))
@@ -277,7 +277,7 @@ class Training:
             remove_unused_columns=False,
             label_names=["labels"],
             use_cpu=self._device.torch.type == "cpu",
-            ddp_backend="gloo" if "WORLD_SIZE" in os.environ and not on_gpu else None,  # one process has none
+            ddp_backend="gloo" if "WORLD_SIZE" in os.environ and not on_gpu else None,  # a single process needs none
             ddp_find_unused_parameters=False,
             seed=options.seed,
             logging_strategy="steps",
@@ -288,16 +288,16 @@ class Training:
             metric_for_best_model="eval_loss" if options.patience else None,
             save_strategy="epoch" if by_epoch else "steps",
             save_steps=options.checkpoint_steps or 500,
-            save_total_limit=KEPT,
+            save_total_limit=MAX_CHECKPOINTS,
         )
         if arguments.world_size == 1:
-            arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would share its Python's lock
+            arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would share the interpreter lock
         return arguments
 
     def _optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """AdamW; biases and norms do not decay, and the head is faster."""
+        """Create AdamW: no weight decay for biases and norms, a higher learning rate for the head."""
         options = self._options
-        decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it needs no Trainer
+        decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # self is unused
         head = head_parameters(model)
         groups: dict[tuple[bool, bool], list[Any]] = {}
         for name, parameter in model.named_parameters():
@@ -317,46 +317,46 @@ class Training:
         )
 
     def _callbacks(self, steps: int) -> list[TrainerCallback]:
-        callbacks: list[TrainerCallback] = [_Telling(self._progress, steps)]
+        callbacks: list[TrainerCallback] = [_ProgressCallback(self._progress, steps)]
         if self._options.patience:
             callbacks.append(transformers.EarlyStoppingCallback(self._options.patience))
         if self._options.tensorboard:
-            from transformers.integrations import integration_utils  # noqa: PLC0415 - imports many others
+            from transformers.integrations import integration_utils  # noqa: PLC0415 - a slow import
 
             try:
                 os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(self._options.out) / RUNS)
                 callbacks.append(integration_utils.TensorBoardCallback())  # type: ignore[no-untyped-call]
             except RuntimeError:
-                raise UserError("--tensorboard needs tensorboard: `pip install 'feedmill[train]'` brings it.") from None
+                raise UserError("--tensorboard requires tensorboard: run `pip install 'feedmill[train]'`.") from None
         return callbacks
 
     def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Of a forward pass' rows, as their share in the mean over all rows of the optimization step."""
+        """Return the rows' share of the mean loss over all rows of the optimization step."""
         losses = self._loss(outputs["logits"].float(), labels)
         if num_items_in_batch is None:
             return losses.mean()
-        # The Trainer counts numbers, of which a distribution over labels has several a row.
+        # The Trainer counts label values; a distribution has one per label, not one per row.
         rows: torch.Tensor = num_items_in_batch / (labels.shape[1] if labels.dim() == 2 else 1)
         return losses.sum() / rows
 
     def _fit_head(self, model: Any, train: Sequence[dict[str, Any]]) -> None:
-        some = random.Random(self._options.seed).sample(train, min(len(train), HEAD_EXAMPLES))
+        some = random.Random(self._options.seed).sample(train, min(len(train), MAX_HEAD_EXAMPLES))
         by_length = sorted(some, key=lambda row: len(row["input_ids"]))
-        batches = [self._collate([dict(row) for row in rows]) for rows in _cut(by_length, HEAD_ROWS)]
+        batches = [self._collate([dict(row) for row in rows]) for rows in _batched(by_length, HEAD_BATCH_SIZE)]
         fit_head(model, batches, self._loss)
 
     def _estimate(
         self, trainer: Trainer, train: list[dict[str, Any]], order: Order, batch_size: int, epochs: float
     ) -> float:
-        """Seconds of the whole training, from one forward and backward pass over a usual batch; nothing is learnt."""
-        batches = [[train[place] for place in some] for some in _cut(list(order), batch_size)]
+        """Estimate the duration in seconds from a forward and backward pass over a median batch, without an update."""
+        batches = [[train[place] for place in some] for some in _batched(list(order), batch_size)]
         tokens = [len(batch) * max(len(row["input_ids"]) for row in batch) for batch in batches]
         middle = sorted(range(len(batches)), key=tokens.__getitem__)[len(batches) // 2]
         inputs = dict(self._collate([dict(row) for row in batches[middle]]))
         model: Any = trainer.model
         model.train()
         took = math.inf
-        for _ in range(2):  # the first one sets up much
+        for _ in range(2):  # the first pass includes one-time setup
             began = time.monotonic()
             loss: Any = trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)))
             loss.backward()
@@ -373,29 +373,29 @@ class Training:
 
 
 def save(trained: Trained, folder: Path) -> None:
-    """A plain folder of transformers': safetensors, configuration with the labels, tokenizer. Raises OSError."""
-    trained.tokenizer.backend_tokenizer.no_truncation()  # those that a file brought along, or training used
+    """Save a plain transformers folder: safetensors, configuration with labels, tokenizer. Raises OSError."""
+    trained.tokenizer.backend_tokenizer.no_truncation()  # do not save the settings used for training
     trained.tokenizer.backend_tokenizer.no_padding()
     trained.tokenizer.save_pretrained(folder)
     trained.model.to("cpu").save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
-        weights.chmod((folder / "config.json").stat().st_mode)  # written for the owner alone, and served by others
+        weights.chmod((folder / "config.json").stat().st_mode)  # written as owner-only, but other users serve it
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
-    """The next smaller batch, and the accumulation, that have the same product."""
+    """Return the next smaller batch size and the accumulation that keeps their product."""
     effective = batch_size * accumulation
     size = next(size for size in range(batch_size - 1, 0, -1) if effective % size == 0)
     return size, effective // size
 
 
-def _cut(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+def _batched(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def _curve(history: Sequence[dict[str, Any]]) -> list[Point]:
-    """The Trainer's log, point by point."""
+    """Convert the Trainer's log to points."""
     return [
         Point(
             int(entry["step"]),
@@ -410,7 +410,7 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 class _Trainer(Trainer):
-    """The Trainer, with an order of ours."""
+    """A Trainer that uses our `Order`."""
 
     def __init__(self, order: Order, **arguments: Any) -> None:
         self._order = order
@@ -420,8 +420,8 @@ class _Trainer(Trainer):
         return self._order
 
 
-class _Telling(TrainerCallback):
-    """Tells of each optimization step."""
+class _ProgressCallback(TrainerCallback):
+    """Report each optimization step."""
 
     def __init__(self, progress: Callable[[Progress], None], steps: int) -> None:
         self._progress, self._steps = progress, steps

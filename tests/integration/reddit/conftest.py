@@ -32,7 +32,7 @@ def house(
     redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[House]:
     # Days pass here: what a daemon tells of itself every ten seconds would be most of what it does in them.
-    monkeypatch.setattr(daemon, "TELL", 50.0)
+    monkeypatch.setattr(daemon, "STATUS_INTERVAL_S", 50.0)
     house = House(redis, clock, loopback)
     yield house
     house.close()

@@ -1,6 +1,6 @@
 """The second look at a post: its score, its text, and whether it is still there."""
 
-from producers.reddit.state import LOOKS
+from producers.reddit.state import RECHECK_DELAYS_S
 from shared.keys import result_key, sent_key, tombstone_key
 from shared.messages import Post
 from shared.purge import purge
@@ -23,7 +23,7 @@ def test_the_second_look(house: House) -> None:
     house.loopback.delete(deleted)
     house.loopback.remove(removed)
     house.loopback.vanish(vanished)
-    house.run(daemon, LOOKS[0] + 30 * MINUTE)
+    house.run(daemon, RECHECK_DELAYS_S[0] + 30 * MINUTE)
     score = store.score(kept)
     assert score
     assert score.score == 4321
@@ -40,7 +40,7 @@ def test_a_post_that_reddit_does_not_know_for_a_moment_is_kept(house: House) -> 
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (fullname,) = house.publish("cooking")
-    house.run(daemon, LOOKS[0] - 5 * MINUTE)
+    house.run(daemon, RECHECK_DELAYS_S[0] - 5 * MINUTE)
     house.loopback.faults.always("empty_listing", where="/api/info")
     house.run(daemon, 8 * MINUTE)
     assert house.loopback.ledger.faults["empty_listing"] >= 1
@@ -53,7 +53,7 @@ def test_a_post_that_reddit_does_not_know_for_a_moment_is_kept(house: House) -> 
 def test_a_reddit_that_knows_no_post_at_all_purges_none(house: House) -> None:
     daemon = house.daemon()
     fullnames = house.publish("cooking", 50)
-    house.run(daemon, LOOKS[0] - MINUTE)
+    house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
     house.loopback.faults.always("empty_listing", where="/api/info")
     house.run(daemon, 40 * MINUTE)
     assert house.redis.client.exists(*map(tombstone_key, fullnames)) == 0
@@ -65,10 +65,10 @@ def test_a_reddit_that_knows_no_post_at_all_purges_none(house: House) -> None:
 def test_after_the_last_look_nothing_is_due(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=HOUR)
     house.run(daemon, 2 * MINUTE)
-    house.run(daemon, LOOKS[-1] + HOUR)
+    house.run(daemon, RECHECK_DELAYS_S[-1] + HOUR)
     assert house.state.due(float("inf"), 10) == []
     asked = [request for request in house.loopback.ledger.requests if "id=t3_" in request.query]
-    assert len(asked) == len(LOOKS)  # four posts, a hundred a request
+    assert len(asked) == len(RECHECK_DELAYS_S)  # four posts, a hundred a request
 
 
 def test_a_post_that_was_purged_is_not_sent_again(house: House) -> None:
@@ -85,7 +85,7 @@ def test_looks_wait_for_a_full_queue_and_do_not_pile_up(house: House) -> None:
     house.publish("cooking", 150)
     house.run(daemon, 5 * MINUTE)
     house.redis.client.rpush("feedmill", *["x"] * 10)
-    house.clock.wait(LOOKS[0])
+    house.clock.wait(RECHECK_DELAYS_S[0])
     begun = house.loopback.ledger.total
     house.run(daemon, 10 * MINUTE)
     asked = list(house.loopback.ledger.requests)[begun - house.loopback.ledger.total :]

@@ -4,7 +4,7 @@ import pytest
 
 from producers.push import Pusher
 from producers.reddit.client import told_plainly
-from producers.reddit.once import TRIES, Listing, Once, patiently
+from producers.reddit.once import MAX_ATTEMPTS, Listing, Once, patiently
 from producers.reddit.things import Unreachable
 from shared.broker import make_app
 from shared.errors import UserError
@@ -17,10 +17,10 @@ def test_one_pass_asks_some_times_and_then_gives_up(house: House) -> None:
     reddit = house.reddit()
     with pytest.raises(Unreachable):
         patiently(lambda: reddit.page(["cooking"]), house.clock)
-    assert len(house.clock.waits) == TRIES - 1
+    assert len(house.clock.waits) == MAX_ATTEMPTS - 1
     assert sum(house.clock.waits) < MINUTE
     with (
-        pytest.raises(UserError, match=r"http://127.0.0.1:9 gives no posts now: no connection"),
+        pytest.raises(UserError, match=r"http://127.0.0.1:9 is unavailable: no connection"),
         told_plainly(house.settings),
     ):
         reddit.page(["cooking"])
@@ -34,7 +34,7 @@ def test_one_pass_reads_past_a_subreddit_that_fails(house: House) -> None:
     once = Once(house.reddit(), pusher, house.state, house.clock)
     *_, last = once.read(["cooking", "baking"], Listing("new", 20))
     assert (last.read, last.sent) == (10, 10)
-    assert last.problem == "r/cooking: Reddit answered 500"
+    assert last.problem == "r/cooking: Reddit returned status 500"
     assert {post["subreddit"] for post in house.queued()} == {"baking"}
 
 

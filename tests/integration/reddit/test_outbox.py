@@ -15,7 +15,7 @@ from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_li
 
 
 def test_a_full_queue_is_waited_for_and_nothing_is_lost(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_module, "MAX_HELD", 40)
+    monkeypatch.setattr(daemon_module, "MAX_HELD_POSTS", 40)
     daemon = house.daemon(queue_limit=4, queue_resume=2, posts_per_message=2)
     house.run(daemon, 2 * MINUTE)
     expected = set(house.ids())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from producers.reddit.client import Reddit
-from producers.reddit.state import LOOKS
+from producers.reddit.state import RECHECK_DELAYS_S
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
 
@@ -201,7 +201,7 @@ def test_a_broken_post_costs_no_other(house: House, broken: dict[str, Any], monk
     assert set(others) <= set(house.ids())
     assert daemon.status()["failing"] == []
     later = house.publish("baking")
-    house.run(daemon, 2 * LOOKS[0])
+    house.run(daemon, 2 * RECHECK_DELAYS_S[0])
     assert later[0] in house.ids()
     assert daemon.status()["looked"] >= 3
 
