@@ -359,7 +359,7 @@ def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2
-    assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
+    assert "A worker needs the package torch. Run `pip install 'feedmill[worker]'`." in said.stderr
 
 
 def stored(redis: RedisServer, *ids: str) -> ResultsStore:
@@ -380,10 +380,11 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1, messages: 1); refused for 365 days\n"
+    deleted = "marked as sent: 1, results: 1, stream entries: 1, messages: 1"
+    assert said.stdout == f"a1 purged ({deleted}); blocked for 365 days\n"
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
-    assert again.stdout == "a1 purged (nothing was kept); refused for 365 days\n"
+    assert again.stdout == "a1 purged (nothing was stored); blocked for 365 days\n"
     many = feedmill("purge", "-", "a1", "--json", cwd=tmp_path, stdin="a2\n\n a3 \r\na2", **url)
     assert many.returncode == 0
     assert json.loads(many.stdout) == {
@@ -392,20 +393,20 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     }  # fmt: skip
     assert store.latest(5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (lifted.returncode, lifted.stdout) == (0, "2 posts may be sent again (1 had been purged)\n")
+    assert (lifted.returncode, lifted.stdout) == (0, "2 posts accepted again (1 had been purged)\n")
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m may be sent again (0 had been purged)\n")
+    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m accepted again (0 had been purged)\n")
     assert feedmill("purge", "--lift", "--json", "a2", cwd=tmp_path, **url).stdout == '{"posts": 1, "lifted": 1}\n'
 
 
 @pytest.mark.parametrize(
     ("ids", "stdin", "words"),
     [
-        (["-"], "\n \n", "feedmill: Standard input names no post: give ids, one a line.\n"),
+        (["-"], "\n \n", "feedmill: Standard input contains no post id. Give one id per line.\n"),
         (
             ["--lift", "--rewrite", "a1"],
             "",
-            "feedmill: --lift brings nothing back and removes nothing: leave --rewrite out.\n",
+            "feedmill: --lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.\n",
         ),
         (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
         (

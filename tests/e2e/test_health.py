@@ -255,7 +255,7 @@ def test_escapes_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
 def test_output_without_room_is_a_mistake(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("wb") as full:
         status, _, errors = redirected(full, *arguments, cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
-    assert errors == "feedmill: Output cannot be written: No space left on device.\n"
+    assert errors == "feedmill: Cannot write the output: No space left on device.\n"
     assert status == 2
 
 

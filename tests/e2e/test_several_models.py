@@ -100,7 +100,7 @@ def test_posts_end_with_the_results_of_the_model_that_was_asked_for(house: House
     [
         (["--model", "mods"], "--model: no worker serves 'mods'. There are: "),
         (["--queue", "feedmill-mods"], "--queue: no worker has served 'feedmill-mods' yet"),
-        (["--model", "moods", "--queue", "feedmill-moods"], "leave out one of them"),
+        (["--model", "moods", "--queue", "feedmill-moods"], "--model and --queue both"),
         (["--priority", "10"], "--priority: input should be less than or equal to 9"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -48,8 +48,8 @@ def test_packages_of_two_installations(tmp_path: Path) -> None:
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (said.returncode, said.stderr) == (
         2,
-        f"feedmill: the package 'shared' should come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
-        "Start `feedmill` as installed, or leave the folder that holds the other one.\n",
+        f"feedmill: package 'shared' must come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
+        "Run the installed `feedmill` from another directory.\n",
     )
 
 
@@ -58,10 +58,7 @@ def test_an_address_that_nothing_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
     error = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)]).exception
     assert isinstance(error, UserError)
-    assert str(error) == (
-        f"No `feedmill up` runs with its data in {tmp_path}, and FEEDMILL_REDIS_URL is not set: start the one, or set "
-        "the other."
-    )
+    assert f"No `feedmill up` is running with data in {tmp_path}, and FEEDMILL_REDIS_URL is not set" in str(error)
     with announced(tmp_path, '{"redis_url": "redis://:p@127.0.0.1:1/0"}'):
         for given, url in (
             ({}, "redis://:p@127.0.0.1:1/0"),
@@ -81,10 +78,8 @@ def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "workers.weights", None)
-    with pytest.raises(
-        UserError, match=r"^Reading a model needs workers.weights, which `pip install 'feedmill\[worker\]'"
-    ):
-        deploy_commands._asking(tmp_path)
+    with pytest.raises(UserError, match=r"^Reading a model needs the package workers.weights"):
+        deploy_commands._requested(tmp_path)
 
 
 def test_a_training_without_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,5 +216,5 @@ def test_up_prints_words_of_the_settings_as_they_are(
     cli.up(folder)
     said = capsys.readouterr().err
     assert "✓ Flower at http://127.0.0.1:1, user [/x]\n" in said
-    assert f"Data and logs are in {folder}." in said
+    assert f"Data and logs: {folder}." in said
     assert "the worker [/x] ended\n" in said
