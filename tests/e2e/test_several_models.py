@@ -65,7 +65,7 @@ def _send_backlog(house: House) -> None:
     elsewhere = {"FEEDMILL_QUEUE": "feedmill-moods"}
     path.write_text(as_jsonl(make_posts(BACKLOG)[:-1]))
     sent = house.run("enqueue", str(path), "--priority", "9", "--posts-per-message", "1", **elsewhere)
-    assert sent[:2] == (0, "39 posts sent (messages: 39), 0 skipped as sent before, 0 skipped as bad\n"), sent[2]
+    assert sent[:2] == (0, "39 posts sent (messages: 39), 0 already sent, 0 malformed\n"), sent[2]
     path.write_text(as_jsonl(make_posts(BACKLOG)[-1:]))
     assert house.run("enqueue", str(path), **elsewhere)[0] == 0
     assert queue_depth(house.redis.client, "feedmill-moods").waiting == BACKLOG
