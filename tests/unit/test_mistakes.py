@@ -84,15 +84,13 @@ def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_training_without_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_commands, "find_spec", lambda _: None)
-    with pytest.raises(
-        UserError, match=r"^Training needs \w+, which `pip install 'feedmill\[worker,train\]'` brings\.$"
-    ):
+    with pytest.raises(UserError, match=r"^Training needs the package \w+\."):
         train_commands._check_packages()
 
 
 def test_a_training_into_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
-    with pytest.raises(UserError, match=r"out is a file: name a folder with --out\.$"):
+    with pytest.raises(UserError, match=r"^--out: .*out is a file\. Choose a folder\.$"):
         train_commands.check_folder(tmp_path / "out", resume=False)
 
 
