@@ -116,8 +116,8 @@ def results(
     if since is None and not follow and group is None:
         since = 0.0
     redis = connect(settings)
-    wanted = Wanted(label, min_score, subreddit)
-    reader = open_reader(redis, group, consumer, wanted, since, claim_after=claim_after)
+    filters = Wanted(label, min_score, subreddit)
+    reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
     return _items(reader, follow, settings, redis)
 
 

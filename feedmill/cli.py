@@ -65,8 +65,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
-    "An option that is not given takes the value of its environment variable: --token-budget that of "
-    "FEEDMILL_TOKEN_BUDGET.",
+    "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
 app.add_typer(dead_commands.app, name="dead")
@@ -119,8 +118,8 @@ def demo(
 def up(data_folder: DataFolder = None) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
 
-    Data and logs stay in the data folder (~/.local/share/feedmill) for the next `feedmill up`. Other commands find this
-    Redis there while it runs.
+    Data and logs stay in the data folder for the next `feedmill up`. While it runs, other commands connect to its Redis
+    by default.
     """
     settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -169,7 +168,10 @@ def worker(
     device: Device = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N.", show_default=False),
+        typer.Option(
+            help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
+            show_default=False,
+        ),
     ] = None,
     dtype: Dtype = None,
     token_budget: Annotated[
@@ -225,9 +227,14 @@ def purge(
     ids: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Post ids; - reads one per line from standard input.")
     ],
-    lift: Annotated[bool, typer.Option("--lift", help="Delete nothing; accept these posts again.")] = False,
+    lift: Annotated[
+        bool, typer.Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")
+    ] = False,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="Also make Redis rewrite its append-only file without them.")
+        bool,
+        typer.Option(
+            "--rewrite", help="Also make Redis rewrite its append-only file, which still holds the deleted data."
+        ),
     ] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -247,7 +254,7 @@ def purge(
     with told_plainly(settings):
         if lift:
             counts = {"lifted": lift_tombstones(redis, posts)}
-            summary = f"{subject} accepted again ({counts['lifted']:,} had been purged)"
+            summary = f"{subject} unblocked ({counts['lifted']:,} had been purged)"
         else:
             found = purge_posts(redis, settings, posts)
             counts = found._asdict()

@@ -62,7 +62,8 @@ def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
 def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> None:
     """Send the posts of dead letters to their queues again, with their original options.
 
-    A dead letter is removed once its post is in the queue. Exits 1 if any was not found or could not be retried.
+    A dead letter is removed once its post is in the queue. Exits 1 if a dead letter was not found or could not be
+    retried.
     """
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)

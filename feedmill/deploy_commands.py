@@ -36,7 +36,7 @@ app = typer.Typer()
 def deploy(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="Model folder, as save_pretrained writes it.", show_default=False),
+        typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.", show_default=False),
     ] = None,
     queue: ToQueue = None,
     own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
@@ -62,17 +62,17 @@ def deploy(
             return
         name = queue or settings.queue
         before = wanted(redis, name)
-        asked = _requested(folder)
-        want(redis, name, asked)
+        deployment = _requested(folder)
+        want(redis, name, deployment)
         nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
         if wait or not nodes:
-            reports = _wait_for_workers(celery, nodes, asked, lambda: wanted(redis, name) == asked, as_json)
-            message, status = _conclude(redis, name, asked, before, reports)
+            reports = _wait_for_workers(celery, nodes, deployment, lambda: wanted(redis, name) == deployment, as_json)
+            message, status = _conclude(redis, name, deployment, before, reports)
         else:
             _poll(celery, nodes)
             message = f"Asked {len(nodes):,} workers of queue {name} to switch. See `feedmill deploy --show`."
             status = 0
-    typer.echo(json.dumps({"queue": name, **asked._asdict(), "said": message}) if as_json else printable(message))
+    typer.echo(json.dumps({"queue": name, **deployment._asdict(), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
 
 
@@ -96,7 +96,7 @@ def _requested(folder: Path | None) -> Wanted:
 
 
 def _wait_for_workers(
-    celery: Celery, nodes: list[str], asked: Wanted, holds: Callable[[], bool], as_json: bool
+    celery: Celery, nodes: list[str], deployment: Wanted, holds: Callable[[], bool], as_json: bool
 ) -> dict[str, Report | None]:
     """Poll the workers until each has switched, failed or stopped reporting; print reports as they arrive.
 
@@ -107,7 +107,7 @@ def _wait_for_workers(
     heard = dict.fromkeys(nodes, time.monotonic())
     while nodes and holds():
         for node, report in _poll(celery, nodes):
-            ours = report.at == asked.at
+            ours = report.at == deployment.at
             if ours or not _is_done(report):  # or busy with an earlier deployment
                 heard[node] = time.monotonic()
             if ours and reports[node] != report:
@@ -142,14 +142,14 @@ def _show_report(node: str, report: Report, as_json: bool) -> None:
 
 
 def _conclude(
-    redis: Redis, queue: str, asked: Wanted, before: Wanted | None, reports: dict[str, Report | None]
+    redis: Redis, queue: str, deployment: Wanted, before: Wanted | None, reports: dict[str, Report | None]
 ) -> tuple[str, int]:
     """Return the summary and the exit status. Restores the previous deployment if no worker could switch."""
     if not reports:
         return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
-    if wanted(redis, queue) != asked:
+    if wanted(redis, queue) != deployment:
         rest = "another deployment replaced this one (see --show)"
     elif done == len(reports):
         return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
@@ -168,15 +168,15 @@ def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> No
     workers = watch.worker_statistics(celery)
     known: Any = redis.hkeys(WANTED)
     for queue in sorted({*known, *queues(redis, settings)}):
-        asked = wanted(redis, queue)
+        deployment = wanted(redis, queue)
         serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
         if as_json:
             runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}
-            typer.echo(json.dumps({"queue": queue, "wanted": asked and asked._asdict(), "workers": runs}))
+            typer.echo(json.dumps({"queue": queue, "wanted": deployment and deployment._asdict(), "workers": runs}))
             continue
         what = "each worker's own model"
-        if asked and asked.model:
-            what = f"{printable(asked.model)} ({printable(str(asked.weights)[:12])})"
+        if deployment and deployment.model:
+            what = f"{printable(deployment.model)} ({printable(str(deployment.weights)[:12])})"
         typer.echo(f"{printable(queue)}  deployed: {what}")
         for node, pool in serving.items():
             model = f"{pool['model']} ({pool['weights'][:12]})"

@@ -56,13 +56,13 @@ def enqueue(
         str | None,
         typer.Option(
             metavar="DATE",
-            help="Send only posts created since 2026-01-31 or 2026-01-31T12:30 (UTC).",
+            help="Send only posts created since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC).",
             show_default=False,
         ),
     ] = None,
     until: Annotated[
         str | None,
-        typer.Option(metavar="DATE", help="Send only posts created before this date (UTC).", show_default=False),
+        typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).", show_default=False),
     ] = None,
     labels: Labels = None,
     template: Template = None,
@@ -137,9 +137,9 @@ def _position(redis: Redis, file: str, sent_for: str, filters: Filters, id_colum
     """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
     if not is_file(file):
         return None
-    wanted = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
+    conditions = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
     try:
-        return Position(redis, file, sent_for, *wanted)
+        return Position(redis, file, sent_for, *conditions)
     except OSError:
         return None
 

@@ -65,10 +65,12 @@ def export_results(
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="DATE", help="Export only results stored since 2026-01-31 or 2026-01-31T12:30 (UTC)."),
+        typer.Option(
+            metavar="DATE", help="Export only results stored since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
+        ),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Export only results stored before this date (UTC).")
+        str | None, typer.Option(metavar="DATE", help="Export only results stored before DATE (UTC).")
     ] = None,
     label: Annotated[str | None, typer.Option(help="Export only results with this best label.")] = None,
     latest: Annotated[
@@ -114,21 +116,21 @@ def export_results(
             removed = export.purge(out, RowReader(redis))
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
-        wanted = Wanted(_seconds("--since", since), _seconds("--until", until), label, latest)
-        if wanted.since is not None and wanted.until is not None and wanted.since >= wanted.until:
+        filters = Wanted(_seconds("--since", since), _seconds("--until", until), label, latest)
+        if filters.since is not None and filters.until is not None and filters.since >= filters.until:
             raise UserError(f"--since {since} must be before --until {until}.")
         writes = export.format_of(str(form), COLUMNS if columns is None else _columns(columns))
         if part_rows is not None and not (follow or form is Form.PARQUET):
             raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
-        reader = RowReader(redis, wanted.until)
+        reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
         with (
             _stop_on_signal() as stop,
-            export.opened(out, writes, wanted, reader, follow, part_rows or export.PART_ROWS) as target,
+            export.opened(out, writes, filters, reader, follow, part_rows or export.PART_ROWS) as target,
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
-            run = _Run(reader, target, wanted, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            run = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             run.all()
     raise typer.Exit(run.report(out, as_json))
 
@@ -206,13 +208,13 @@ class _Run:
         self,
         reader: RowReader,
         target: Target,
-        wanted: Wanted,
+        filters: Wanted,
         stop: _StopRequest,
         notes: Console,
         follow: bool,
         part_seconds: float,
     ) -> None:
-        self._reader, self._target, self._wanted = reader, target, wanted
+        self._reader, self._target, self._filters = reader, target, filters
         self._stop = stop
         self._notes = notes
         self._follow = follow
@@ -282,7 +284,7 @@ class _Run:
     def _add(self, chunk: Chunk, bar: "_Bar") -> None:
         if chunk.missed != 0:
             self._report_missed(chunk)
-        rows = self._wanted.of(chunk.rows)
+        rows = self._filters.of(chunk.rows)
         if rows:
             self._target.add(rows, chunk.place)
         bar.move(len(rows), chunk)

@@ -17,10 +17,17 @@ from shared.settings import Settings, load, unknown_variables
 logger = logging.getLogger(__name__)
 
 RedisUrl = Annotated[
-    str | None, typer.Option(help="Redis URL, as in redis://:password@host:6379/0.", show_default=False)
+    str | None,
+    typer.Option(
+        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
+        show_default=False,
+    ),
 ]
 DataFolder = Annotated[
-    Path | None, typer.Option(help="Folder for the embedded stack's data and logs.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Model = Annotated[

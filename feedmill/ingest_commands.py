@@ -85,7 +85,7 @@ def reddit(
         Kind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Posts per topic; without --once, of the first pass only.", min=1, max=1000)
+        int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
     ] = DEFAULT_LIMIT,
     period: Annotated[Period, typer.Option(help="Period for --listing top.")] = Period.ALL,
     topics: Annotated[
@@ -138,8 +138,8 @@ def _stopping_on_signals(clock: Clock) -> Iterator[None]:
     """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
     # Ignored signals stay ignored: under nohup, a closed terminal does not stop the daemon.
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in wanted}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in handled}
     try:
         yield
     except Stopped:
@@ -248,7 +248,7 @@ def _one_pass(
     state = State(redis)
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
     roster = Roster(reddit, topics, state, clock)
-    once = Once(reddit, pusher, state, clock)
+    snapshot = Once(reddit, pusher, state, clock)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     listing = Listing(kind.value, limit, period.value if kind is Kind.TOP else "")
     columns = (
@@ -266,16 +266,16 @@ def _one_pass(
             except Fault as fault:
                 notes.print(f"{topic}: cannot check its subreddits ({fault})", markup=False)
             reading = Reading()
-            for reading in once.read(roster.active[topic], listing):
+            for reading in snapshot.read(roster.active[topic], listing):
                 note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
                 progress.update(
                     bar, completed=reading.read, note=f"{note}; {reading.problem}" if reading.problem else note
                 )
             progress.update(bar, total=max(reading.read, 1) if not reading.problem else limit)
             problems += bool(reading.problem)
-        looks = Looks(reddit, redis, state, settings, clock, once.send)
+        rechecks = Looks(reddit, redis, state, settings, clock, snapshot.send)
         try:
-            while not patiently(looks.run, clock):
+            while not patiently(rechecks.run, clock):
                 pass
         except RedditFault as fault:
             notes.print(f"recheck of earlier posts failed ({fault}); the next run repeats it", markup=False)

@@ -56,7 +56,7 @@ def results(
     claim_after: Annotated[
         float | None,
         typer.Option(
-            help=f"Seconds before unacknowledged results of another reader move here (default: {CLAIM_AFTER:.0f})."
+            help=f"Seconds before taking over another reader's unacknowledged results (default: {CLAIM_AFTER:.0f})."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -79,10 +79,10 @@ def results(
         raise UserError("--limit cannot be combined with --group, which resumes where it stopped.")
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
-    wanted = Wanted(label, min_score, subreddit)
+    filters = Wanted(label, min_score, subreddit)
     shown = DEFAULT_LIMIT if limit is None else limit
     since, after = 0.0 if from_start else None, CLAIM_AFTER if claim_after is None else claim_after
-    reader = open_reader(redis, group, consumer, wanted, since, shown, after)
+    reader = open_reader(redis, group, consumer, filters, since, shown, after)
     with _exiting_on_interrupt(), told_plainly(settings):
         if follow or group is not None:
             _show(reader, follow, as_json)
@@ -96,7 +96,7 @@ def results(
                 return
             lines = list(failures)
         else:
-            lines = [_line(result, as_json) for result in newest(redis, count, wanted)]
+            lines = [_line(result, as_json) for result in newest(redis, count, filters)]
         more = limit is None and len(lines) > DEFAULT_LIMIT
         _print(lines[1:] if more else lines)
         if more and not as_json:

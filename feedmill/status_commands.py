@@ -212,7 +212,8 @@ def _device(pool: dict[str, Any]) -> str:
 @app.command()
 def health(
     parts: Annotated[
-        list[Part] | None, typer.Option("--check", help="Check only this part; may be repeated.", show_default=False)
+        list[Part] | None,
+        typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
     ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,

@@ -203,22 +203,22 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
     """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
-    asked = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
-    noted = folder / CHECKPOINTS / BEGUN
+    current = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
+    record_file = folder / CHECKPOINTS / BEGUN
     if options.resume:
         try:
-            begun = json.loads(noted.read_text())
+            recorded = json.loads(record_file.read_text())
         except (OSError, ValueError):
-            begun = {}
-        if begun != asked:
-            what = "other options" if begun.get("digest") == asked["digest"] else "other posts"
+            recorded = {}
+        if recorded != current:
+            what = "other options" if recorded.get("digest") == current["digest"] else "other posts"
             raise UserError(
                 f"The training in {folder} was started with {what}. Use the same ones or delete the folder; if posts "
                 "still arrive, train on an export."
             )
         return
-    noted.parent.mkdir(exist_ok=True)
-    noted.write_text(json.dumps(asked))
+    record_file.parent.mkdir(exist_ok=True)
+    record_file.write_text(json.dumps(current))
 
 
 def _tested(

@@ -392,9 +392,9 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     }  # fmt: skip
     assert store.latest(5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (lifted.returncode, lifted.stdout) == (0, "2 posts accepted again (1 had been purged)\n")
+    assert (lifted.returncode, lifted.stdout) == (0, "2 posts unblocked (1 had been purged)\n")
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m accepted again (0 had been purged)\n")
+    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m unblocked (0 had been purged)\n")
     assert feedmill("purge", "--lift", "--json", "a2", cwd=tmp_path, **url).stdout == '{"posts": 1, "lifted": 1}\n'
 
 

@@ -92,6 +92,8 @@ def test_a_training_into_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UserError, match=r"^--out: .*out is a file\. Choose a folder\.$"):
         train_commands.check_folder(tmp_path / "out", resume=False)
+    with pytest.raises(UserError, match=r"^Cannot create .*/out/below: Not a directory\.$"):
+        train_commands.check_folder(tmp_path / "out" / "below", resume=False)
 
 
 def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
