@@ -47,8 +47,8 @@ def deploy(
 ) -> None:
     """Switch the workers of a queue to another model without stopping them.
 
-    FOLDER must exist under the same absolute path on every worker's machine. Exits 1 if a worker did not switch; if
-    none did, the previous deployment is restored.
+    FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
+    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue.
     """
     settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
@@ -144,7 +144,7 @@ def _show_report(node: str, report: Report, as_json: bool) -> None:
 def _conclude(
     redis: Redis, queue: str, deployment: Wanted, before: Wanted | None, reports: dict[str, Report | None]
 ) -> tuple[str, int]:
-    """Return the summary and the exit status. Restores the previous deployment if no worker could switch."""
+    """Return the summary and the exit status. Restores the previous deployment if every worker failed."""
     if not reports:
         return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())

@@ -159,7 +159,7 @@ def _columns(given: str) -> tuple[str, ...]:
 
 
 class _StopRequest:
-    """Set by the first signal that asks the export to stop."""
+    """Flag that the first signal sets to stop the export."""
 
     is_set = False
 

@@ -290,7 +290,7 @@ def gaps(
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """List the periods in which posts of a subreddit were missed.
+    """List gaps: periods in which posts of a subreddit were missed.
 
     Fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear the list.
     """

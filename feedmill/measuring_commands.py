@@ -124,8 +124,8 @@ def evaluate(
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 
-    Prints accuracy, macro-F1 and the figures of each label. Give several --model to compare models. Exits 1 if a post
-    failed or a record was skipped.
+    Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
+    compare models. Exits 1 if a post failed or a record was skipped.
     """
     flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
     each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]

@@ -1,4 +1,4 @@
-"""Check of the Python version, the operating system and redis-server before an installation.
+"""Check Python, the operating system and redis-server before an installation.
 
 The Makefile runs this file with the system's Python before it installs anything, so the file imports the standard
 library only. It prints the problem and exits with status 1 if `make demo` cannot work on this machine.

@@ -106,7 +106,7 @@ def train(
 ) -> None:
     """Fine-tune a classifier on labelled posts.
 
-    `feedmill worker --model OUT` serves the trained model; docs/training.md explains each option.
+    Serve the trained model with `feedmill worker --model OUT`. See docs/training.md.
     """
     given = dict(locals())
     settings = settings_of(device=given.pop("device"), redis_url=given.pop("redis_url"))
