@@ -125,7 +125,7 @@ def test_a_dead_letter_says_which_queue_it_came_out_of(house: House) -> None:
     entry = dead.get(name)
     assert isinstance(entry, Entry)
     assert entry.letter.queue == "feedmill-moods"
-    assert house.run("dead", "retry", "bad")[:2] == (0, "1 sent again\n")
+    assert house.run("dead", "retry", "bad")[:2] == (0, "1 retried\n")
     wait_until(lambda: dead.find(["bad"])["bad"], "it is one again, of the same worker")
     (name,) = dead.find(["bad"])["bad"]
     entry = dead.get(name)
