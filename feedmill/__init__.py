@@ -91,8 +91,8 @@ def results(
             has not acknowledged. Must exceed the time that one result takes to process.
 
     Yields:
-        A Result for each post: `result.post` and `result.classification`. A Missed where results were trimmed from the
-        stream before this reader reached them.
+        A Result for each classification: `result.post` and `result.classification`. A Missed where results were
+        trimmed from the stream before this reader reached them.
 
     Raises:
         shared.errors.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
