@@ -1,9 +1,44 @@
-"""The front door: the `feedmill` command, the embedded stack, the demo and its posts; what an application imports.
+"""The public Python API, the `feedmill` command, the embedded stack and the demo.
 
-`results` reads the stream of results (docs/results.md). `classify` is the Celery task: in an application of one's own,
-`classify.delay(posts=[…])` sends posts to a worker, and `classify(posts=[…])` classifies them here, in this process;
-`ClassifyTask` is the base of tasks of one's own, and `MessageFailed` their error (docs/celery.md). Importing this
-package imports nothing else: what they need comes with their first use.
+| name | what it is |
+|---|---|
+| `results` | a function that reads classification results from Redis |
+| `classify` | the Celery task `feedmill.classify`: send posts to a worker, or classify them in this process |
+| `ClassifyTask` | the base class for your own Celery tasks whose posts are classified in micro-batches |
+| `MessageFailed` | the error of a message whose posts all failed, or any of them with `strict=True` |
+| `Result` | a post and its classification, as `results` yields it |
+| `Missed` | results that were trimmed from the stream before they were read, as `results` yields it |
+
+Send posts to a worker and wait for the outcomes:
+
+    import os
+
+    from celery import Celery
+    from feedmill import MessageFailed, classify
+
+    url = os.environ["FEEDMILL_REDIS_URL"]
+    app = Celery(broker=url, backend=url)
+    try:
+        (outcome,) = classify.delay(posts=[{"id": "a1", "title": "The keeper saved two penalties"}]).get(timeout=60)
+    except MessageFailed as error:
+        print(error)
+    else:
+        print(outcome["label"])
+
+Classify in this process, without Redis or a worker; this needs `pip install 'feedmill[worker]'`:
+
+    classify(posts=[{"id": "a1", "title": "The keeper saved two penalties"}])
+
+Define a task that retries failed messages; `feedmill worker --include mytasks` loads it:
+
+    from celery import shared_task
+    from feedmill import ClassifyTask, MessageFailed
+
+    @shared_task(bind=True, base=ClassifyTask, autoretry_for=(MessageFailed,), max_retries=3)
+    def careful(self, /, *args, **kwargs):
+        return self.outcomes()
+
+`import feedmill` is cheap: it imports a name's module when the name is first used.
 """
 
 from collections.abc import Generator
@@ -35,21 +70,43 @@ def results(
     since: float | None = None,
     claim_after: float = 60.0,
 ) -> "Generator[Result | Missed]":
-    """Results as they come; and Missed, wherever some were trimmed from the stream before they could be read.
+    """Yield classification results from Redis as they arrive.
 
-    redis_url: as in the environment (FEEDMILL_REDIS_URL), which counts where it is not given.
-    group: share the results with the other readers of this group, and go on where it stopped. Each result is given at
-        least once: it is acknowledged when the next one is asked for.
-    consumer: this reader's name in the group, unlike all others'; unset, made of host and process.
-    follow: wait for results to come; otherwise end where none is left.
-    label, min_score, subreddit: leave out the others. The score is that of the best label.
-    since: seconds since 1970 from which to read, 0 for all that is there. Unset: from now on; with `follow=False`, all
-        that is there. With a group it counts where the group is new, and unset is from now on.
-    claim_after: seconds after which what another reader of the group has not acknowledged is given to this one.
+    The generator connects when the first item is requested. After a lost connection it reconnects and continues at the
+    same place.
 
-    Connects when the first result is asked for, and again, at the same place, whenever the connection is lost. Raises
-    shared.errors.UserError with a sentence: at once for what cannot be asked for, and later for a Redis that does not
-    answer at the start, or refuses.
+    Args:
+        redis_url: URL of Redis, such as `redis://:password@host:6379/0`. Default: FEEDMILL_REDIS_URL, else the running
+            `feedmill up`, else localhost.
+        group: Name of a consumer group. The readers of a group share its results, and the group continues where it
+            stopped. Each result is delivered at least once; requesting the next item acknowledges it.
+        consumer: Name of this reader, unique in the group. Default: host name and process ID.
+        follow: Wait for new results. With False, stop when no result is left.
+        label: Yield only results with this best label, spelled exactly.
+        min_score: Yield only results whose best label has at least this score.
+        subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
+        since: Start at this time, in seconds since 1970; 0 starts at the oldest result in the stream. Default: now,
+            or 0 with `follow=False` and no group. An existing group ignores it.
+        claim_after: Seconds after which this reader takes over results that another reader of the group received and
+            has not acknowledged. Must exceed the time that one result takes to process.
+
+    Yields:
+        A Result for each classification: `result.post` and `result.classification`. A Missed where results were
+        trimmed from the stream before this reader reached them.
+
+    Raises:
+        shared.errors.UserError: At the call, for an invalid argument or setting. At the first item, if Redis cannot be
+            reached or refuses the connection. Later, only if Redis refuses a command.
+
+    Example:
+        import feedmill
+
+        for item in feedmill.results(group="archive", since=0, follow=False):
+            if isinstance(item, feedmill.Missed):
+                print("missed", item.count or "some", "results")
+            else:
+                found = item.classification
+                print(item.post.id, found.label, found.scores[found.label])
     """
     from shared.broker import connect  # noqa: PLC0415
     from shared.readers import Wanted, open_reader  # noqa: PLC0415
@@ -59,12 +116,13 @@ def results(
     if since is None and not follow and group is None:
         since = 0.0
     redis = connect(settings)
-    wanted = Wanted(label, min_score, subreddit)
-    reader = open_reader(redis, group, consumer, wanted, since, claim_after=claim_after)
+    filters = Wanted(label, min_score, subreddit)
+    reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
     return _items(reader, follow, settings, redis)
 
 
 def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> "Generator[Result | Missed]":
+    """Yield the reader's items, and close the connection when the generator ends."""
     from shared.readers import items, told_plainly  # noqa: PLC0415
 
     try:
@@ -74,8 +132,8 @@ def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> 
         redis.close()
 
 
-#: What else is public, and where it lies.
-_ELSEWHERE = {
+#: Public names of other packages, each with its module.
+_LAZY_NAMES = {
     "ClassifyTask": "workers.task",
     "MessageFailed": "shared.errors",
     "Missed": "shared.readers",
@@ -85,7 +143,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """The task, its base and its error, and what `results` yields, without importing them beforehand."""
-    if name in _ELSEWHERE:
-        return getattr(import_module(_ELSEWHERE[name]), name)
+    """Import a public name of another package on first use."""
+    if name in _LAZY_NAMES:
+        return getattr(import_module(_LAZY_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The `feedmill` command: makes sure of its own packages, then hands over to feedmill/cli.py."""
+"""Entry point of the `feedmill` command: verify that Python imports our packages, then run feedmill/cli.py."""
 
 import sys
 from importlib.util import find_spec
@@ -9,26 +9,28 @@ PACKAGES = ("shared", "producers", "workers")
 
 
 def mixed_up() -> str | None:
-    """What is wrong when a package beside ours bears one of our names; None when all four share one parent.
+    """Return an error message if another package shadows one of ours, else None.
 
-    The names are general, and Python takes the first that it finds: in the working directory, say.
+    The package names are common words, and Python imports the first match on its path, which may lie in the working
+    directory.
     """
     for name in PACKAGES:
         spec = find_spec(name)
         found = Path(spec.origin).resolve().parent if spec and spec.origin else None
         if found != HOME / name:
             return (
-                f"the package {name!r} should come from {HOME / name}, but Python finds "
-                f"{found or 'none'}. Start `feedmill` as installed, or leave the folder that holds the other one."
+                f"package {name!r} must come from {HOME / name}, but Python finds {found or 'none'}. "
+                "Run the installed `feedmill` from another directory."
             )
     return None
 
 
 def main() -> None:
+    """Run the command; exit with status 2 if another package shadows one of ours."""
     if problem := mixed_up():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
-    from feedmill.cli import run  # noqa: PLC0415 - imports the packages that were just checked
+    from feedmill.cli import run  # noqa: PLC0415 - imports the packages checked above
 
     run()
 

@@ -1,7 +1,7 @@
-"""The `feedmill` command. Each command reads its flags, calls one thing and prints what came back.
+"""The `feedmill` command. Each subcommand reads its options, calls one function and prints the result.
 
-Exit status: 0 when all went well, or the reader of a pipe closed it; 1 when part of the input was skipped, or nothing
-was found; 2 when a mistake was made that the message explains, or the output could not be written.
+Exit status: 0 on success, and when the reader of a pipe closes it; 1 if part of the input was skipped or nothing was
+found; 2 on a user error, which the message explains, or if the output cannot be written.
 """
 
 import errno
@@ -59,12 +59,13 @@ from shared.purge import purge as purge_posts
 from shared.purge import rewrite as rewrite_file
 from shared.settings import DAY, PREFIX, stack_runs
 
-#: Errors of a write that has no place for its data.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+#: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
-    help="Posts in, labels out: enqueue posts, classify them in micro-batches, read the results.",
+    help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
+    "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
 app.add_typer(results_commands.app, name="results")
 app.add_typer(dead_commands.app, name="dead")
@@ -80,8 +81,9 @@ app.add_typer(train_commands.app)
 app.add_typer(measuring_commands.app)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_given: bool) -> None:
+    """Print the version and exit, if `--version` is given."""
+    if is_given:
         typer.echo(f"feedmill {__version__}")
         raise typer.Exit
 
@@ -89,42 +91,49 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     log_format: Annotated[
-        str | None, typer.Option(help="What a line of the log is: text or json.", show_default=False)
+        str | None, typer.Option(help="Log format: text or json (default: text).", show_default=False)
     ] = None,
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Flags that hold for every command."""
+    """Store the options that apply to every command."""
     flags.log_format = log_format
 
 
 @app.command()
 def demo(
-    keep: Annotated[bool, typer.Option(help="Stay up until Ctrl-C.")] = False,
-    all_posts: Annotated[bool, typer.Option("--all", help="Show every post, not one of each topic.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
+    all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of one per topic.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
 ) -> None:
-    """Start a Redis, a worker and Flower, classify the bundled posts, show the result, stop everything."""
+    """Run the whole system once on the bundled posts.
+
+    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
+    """
     run_demo(settings_of(), keep, as_json, all_posts)
 
 
 @app.command()
 def up(data_folder: DataFolder = None) -> None:
-    """Start a Redis, a worker and Flower, and keep them until Ctrl-C or SIGTERM, with their data in a folder."""
+    """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
+
+    Data and logs stay in the data folder for the next `feedmill up`. While it runs, other commands connect to its Redis
+    by default.
+    """
     settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     if settings.redis_url is not None:
         raise SettingsError(
-            "`feedmill up` starts a Redis of its own, but FEEDMILL_REDIS_URL is set, and every other command would "
-            "use that one. Unset it; or, to use that Redis, start `feedmill worker` instead."
+            "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
+            "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
         )
     with ended_by_signals():
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             for line in stack.start():
                 notes.print("[green]✓[/]", Text(line))
-            notes.print(Text(f"Data and logs are in {settings.data_folder}. Ctrl-C stops everything, as SIGTERM does."))
+            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C stops everything."))
             notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(partial(notes.print, markup=False))
         finally:
@@ -133,15 +142,15 @@ def up(data_folder: DataFolder = None) -> None:
 
 @app.command()
 def url(data_folder: DataFolder = None) -> None:
-    """Print the address of the Redis that the commands use, with its password, for other programs.
+    """Print the URL of the Redis that the commands use, including its password.
 
-    `FEEDMILL_REDIS_URL=$(feedmill url) python app.py` hands it to one.
+    Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
     settings = settings_of(data_folder=data_folder)
     if settings.redis_url is None and not stack_runs(settings.data_folder):
         raise SettingsError(
-            f"No `feedmill up` runs with its data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set: "
-            "start the one, or set the other."
+            f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
+            "Start `feedmill up`, or set the variable."
         )
     typer.echo(settings.broker_url)
 
@@ -150,7 +159,8 @@ def url(data_folder: DataFolder = None) -> None:
 def worker(
     model: Model = None,
     queue: Annotated[
-        str | None, typer.Option(help="Queue to serve; each model has one of its own.", show_default=False)
+        str | None,
+        typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
     ] = None,
     revision: Revision = None,
     classifier: Kind = None,
@@ -158,20 +168,31 @@ def worker(
     device: Device = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="A worker on each device: all, GPUs such as 0,2, cpu or cpu:N.", show_default=False),
+        typer.Option(
+            help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
+            show_default=False,
+        ),
     ] = None,
     dtype: Dtype = None,
-    token_budget: Annotated[int | None, typer.Option(help="Tokens of one micro-batch, padding included.")] = None,
-    name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
+    ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve metrics to Prometheus, on loopback.", show_default=False)
+        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
     ] = None,
     include: Annotated[
-        str | None, typer.Option(help="Modules with Celery tasks of your own: a,b.c.", show_default=False)
+        str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.", show_default=False)
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Run one worker on one device, or one on each, until SIGTERM. They finish what they hold before they go."""
+    """Run a worker on one device, or one worker per device.
+
+    On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
+    to the queue.
+    """
     flags = {
         "model": model,
         "queue": queue,
@@ -192,43 +213,53 @@ def worker(
         if len(found) > 1:
             raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], flags).run())
         (share,) = found
-        os.environ.update(share.environment)  # before torch is imported, which looks once
+        os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
     try:
-        from workers.run import run_worker  # noqa: PLC0415 - torch, which only workers have
+        from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     except ModuleNotFoundError as missing:
-        raise UserError(f"A worker needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
+        raise UserError(f"A worker needs the package {missing.name}. Run `pip install 'feedmill[worker]'`.") from None
     raise typer.Exit(run_worker(settings, name))
 
 
 @app.command()
 def purge(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Posts' ids; - reads them, one a line.")],
-    lift: Annotated[bool, typer.Option("--lift", help="Purge nothing: take the posts again from now on.")] = False,
+    ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Post ids; - reads one per line from standard input.")
+    ],
+    lift: Annotated[
+        bool, typer.Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")
+    ] = False,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="Have Redis write its append-only file anew, without them.")
+        bool,
+        typer.Option(
+            "--rewrite", help="Also make Redis rewrite its append-only file, which still holds the deleted data."
+        ),
     ] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Remove all that is kept of posts, and take them no more."""
+    """Delete everything stored about the given posts and block them from being ingested again.
+
+    The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). Exits 1 if nothing was stored.
+    """
     settings = settings_of(redis_url=redis_url)
     posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
     if not posts:
-        raise UserError("Standard input names no post: give ids, one a line.")
+        raise UserError("Standard input contains no post id. Give one id per line.")
     if lift and rewrite:
-        raise UserError("--lift brings nothing back and removes nothing: leave --rewrite out.")
+        raise UserError("--lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.")
     subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
     redis = connect(settings)
     with told_plainly(settings):
         if lift:
             counts = {"lifted": lift_tombstones(redis, posts)}
-            told = f"{subject} may be sent again ({counts['lifted']:,} had been purged)"
+            summary = f"{subject} unblocked ({counts['lifted']:,} had been purged)"
         else:
             found = purge_posts(redis, settings, posts)
             counts = found._asdict()
-            told = f"{subject} purged ({_removed(found)}); refused for {settings.tombstone_ttl / DAY:.3g} days"
-    typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else told)
+            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY:.3g} days"
+    typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else summary)
     if rewrite:
         with told_plainly(settings):
             rewrite_file(redis)
@@ -236,30 +267,30 @@ def purge(
 
 
 def _removed(found: Purged) -> str:
-    """What a purge found, in words."""
+    """Format what a purge deleted, such as `sent: 1, results: 2`."""
     counts = {
-        "sent": found.sent,
+        "marked as sent": found.sent,
         "results": found.results,
         "stream entries": found.entries,
         "dead letters": found.dead_letters,
         "Celery results": found.celery_results,
         "messages": found.messages,
     }
-    return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was kept"
+    return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was stored"
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input that are not empty."""
+    """Yield the non-empty lines of standard input."""
     for line in sys.stdin.buffer:
         if text := line.decode(errors="replace").strip():
             yield text
 
 
 def run() -> None:
-    """Run the console script: show a mistake as its sentence, never as a traceback."""
+    """Run the console script; report user errors as a message, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
-            stream.reconfigure(errors="backslashreplace")  # escape what the encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
     try:
         try:
             app()
@@ -268,32 +299,32 @@ def run() -> None:
     except UserError as error:
         _end(2, str(error))
     except SystemExit as end:
-        # typer and rich end with status 1 when the reader of standard output has closed the pipe.
+        # typer and rich exit with status 1 when the reader of standard output closes the pipe.
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _end(0)
     except BrokenPipeError:
         _end(0)
     except OSError as error:
-        if error.errno not in NO_ROOM or error.filename is not None:
+        if error.errno not in WRITE_ERRORS or error.filename is not None:
             raise
-        _end(2, f"Output cannot be written: {error.strerror}.")
+        _end(2, f"Cannot write the output: {error.strerror}.")
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # it is None where it was closed at the start
+    if sys.stdout is not None:  # None if the parent process closed it
         sys.stdout.flush()
 
 
-def _end(status: int, said: str = "") -> NoReturn:
-    """Exit with a sentence; whatever of the output cannot be written is dropped."""
+def _end(status: int, message: str = "") -> NoReturn:
+    """Exit with a message on standard error; discard output that cannot be written."""
     with suppress(OSError):
-        if said:
-            sys.stderr.write(f"feedmill: {printable_lines(said)}\n")
+        if message:
+            sys.stderr.write(f"feedmill: {printable_lines(message)}\n")
             sys.stderr.flush()
     try:
         _flush()
     except OSError:
-        # Python flushes stdout once more as it exits, and would fail again.
+        # Python flushes stdout again at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""`feedmill dead`: what could not be classified, and why; sent again, or dropped."""
+"""The `feedmill dead` commands: list, show, retry and drop dead letters."""
 
 import json
 import sys
@@ -17,25 +17,25 @@ from shared.dead import DeadLetters, Element, Entry
 from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
 from shared.messages import ClassifyOptions, DeadLetter, Post
 
-#: Letters that are shown where no number is given.
-COUNT = 20
-#: Names of letters that a sentence quotes.
-QUOTED = 5
+#: Dead letters that `list` shows by default.
+DEFAULT_COUNT = 20
+#: Ids that an error message quotes at most.
+MAX_QUOTED_IDS = 5
 
-app = typer.Typer(help="See to dead letters: what could not be classified, and why.", no_args_is_help=True)
+app = typer.Typer(help="List, retry or drop dead letters (posts that could not be classified).", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The letter's id, as `list` shows it, or its post's.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Letters' ids, or their posts'.")]
-All = Annotated[bool, typer.Option("--all", help="All that are there now.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the dead letter, as `list` shows it, or of its post.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of dead letters or of their posts.")]
+All = Annotated[bool, typer.Option("--all", help="Select every dead letter.")]
 
 
 @app.command("list")
 def list_(
-    count: Annotated[int, typer.Option(help="How many of the newest to show.", min=1)] = COUNT,
+    count: Annotated[int, typer.Option(help="Number of dead letters to show.", min=1)] = DEFAULT_COUNT,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Show the newest dead letters: id, post, time, reason."""
+    """List the newest dead letters with id, post, time and reason."""
     settings = settings_of(redis_url=redis_url)
     is_empty = True
     with told_plainly(settings):
@@ -48,21 +48,22 @@ def list_(
 
 @app.command()
 def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
-    """Show all that is kept of one: reason, post, options, traceback."""
+    """Show one dead letter in full: reason, post, options and traceback."""
     settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
         found, missing = _named(DeadLetters(connect(settings)), [name])
         for each in found:
             typer.echo(_as_json(each) if as_json else _described(each))
-    _tell_missing(missing)
+    _report_missing(missing)
     raise typer.Exit(1 if missing else 0)
 
 
 @app.command()
 def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> None:
-    """Send the posts of dead letters again, each with its options and to the queue that it came out of.
+    """Send the posts of dead letters to their queues again, with their original options.
 
-    A letter goes once its post is in the queue.
+    A dead letter is removed once its post is in the queue. Exits 1 if a dead letter was not found or could not be
+    retried.
     """
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
@@ -70,7 +71,7 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
 
     @cache
     def app_of(queue: str | None) -> Application:
-        """What sends to this queue; an application has one."""
+        """Return an application that sends to this queue."""
         return make_app(settings.model_copy(update={"queue": queue or settings.queue}))
 
     sent = refused = 0
@@ -78,13 +79,13 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
         chosen, missing = _chosen(dead, ids, every)
         for each in chosen:
             if why := _send_again(each, dead, redis, app_of):
-                typer.echo(f"feedmill: {printable(each.name)} {printable(why)}", err=True)
+                typer.echo(f"feedmill: {printable(each.name)} not retried: {printable(why)}", err=True)
                 refused += 1
             else:
                 dead.remove(each)
                 sent += 1
-    _tell_missing(missing)
-    typer.echo(f"{sent:,} sent again" + (f", {refused:,} cannot be and stay" if refused else ""))
+    _report_missing(missing)
+    typer.echo(f"{sent:,} retried" + (f", {refused:,} not retried and kept" if refused else ""))
     raise typer.Exit(1 if refused or missing else 0)
 
 
@@ -92,85 +93,85 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
 def drop(
     ids: Ids = None,
     every: All = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before all are dropped.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation with --all.")] = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Remove dead letters for good."""
+    """Delete dead letters permanently."""
     settings = settings_of(redis_url=redis_url)
     dead = DeadLetters(connect(settings))
     dropped = 0
     with told_plainly(settings):
         chosen, missing = _chosen(dead, ids, every)
         if every and not yes:
-            _ask(dead.count())
+            _confirm(dead.count())
         for each in chosen:
             dead.remove(each)
             dropped += 1
-    _tell_missing(missing)
+    _report_missing(missing)
     typer.echo(f"{dropped:,} dropped")
     raise typer.Exit(1 if missing else 0)
 
 
-def _ask(count: int) -> None:
-    """Returns if a person says yes. Raises UserError where there is nobody to ask."""
+def _confirm(count: int) -> None:
+    """Ask for confirmation and abort on "no". Raises UserError if standard input is no terminal."""
     if not sys.stdin.isatty():
-        raise UserError("--all drops every dead letter for good: add --yes.")
-    typer.confirm(f"Drop {count:,} dead letters for good?", abort=True)
+        raise UserError("--all drops every dead letter permanently. Add --yes to confirm.")
+    typer.confirm(f"Drop {count:,} dead letters permanently?", abort=True)
 
 
 def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry | Element], list[str]]:
-    """Those that are meant, and the ids that none goes by. Raises UserError."""
+    """Return the selected dead letters, and the ids without one. Raises UserError unless ids or --all are given."""
     if bool(ids) == every:
-        raise UserError("Say which dead letters: ids, as `feedmill dead list` shows them, or --all.")
+        raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
 
 
 def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry | Element], list[str]]:
-    """Find the one that goes by each id, read when its turn comes; and the ids that none goes by.
+    """Return the dead letter for each id, read lazily, and the ids without one.
 
-    Raises UserError where several go by one.
+    Raises UserError if several dead letters match one id.
     """
     found = dead.find(ids)
     for name, several in found.items():
         if len(several) > 1:
-            names = ", ".join(several[:QUOTED]) + (", …" if len(several) > QUOTED else "")
+            names = ", ".join(several[:MAX_QUOTED_IDS]) + (", …" if len(several) > MAX_QUOTED_IDS else "")
             raise UserError(
-                f"{len(several):,} dead letters go by {printable(name)}, and nothing was done: give the id of one "
-                f"({names})."
+                f"{len(several):,} dead letters match {printable(name)}, so nothing was changed. Give the id of one: "
+                f"{names}."
             )
     chosen = dict.fromkeys(each for several in found.values() for each in several)
     letters = (letter for each in chosen if (letter := dead.get(each)))
     return letters, [name for name, several in found.items() if not several]
 
 
-def _tell_missing(ids: Sequence[str]) -> None:
+def _report_missing(ids: Sequence[str]) -> None:
     for name in ids:
-        typer.echo(f"feedmill: no dead letter goes by {printable(name)}: gone, or never there", err=True)
+        typer.echo(f"feedmill: no dead letter matches {printable(name)}", err=True)
 
 
 def _send_again(
     each: Entry | Element, dead: DeadLetters, redis: Redis, app_of: Callable[[str | None], Application]
 ) -> str | None:
-    """Publish its post once more; why not, where it cannot be."""
+    """Publish the post of a dead letter again; return the reason if that is impossible, else None."""
     if isinstance(each, Element):
-        return "is no message, and cannot be sent again"
+        return "the element is not a message"
     try:
         post, options = _read(each.letter)
     except (PostRefused, RequestRefused) as refused:
-        return f"cannot be sent again: {refused}"
+        return str(refused)
     dead.expect_again(each.letter)
     app = app_of(each.letter.queue)
     pusher = Pusher(app, redis, app.settings, options, again=True)
     pusher.push([post])
-    return f"cannot be sent again: post {post.id} was purged" if pusher.gone else None
+    return f"post {post.id} was purged" if pusher.gone else None
 
 
 def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
-    """What it takes to send a letter's post again. Raises PostRefused and RequestRefused."""
+    """Return the post and options of a dead letter. Raises PostRefused or RequestRefused if one was not stored."""
     if letter.post is None:
-        raise PostRefused(letter.id, "", "no post was kept of it")
+        raise PostRefused(letter.id, "", "the post was not stored")
     if letter.options is None:
-        raise RequestRefused("its options were too long to be kept")
+        raise RequestRefused("the options were too long to store")
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
 
 
@@ -184,14 +185,14 @@ def _as_json(each: Entry | Element) -> str:
 
 def _line(each: Entry | Element) -> str:
     if isinstance(each, Element):
-        return f"{each.name}  {len(each.content):,} bytes that are no message"
+        return f"{each.name}  {len(each.content):,} bytes, not a message"
     letter = each.letter
     return printable(f"{each.name:<18} {letter.id or '-':<12} {_time(letter.failed_at)}  {letter.reason}")
 
 
 def _described(each: Entry | Element) -> str:
     if isinstance(each, Element):
-        return f"{each.name}  no message:\n{printable(each.content.decode('utf-8', 'replace'))}"
+        return f"{each.name}  not a message:\n{printable(each.content.decode('utf-8', 'replace'))}"
     letter = each.letter
     facts = {
         "letter": each.name,

@@ -1,6 +1,7 @@
-"""`feedmill deploy`: puts another model to work on the workers of a queue, which go on meanwhile.
+"""The `feedmill deploy` command: switch the workers of a queue to another model while they keep running.
 
-What is wanted is noted in Redis; the workers are told to look, and asked again and again how it goes.
+The command stores the requested model in Redis, asks the workers to check for it, and polls them until they have
+switched or failed.
 """
 
 import json
@@ -21,11 +22,12 @@ from shared.keys import WANTED
 from shared.serving import Report, Stage, Wanted, check_queue, queues, want, wanted
 from shared.settings import Settings
 
-#: Seconds for which a worker may say nothing of what it was asked for.
-SILENT = 30.0
-#: Seconds between two questions, and those that an answer may take.
-PAUSE = 0.5
-PATIENCE = 1.0
+#: Seconds without a report on the deployment after which a worker counts as unresponsive.
+REPORT_TIMEOUT_S = 30.0
+#: Seconds between two polls of the workers.
+POLL_INTERVAL_S = 0.5
+#: Seconds that a poll waits for the workers' answers.
+ANSWER_TIMEOUT_S = 1.0
 
 app = typer.Typer()
 
@@ -34,24 +36,24 @@ app = typer.Typer()
 def deploy(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="The model, as save_pretrained writes it.", show_default=False),
+        typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.", show_default=False),
     ] = None,
     queue: ToQueue = None,
-    own: Annotated[
-        bool, typer.Option("--own", help="In place of a folder: the model of each worker's own settings.")
-    ] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="Change nothing: tell what is wanted, and who runs what.")
-    ] = False,
-    wait: Annotated[bool, typer.Option(help="Stay until all workers have switched, or said why not.")] = True,
+    own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until every worker has switched or failed.")] = True,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Put another model to work on the workers of a queue, without stopping them."""
+    """Switch the workers of a queue to another model without stopping them.
+
+    FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
+    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue.
+    """
     settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
     if [folder is not None, own, show].count(True) != 1:
-        raise UserError("Give one of these: the FOLDER of a model, --own, or --show.")
+        raise UserError("Give exactly one of FOLDER, --own and --show.")
     with told_plainly(settings):
         if queue is not None:
             check_queue(redis, queue)
@@ -60,59 +62,61 @@ def deploy(
             return
         name = queue or settings.queue
         before = wanted(redis, name)
-        asked = _asking(folder)
-        want(redis, name, asked)
+        deployment = _requested(folder)
+        want(redis, name, deployment)
         nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
         if wait or not nodes:
-            reports = _told(celery, nodes, asked, lambda: wanted(redis, name) == asked, as_json)
-            said, status = _ended(redis, name, asked, before, reports)
+            reports = _wait_for_workers(celery, nodes, deployment, lambda: wanted(redis, name) == deployment, as_json)
+            message, status = _conclude(redis, name, deployment, before, reports)
         else:
-            _answers(celery, nodes)
-            said, status = f"{len(nodes):,} workers of queue {name} were told: --show tells how it goes.", 0
-    typer.echo(json.dumps({"queue": name, **asked._asdict(), "said": said}) if as_json else printable(said))
+            _poll(celery, nodes)
+            message = f"Asked {len(nodes):,} workers of queue {name} to switch. See `feedmill deploy --show`."
+            status = 0
+    typer.echo(json.dumps({"queue": name, **deployment._asdict(), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
 
 
-def _asking(folder: Path | None) -> Wanted:
-    """Raises UserError where the folder holds no model."""
+def _requested(folder: Path | None) -> Wanted:
+    """Return the deployment to store, for the workers' own model without a folder. Raises UserError without a model."""
     if folder is None:
         return Wanted(None, None, time.time())
     try:
-        from workers.weights import locate  # noqa: PLC0415 - what it reads a model with, only workers have
+        from workers.weights import locate  # noqa: PLC0415 - needs packages that only workers have
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"Reading a model needs {missing.name}, which `pip install 'feedmill[worker]'` brings."
+            f"Reading a model needs the package {missing.name}. Run `pip install 'feedmill[worker]'`."
         ) from None
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(
-            f"There is no folder {place}: give that of a model, as save_pretrained writes it. A model of the hub is "
-            "downloaded first."
+            f"Folder {place} does not exist. Give a folder that save_pretrained wrote; download a Hub model into one "
+            "first."
         )
     return Wanted(str(place), locate(str(place), offline=True).sha256, time.time())
 
 
-def _told(
-    celery: Celery, nodes: list[str], asked: Wanted, holds: Callable[[], bool], as_json: bool
+def _wait_for_workers(
+    celery: Celery, nodes: list[str], deployment: Wanted, holds: Callable[[], bool], as_json: bool
 ) -> dict[str, Report | None]:
-    """By worker, the last that it said, shown as it comes; None where it said nothing of this.
+    """Poll the workers until each has switched, failed or stopped reporting; print reports as they arrive.
 
-    holds: whether it is still what is wanted.
+    holds: returns False once another deployment replaces this one, which ends the wait.
+    Returns each worker's last report; None for one that did not report on this deployment in time.
     """
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
     heard = dict.fromkeys(nodes, time.monotonic())
     while nodes and holds():
-        for node, report in _answers(celery, nodes):
-            ours = report.at == asked.at
-            if ours or not _is_done(report):  # or it is busy with an earlier one
+        for node, report in _poll(celery, nodes):
+            ours = report.at == deployment.at
+            if ours or not _is_done(report):  # or busy with an earlier deployment
                 heard[node] = time.monotonic()
             if ours and reports[node] != report:
                 reports[node] = report
                 _show_report(node, report, as_json)
-        over = [node for node in nodes if time.monotonic() - heard[node] > SILENT]
+        over = [node for node in nodes if time.monotonic() - heard[node] > REPORT_TIMEOUT_S]
         reports |= dict.fromkeys(over)
         nodes = [node for node in nodes if node not in over and not _is_done(reports[node])]
-        time.sleep(PAUSE if nodes else 0)
+        time.sleep(POLL_INTERVAL_S if nodes else 0)
     return reports
 
 
@@ -120,9 +124,9 @@ def _is_done(report: Report | None) -> bool:
     return report is not None and report.stage in (Stage.DONE, Stage.FAILED)
 
 
-def _answers(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
-    """What each of the workers says of the latest asking that it knows of; each of them looks by that, too."""
-    answers = watch.ask(celery, "feedmill_deploy", nodes, PATIENCE) if nodes else {}
+def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
+    """Ask the workers to check for a deployment; return each one's report on the latest deployment it knows."""
+    answers = watch.ask(celery, "feedmill_deploy", nodes, ANSWER_TIMEOUT_S) if nodes else {}
     return [
         (node, Report(found["at"], Stage(found["stage"]), found["said"]))
         for node, found in answers.items()
@@ -137,48 +141,48 @@ def _show_report(node: str, report: Report, as_json: bool) -> None:
         typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
 
 
-def _ended(
-    redis: Redis, queue: str, asked: Wanted, before: Wanted | None, reports: dict[str, Report | None]
+def _conclude(
+    redis: Redis, queue: str, deployment: Wanted, before: Wanted | None, reports: dict[str, Report | None]
 ) -> tuple[str, int]:
-    """How it ended, for people, and the exit status. What no worker could take is wanted no more."""
+    """Return the summary and the exit status. Restores the previous deployment if every worker failed."""
     if not reports:
-        return f"No worker serves queue {queue} now: those that start will load it.", 1
+        return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
-    if wanted(redis, queue) != asked:
-        rest = "something else was deployed meanwhile, and is what is wanted (--show)"
+    if wanted(redis, queue) != deployment:
+        rest = "another deployment replaced this one (see --show)"
     elif done == len(reports):
-        return f"{done:,} workers of queue {queue} have switched.", 0
+        return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
     elif silent:
-        rest = f"{silent[0]} says nothing of it for {SILENT:.0f} s (--show)"
+        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s (see --show)"
     elif done:
-        rest = "two models serve it. Mend what is said above and deploy it again, or deploy the one before"
+        rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
     else:
         want(redis, queue, before)
-        rest = "what was wanted before is wanted again"
+        rest = "rolled back to the previous deployment"
     return f"{done:,} of {len(reports):,} workers of queue {queue} have switched: {rest}.", 1
 
 
 def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> None:
-    """What is wanted for each queue, and what each of its workers runs."""
+    """Print the deployed model of each queue and the model that each of its workers runs."""
     workers = watch.worker_statistics(celery)
     known: Any = redis.hkeys(WANTED)
     for queue in sorted({*known, *queues(redis, settings)}):
-        asked = wanted(redis, queue)
+        deployment = wanted(redis, queue)
         serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
         if as_json:
             runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}
-            typer.echo(json.dumps({"queue": queue, "wanted": asked and asked._asdict(), "workers": runs}))
+            typer.echo(json.dumps({"queue": queue, "wanted": deployment and deployment._asdict(), "workers": runs}))
             continue
-        what = "what each worker's settings say"
-        if asked and asked.model:
-            what = f"{printable(asked.model)} ({printable(str(asked.weights)[:12])})"
-        typer.echo(f"{printable(queue)}  is to be served with {what}")
+        what = "each worker's own model"
+        if deployment and deployment.model:
+            what = f"{printable(deployment.model)} ({printable(str(deployment.weights)[:12])})"
+        typer.echo(f"{printable(queue)}  deployed: {what}")
         for node, pool in serving.items():
             model = f"{pool['model']} ({pool['weights'][:12]})"
             typer.echo(printable(f"  {node}  runs {model}{_latest(pool['deploy'])}"))
 
 
 def _latest(report: dict[str, Any]) -> str:
-    """The latest asking's way with a worker, where it has not come to a good end."""
+    """Format a worker's latest report, or return "" if it has none or succeeded."""
     return f"; {report['stage']}: {printable(report['said'])}" if report and report["stage"] != Stage.DONE else ""

@@ -1,4 +1,4 @@
-"""`feedmill enqueue`: a file's posts into the queue, from where the last run stopped."""
+"""The `feedmill enqueue` command: send a file's posts to the queue, resuming where the last run stopped."""
 
 import re
 from collections.abc import Iterable
@@ -33,9 +33,9 @@ from shared.errors import UserError
 
 app = typer.Typer()
 
-#: Posts after which the position in the file is noted, about; a crash has so many looked up again.
-TRIP_POSTS = 1000
-#: What a subreddit may be called; dots are in some of the oldest.
+#: Posts between two saves of the position in the file, about. After a crash, this many are checked again.
+SAVE_INTERVAL_POSTS = 1000
+#: Valid subreddit names in lower case. Some of the oldest contain dots.
 SUBREDDIT = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
@@ -43,20 +43,26 @@ SUBREDDIT = re.compile(r"[a-z0-9_.-]{1,50}")
 def enqueue(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help="JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."),
+        typer.Argument(
+            metavar="FILE", help="Posts as JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."
+        ),
     ],
     id_column: IdColumn = None,
     subreddit: Annotated[
-        list[str] | None, typer.Option(help="Only posts of these: a,b,c, or once for each.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Send only posts of these subreddits: a,b,c; may be repeated.", show_default=False),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="DATE", help="Only posts since then: 2024-01-31, or 2024-01-31T12:30; UTC.", show_default=False
+            metavar="DATE",
+            help="Send only posts created since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC).",
+            show_default=False,
         ),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Only posts from before then.", show_default=False)
+        str | None,
+        typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).", show_default=False),
     ] = None,
     labels: Labels = None,
     template: Template = None,
@@ -64,16 +70,17 @@ def enqueue(
     to_model: ToModel = None,
     to_queue: ToQueue = None,
     priority: Priority = None,
-    again: Annotated[bool, typer.Option(help="Send also what was sent before, from the file's beginning.")] = False,
-    posts_per_message: Annotated[int | None, typer.Option(help="Posts in one message.")] = None,
+    again: Annotated[bool, typer.Option(help="Start over and send posts again that were already sent.")] = False,
+    posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[
-        str | None, typer.Option(help="What to do while the queue is full: wait, or refuse.", show_default=False)
+        str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).", show_default=False)
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Send the posts of a file to the queue. What was sent before is skipped, and so are bad lines.
+    """Send the posts of a file to the queue.
 
-    A run that was interrupted goes on where it stopped when it is started again.
+    Skips posts that were already sent and malformed records. An interrupted run resumes where it stopped when the same
+    command runs again. Exits 1 if a record was malformed or the filters excluded every record.
     """
     settings = settings_of(
         redis_url=redis_url,
@@ -95,29 +102,30 @@ def enqueue(
         position = _position(redis, file, purpose(settings, options), filters, id_column)
         start = position.load() if position and not again else 0
         if start:
-            notes.print(f"going on at record {start + 1:,}, where the last run stopped (--again starts over)")
+            notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
         reading = Reading(file, notes, filters, start, id_column, shows_ids=True)
         with _Bar(reading, pusher, notes):
             if position:
                 _push(reading, pusher, position, settings.posts_per_message)
             else:
-                # Nothing is noted of it; posts of a slow pipe should not wait for others.
+                # A pipe has no position to save, and posts from a slow one should be sent at once.
                 pusher.push(reading.posts())
     if reading.told_all:
-        typer.echo(_told(reading, pusher, filters))
+        typer.echo(_summary(reading, pusher, filters))
     reading.end()
     found_none = start == 0 < reading.left_out == reading.records
     if found_none:
         notes.print(
-            "The filters leave out every record, as they do one that does not say its subreddit or its date: is the "
-            "subreddit named as Reddit has it, and the date right?"
+            "The filters exclude every record, including records without a subreddit or date. Check --subreddit, "
+            "--since and --until."
         )
     raise typer.Exit(1 if reading.skipped or found_none else 0)
 
 
 def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_message: int) -> None:
-    # Whole messages: what a trip has left over goes into a smaller one.
-    for trip in reading.trips(posts_per_message * -(-TRIP_POSTS // posts_per_message)):
+    """Send the posts and save the position in the file after each batch, so that a later run can resume."""
+    # A multiple of the message size: only the last message of a batch may be smaller.
+    for trip in reading.trips(posts_per_message * -(-SAVE_INTERVAL_POSTS // posts_per_message)):
         pusher.push(trip)
         if reading.complete:
             position.forget()
@@ -126,59 +134,58 @@ def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_messag
 
 
 def _position(redis: Redis, file: str, sent_for: str, filters: Filters, id_column: str | None) -> Position | None:
-    """None where the file cannot be read twice, or not at all, which its reading then says."""
+    """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
     if not is_file(file):
         return None
-    wanted = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
+    conditions = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
     try:
-        return Position(redis, file, sent_for, *wanted)
+        return Position(redis, file, sent_for, *conditions)
     except OSError:
         return None
 
 
 def _filters(subreddits: Iterable[str], since: str | None, until: str | None) -> Filters:
-    """Raises UserError."""
+    """Parse the filter options. Raises UserError for a malformed subreddit or date, or an empty period."""
     names: set[str] = set()
     for given in subreddits:
         found = [subreddit_name(name) for name in given.split(",") if name.strip()] or [given]
         for name in found:
             if not SUBREDDIT.fullmatch(name):
-                raise UserError(f"--subreddit: {name!r:.80} is no subreddit's name; write python,learnpython.")
+                raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Write python,learnpython.")
         names.update(found)
     filters = Filters(frozenset(names), _seconds("--since", since), _seconds("--until", until))
     if filters.since is not None and filters.until is not None and filters.since >= filters.until:
-        raise UserError(f"--since {since} is not before --until {until}: no post is from between them.")
+        raise UserError(f"--since {since} must be before --until {until}.")
     return filters
 
 
 def _seconds(flag: str, date: str | None) -> float | None:
+    """Parse a date option into seconds since 1970. Raises UserError for anything else."""
     if date is None:
         return None
     try:
         return seconds_of_date(date.strip())
     except ValueError:
-        raise UserError(
-            f"{flag}: {date!r:.80} is no date; write it as 2024-01-31, or with a time (UTC) as 2024-01-31T12:30."
-        ) from None
+        raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).") from None
 
 
-def _told(reading: Reading, pusher: Pusher, filters: Filters) -> str:
-    told = [
+def _summary(reading: Reading, pusher: Pusher, filters: Filters) -> str:
+    counts = [
         f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
-        f"{pusher.skipped:,} skipped as sent before",
-        f"{reading.skipped:,} skipped as bad",
+        f"{pusher.skipped:,} already sent",
+        f"{reading.skipped:,} malformed",
     ]
     if pusher.gone:
-        told.append(f"{pusher.gone:,} skipped as purged")
+        counts.append(f"{pusher.gone:,} purged")
     if reading.removed:
-        told.append(f"{reading.removed:,} removed on Reddit")
+        counts.append(f"{reading.removed:,} removed on Reddit")
     if filters != EVERYTHING:
-        told.append(f"{reading.left_out:,} left out by the filters")
-    return ", ".join(told)
+        counts.append(f"{reading.left_out:,} excluded by the filters")
+    return ", ".join(counts)
 
 
 class _Bar(Progress):
-    """How far reading and sending are, looked at anew each time that it is drawn: also while nothing is read."""
+    """Progress of reading and sending. Reads the counts at each redraw, so it stays current while the queue is full."""
 
     def __init__(self, reading: Reading, pusher: Pusher, notes: Console) -> None:
         self._reading, self._pusher = reading, pusher
@@ -190,7 +197,7 @@ class _Bar(Progress):
         self.add_task("reading", total=size)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Called by rich, some times a second."""
+        """Update the task before each redraw; rich calls this several times a second."""
         for task in self.tasks:
             self.update(task.id, completed=self._reading.source.done, description=self._described(task.elapsed))
         return super().get_renderables()

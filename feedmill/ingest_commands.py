@@ -1,4 +1,4 @@
-"""`feedmill ingest`: posts from Reddit, as a daemon or in one pass, and what there is to know of it."""
+"""The `feedmill ingest` commands: read posts from Reddit, once or continuously, and show its gaps and subreddits."""
 
 import json
 import logging
@@ -43,21 +43,23 @@ from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 
-if TYPE_CHECKING:  # PRAW is there only where posts are read from Reddit
+if TYPE_CHECKING:  # needs PRAW, an optional package
     from producers.reddit.daemon import Daemon
 
 logger = logging.getLogger(__name__)
 
-#: Posts of a topic that are read where no limit is given.
-LIMIT = 100
-#: Seconds between two words of how it goes: on a terminal, where one line is written over, and in a log.
-REFRESH, LOG_EVERY = 1.0, 60.0
+#: Posts per topic that are read by default.
+DEFAULT_LIMIT = 100
+#: Seconds between two status lines: redrawn on a terminal, and appended to a log.
+REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
+#: Seconds until the first status line in a log.
+FIRST_LOG_DELAY_S = 10.0
 
-app = typer.Typer(help="Read posts from Reddit.", no_args_is_help=True)
+app = typer.Typer(help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
 
 
 class Kind(StrEnum):
-    """Reddit's listings."""
+    """Reddit listings."""
 
     HOT = "hot"
     NEW = "new"
@@ -66,7 +68,7 @@ class Kind(StrEnum):
 
 
 class Period(StrEnum):
-    """What the listing `top` is made of."""
+    """Periods of the listing `top`."""
 
     HOUR = "hour"
     DAY = "day"
@@ -78,15 +80,17 @@ class Period(StrEnum):
 
 @app.command()
 def reddit(
-    once: Annotated[bool, typer.Option("--once", help="One pass over the topics, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
     listing: Annotated[
-        Kind | None, typer.Option(help="What one pass reads: hot unless given. The daemon reads new.")
+        Kind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Posts of each topic; of the daemon, those to begin with.", min=1, max=1000)
-    ] = LIMIT,
-    period: Annotated[Period, typer.Option(help="Of what time, with --listing top.")] = Period.ALL,
-    topics: Annotated[Path | None, typer.Option(help="File of topics, in TOML.", show_default=False)] = None,
+        int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
+    ] = DEFAULT_LIMIT,
+    period: Annotated[Period, typer.Option(help="Period for --listing top.")] = Period.ALL,
+    topics: Annotated[
+        Path | None, typer.Option(help="Topics file in TOML (default: built in).", show_default=False)
+    ] = None,
     labels: Labels = None,
     template: Template = None,
     multi_label: MultiLabel = False,
@@ -94,13 +98,17 @@ def reddit(
     to_queue: ToQueue = None,
     priority: Priority = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve the daemon's metrics to Prometheus, on loopback.", show_default=False)
+        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Send Reddit's posts to the queue: each new one as it comes, until SIGTERM; with --once, what is there now."""
+    """Send new Reddit posts to the queue until SIGTERM.
+
+    With --once, send what the listing holds now and exit; status 1 if a topic could not be read. Posts that were
+    already sent are skipped.
+    """
     if not once and listing not in (None, Kind.NEW):
-        raise UserError(f"The daemon reads new posts. For one pass over {listing}, add --once.")
+        raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
     settings = settings_of(
         redis_url=redis_url,
         reddit_topics=topics,
@@ -112,36 +120,37 @@ def reddit(
     )
     options = options_of(settings, labels, template, multi_label)
     if find_spec("praw") is None:
-        raise UserError("Reading Reddit needs PRAW: `pip install 'feedmill[reddit]'` brings it.")
+        raise UserError("Reading Reddit needs the package praw. Run `pip install 'feedmill[reddit]'`.")
     clock = Clock()
-    with _ended_by(clock), told_plainly(settings):
+    with _stopping_on_signals(clock), told_plainly(settings):
         redis = connect(settings)
-        redis.ping()  # before Reddit is asked for anything
+        redis.ping()  # fail before the first request to Reddit
         settings = sending(settings, redis, to_model, to_queue)
         if once:
             _one_pass(settings, options, clock, listing or Kind.HOT, limit, period)
         else:
             _keep_reading(settings, options, clock, limit)
-    raise typer.Exit(1 if once else 0)  # asked to end: of one pass something is left
+    raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
 
 
 @contextmanager
-def _ended_by(clock: Clock) -> Iterator[None]:
-    """Inside the block SIGTERM, SIGHUP and Ctrl-C end every wait at once, and leave by Stopped, which ends here."""
-    # What is ignored stays ignored: under nohup a closed terminal is no reason to end.
+def _stopping_on_signals(clock: Clock) -> Iterator[None]:
+    """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
+    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the daemon.
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in wanted}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in handled}
     try:
         yield
     except Stopped:
-        logger.info("ended; what was read and not sent will be read again")
+        logger.info("stopped; posts that were read but not sent will be read again")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
+    """Run the daemon until a signal raises Stopped."""
     from producers.reddit.budget import Budget  # noqa: PLC0415
     from producers.reddit.client import Reddit  # noqa: PLC0415
     from producers.reddit.daemon import Daemon  # noqa: PLC0415
@@ -152,17 +161,17 @@ def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, li
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
     reddit = Reddit(settings, budget, topics.topic_of)
     daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit)
-    measure = _measured(settings)
-    with _line() as show:
+    export = _exporter(settings)
+    with _status_line() as show:
         while True:
             pause = daemon.step()
             show(daemon)
-            measure(daemon)
-            clock.wait(min(pause, REFRESH))
+            export(daemon)
+            clock.wait(min(pause, REFRESH_INTERVAL_S))
 
 
-def _measured(settings: Settings) -> Callable[["Daemon"], None]:
-    """What hands the daemon's figures to Prometheus, where a port was set."""
+def _exporter(settings: Settings) -> Callable[["Daemon"], None]:
+    """Return a function that exports the daemon's status to Prometheus, or does nothing if no port is set."""
     if not settings.metrics_port:
         return lambda _: None
     metrics = Metrics(settings)
@@ -171,16 +180,16 @@ def _measured(settings: Settings) -> Callable[["Daemon"], None]:
 
 
 @contextmanager
-def _line() -> Iterator[Any]:
-    """Shows how the daemon fares: in one line that is written over, or, where there is no terminal, in the log."""
+def _status_line() -> Iterator[Any]:
+    """Yield a function that shows the daemon's status, in a line redrawn on a terminal, else in the log."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        told = time.monotonic() - LOG_EVERY + 10  # soon after the start, and then calmly
+        logged_at = time.monotonic() - LOG_INTERVAL_S + FIRST_LOG_DELAY_S
 
         def log(daemon: "Daemon") -> None:
-            nonlocal told
-            if time.monotonic() - told >= LOG_EVERY:
-                told = time.monotonic()
+            nonlocal logged_at
+            if time.monotonic() - logged_at >= LOG_INTERVAL_S:
+                logged_at = time.monotonic()
                 logger.info("%s", described(daemon.status()))
 
         yield log
@@ -188,12 +197,12 @@ def _line() -> Iterator[Any]:
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)  # Live's, which writes above the line
+                handler.setStream(sys.stderr)  # the stream of Live, which writes above its line
         shown = 0.0
 
         def draw(daemon: "Daemon") -> None:
             nonlocal shown
-            if time.monotonic() - shown >= REFRESH:
+            if time.monotonic() - shown >= REFRESH_INTERVAL_S:
                 shown = time.monotonic()
                 live.update(Text(described(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True)
 
@@ -201,16 +210,16 @@ def _line() -> Iterator[Any]:
 
 
 def described(status: dict[str, Any]) -> str:
-    """How the daemon fares, in a line."""
+    """Format the daemon's status as one line."""
     parts = [f"{status['subreddits']} subreddits of {status['topics']} topics", f"{status['sent']:,} sent"]
     if status["paused"]:
-        parts.append(f"PAUSED, the queue is full; {status['held']:,} held")
+        parts.append(f"PAUSED: the queue is full, {status['held']:,} posts held")
     elif status["held"]:
-        parts.append(f"{status['held']:,} held")
+        parts.append(f"{status['held']:,} posts held")
     if status["hindrance"]:
         parts.append(status["hindrance"])
     if status["failing"]:
-        parts.append(f"{len(status['failing'])} failing")
+        parts.append(f"{len(status['failing'])} subreddits failing")
     if status["gaps"]:
         parts.append(f"{status['gaps']} gaps")
     if status["purged"]:
@@ -224,6 +233,7 @@ def described(status: dict[str, Any]) -> str:
 def _one_pass(
     settings: Settings, options: ClassifyOptions, clock: Clock, kind: Kind, limit: int, period: Period
 ) -> None:
+    """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
     from producers.reddit.budget import Budget  # noqa: PLC0415
     from producers.reddit.client import Reddit  # noqa: PLC0415
     from producers.reddit.client import told_plainly as reddit_told_plainly  # noqa: PLC0415
@@ -238,7 +248,7 @@ def _one_pass(
     state = State(redis)
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
     roster = Roster(reddit, topics, state, clock)
-    once = Once(reddit, pusher, state, clock)
+    snapshot = Once(reddit, pusher, state, clock)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     listing = Listing(kind.value, limit, period.value if kind is Kind.TOP else "")
     columns = (
@@ -250,37 +260,40 @@ def _one_pass(
     problems = 0
     with reddit_told_plainly(settings), Progress(*columns, console=notes) as progress:
         for topic in topics.topics:
-            bar = progress.add_task(topic, total=limit, note="checking its subreddits")
+            bar = progress.add_task(topic, total=limit, note="checking subreddits")
             try:
                 patiently(partial(roster.check, topic), clock)
             except Fault as fault:
-                notes.print(f"{topic}: its subreddits could not be checked ({fault})", markup=False)
+                notes.print(f"{topic}: cannot check its subreddits ({fault})", markup=False)
             reading = Reading()
-            for reading in once.read(roster.active[topic], listing):
-                note = f"{reading.sent:,} sent, {reading.skipped:,} sent before"
+            for reading in snapshot.read(roster.active[topic], listing):
+                note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
                 progress.update(
                     bar, completed=reading.read, note=f"{note}; {reading.problem}" if reading.problem else note
                 )
             progress.update(bar, total=max(reading.read, 1) if not reading.problem else limit)
             problems += bool(reading.problem)
-        looks = Looks(reddit, redis, state, settings, clock, once.send)
+        rechecks = Looks(reddit, redis, state, settings, clock, snapshot.send)
         try:
-            while not patiently(looks.run, clock):
+            while not patiently(rechecks.run, clock):
                 pass
         except RedditFault as fault:
-            notes.print(f"the second look at earlier posts failed ({fault}); it comes again", markup=False)
+            notes.print(f"recheck of earlier posts failed ({fault}); the next run repeats it", markup=False)
     sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
-    typer.echo(f"{sent}, {pusher.skipped:,} skipped as sent before")
+    typer.echo(f"{sent}, {pusher.skipped:,} already sent")
     raise typer.Exit(1 if problems else 0)
 
 
 @app.command()
 def gaps(
-    clear: Annotated[bool, typer.Option("--clear", help="Forget them, once they are filled from a dump, say.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Clear the list after printing it.")] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """List the gaps: times of which the daemon could not reach a subreddit's posts."""
+    """List gaps: periods in which posts of a subreddit were missed.
+
+    Fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear the list.
+    """
     settings = settings_of(redis_url=redis_url)
     with told_plainly(settings):
         state = State(connect(settings))
@@ -291,16 +304,19 @@ def gaps(
         if as_json:
             typer.echo(json.dumps(gap._asdict()))
         else:
-            times = f"{_time(gap.since)} to {_time(gap.until)}, noted {_time(gap.noted)}"
+            times = f"{_time(gap.since)} to {_time(gap.until)}, recorded {_time(gap.noted)}"
             typer.echo(f"r/{printable(gap.subreddit):<22} {times}")
     if not found and not as_json:
         typer.echo("No gaps.")
 
 
 @app.command()
-def subreddits(as_json: AsJson = False, topics: Annotated[Path | None, typer.Option(help="File of topics.")] = None,
-               redis_url: RedisUrl = None) -> None:  # fmt: skip
-    """List the subreddits of each topic, and those that are not read, with the reason and who stands in."""
+def subreddits(
+    as_json: AsJson = False,
+    topics: Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """List each topic's subreddits, and which of them are replaced and why."""
     settings = settings_of(redis_url=redis_url, reddit_topics=topics)
     listed = topics_file.read(settings.reddit_topics)
     with told_plainly(settings):
@@ -314,13 +330,13 @@ def subreddits(as_json: AsJson = False, topics: Annotated[Path | None, typer.Opt
             continue
         typer.echo(printable(f"{topic:<16} {', '.join(names)}"))
         for each in out:
-            instead = f"r/{each.by} stands in" if each.by else "nobody stands in"
-            typer.echo(printable(f"{'':<16} r/{each.subreddit} is {each.reason} since {_time(each.since)}; {instead}"))
+            instead = f"replaced by r/{each.by}" if each.by else "not replaced"
+            typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {_time(each.since)}; {instead}"))
 
 
 @app.command("topics")
 def print_topics() -> None:
-    """Print the default file of topics, to start one of your own."""
+    """Print the default topics file, as a template for your own."""
     typer.echo(topics_file.DEFAULT.read_text(encoding="utf-8"), nl=False)
 
 

@@ -1,4 +1,4 @@
-"""The commands that measure on a file's posts: how fast a model is, and how often it is right."""
+"""The `feedmill tune` and `feedmill evaluate` commands: measure a model's speed and accuracy on a file's posts."""
 
 import json
 import os
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: Topics that are named where none of them is a label.
-TOPICS_NAMED = 10
+#: Topics that an error message names at most.
+MAX_TOPICS_NAMED = 10
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="Posts: JSONL, a JSON array or CSV; - is standard input.")]
-LastLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
+LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
 
 
 @app.command()
@@ -44,13 +44,16 @@ def tune(
     engine: Engine = None,
     device: Device = None,
     dtype: Dtype = None,
-    limit: Annotated[int, typer.Option(help="Posts of the file, at most.", min=1)] = 200,
-    rounds: Annotated[int, typer.Option(help="How often each size is measured; medians count.", min=1)] = 3,
-    csv_file: Annotated[Path, typer.Option("--csv", help="Where the figures go.")] = Path("feedmill-tune.csv"),
-    png: Annotated[Path, typer.Option(help="Where the chart goes.")] = Path("feedmill-tune.png"),
+    limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
+    rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
+    csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
+    png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
     as_json: LastLine = False,
 ) -> None:
-    """Measure batch sizes and token budgets on a file's posts; workers then start with the best budget."""
+    """Measure batch sizes and token budgets on a file's posts.
+
+    Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
+    """
     settings = settings_of(
         labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
     )
@@ -59,7 +62,7 @@ def tune(
     reading = Reading(file, notes)
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
-    # Imported late: torch, which only workers have.
+    # Imported late: needs torch, which only workers have.
     from feedmill.tuning_report import NAMES, TuningReport  # noqa: PLC0415
     from workers.calibration import remember  # noqa: PLC0415
     from workers.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
@@ -72,7 +75,7 @@ def tune(
             for done, size in enumerate(tuning.run()):
                 progress.update(bar, completed=done, description=f"{NAMES[size.kind]} {size.value}")
         except DeviceLost as lost:
-            raise ModelError(f"The device failed, so nothing is known of larger batches: {lost}") from None
+            raise ModelError(f"The device failed, so larger batches were not measured: {lost}") from None
     report = TuningReport(tuning, loaded, len(posts))
     report.show(console)
     curve = report.curves[TOKEN_BUDGET]
@@ -80,9 +83,11 @@ def tune(
     if stored:
         typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.value}.")
     elif curve.points and not curve.settled:
-        typer.echo("The token budget is not stored for workers: too few posts to tell. Give more, with --limit.")
+        typer.echo(
+            "Token budget not stored for workers: too few posts to choose one. Give more posts, or raise --limit."
+        )
     if settings.token_budget:
-        typer.echo(f"But FEEDMILL_TOKEN_BUDGET is set: they take that, {settings.token_budget}.")
+        typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
     report.write_csv(csv_file)
     curves = [(NAMES[kind], curve) for kind, curve in report.measured.items()]
     drawn = charts.save(png, partial(charts.draw_curves, curves=curves, title=report.title), notes)
@@ -99,31 +104,39 @@ def evaluate(
     template: Template = None,
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", help="As elsewhere; given again: models to be compared.", show_default=False),
+        typer.Option(
+            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
+        ),
     ] = None,
     classifier: Kind = None,
     engine: Engine = None,
     device: Device = None,
     dtype: Dtype = None,
-    limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
+    ] = None,
     id_column: IdColumn = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the confusion matrix.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.", show_default=False)] = None,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write each post's prediction.", show_default=False)
+        Path | None, typer.Option("--csv", help="CSV file for each post's prediction.", show_default=False)
     ] = None,
     as_json: LastLine = False,
 ) -> None:
-    """Compare a model's labels, or those of several, with the true ones, which the posts carry as their topic."""
+    """Compare a model's labels with the topics of a file's posts.
+
+    Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
+    compare models. Exits 1 if a post failed or a record was skipped.
+    """
     flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
     each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
-        raise UserError("--png and --csv are of one model: name one --model, or leave them out.")
+        raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = Reading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
-        raise InputError("None of the posts has a topic: add the true labels as the field `topic`.")
+        raise InputError("No post has a topic. Add the true labels in the field `topic`.")
     if len(each) > 1:
         compared = _compare(posts, each, console, notes)
         if as_json:
@@ -131,7 +144,7 @@ def evaluate(
         _end(reading)
     (settings,) = each
     loaded = load_model(settings)
-    # Imported late: numpy, which comes with torch.
+    # Imported late: needs numpy, which comes with torch.
     from feedmill import evaluation_report  # noqa: PLC0415
 
     known = _known(posts, [loaded.label_set(ClassifyOptions()).labels])
@@ -140,9 +153,11 @@ def evaluate(
     evaluation_report.show(console, evaluation)
     evaluation_report.show_sureness(found)
     if len(known) < len(posts):
-        typer.echo(f"Left out: {len(posts) - len(known):,} posts whose topic is missing, or none of the labels.")
+        typer.echo(f"Excluded: {len(posts) - len(known):,} posts whose topic is missing or not a label.")
     if found.failures:
-        typer.echo(f"Left out: {len(found.failures):,} posts that cannot be classified; the first: {found.failures[0]}")
+        typer.echo(
+            f"Excluded: {len(found.failures):,} posts that could not be classified; the first: {found.failures[0]}"
+        )
     if csv_file:
         evaluation_report.write_csv(csv_file, found.predictions)
     if png:
@@ -154,8 +169,8 @@ def evaluate(
 
 
 def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
-    """Several models, on the posts whose truth all of them have as a label; as JSON."""
-    # Imported late: torch, which only workers have.
+    """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
+    # Imported late: needs torch, which only workers have.
     from feedmill.evaluation_report import show_side_by_side  # noqa: PLC0415
     from feedmill.evaluation_run import of_one_kind  # noqa: PLC0415
 
@@ -166,14 +181,15 @@ def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, 
     show_side_by_side(console, found)
     left_out = len(posts) - len(known)
     typer.echo(
-        f"{len(known):,} posts" + (f"; left out: {left_out:,} whose topic is not a label of all" * bool(left_out))
+        f"{len(known):,} posts"
+        + (f"; excluded: {left_out:,} whose topic is not a label of every model" * bool(left_out))
     )
     return {"posts": len(known), "models": {one.model: one.summary(left_out) for one in found}}
 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
-    """Posts with their truth as a label of all of these sets. Raises InputError where no post has one."""
-    from feedmill.evaluation import truth_of  # noqa: PLC0415 - numpy, which comes with torch
+    """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
+    from feedmill.evaluation import truth_of  # noqa: PLC0415 - needs numpy, which comes with torch
 
     known = [
         (post, truth)
@@ -190,44 +206,46 @@ def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[t
 def _measured(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
 ) -> "Measured":
-    from feedmill.evaluation_run import measure  # noqa: PLC0415 - torch, which only workers have
+    """Classify the posts with a progress bar, and compare the labels with the true ones."""
+    from feedmill.evaluation_run import measure  # noqa: PLC0415 - needs torch, which only workers have
 
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
         return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
 
 
 def _consoles() -> tuple[Console, Console]:
-    """For tables, and for what goes on meanwhile."""
+    """Return a console for tables on standard output, and one for notes on standard error."""
     return Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
-    """The first posts. Raises InputError where there is none."""
+    """Return the first `limit` posts. Raises InputError if the file has none."""
     posts = list(islice(reading.posts(), limit))
     if not posts:
         reading.end()
-        raise InputError(f"{file} holds no post.")
+        raise InputError(f"{file} contains no valid post.")
     return posts
 
 
 def _end(reading: Reading, failed: bool = False) -> None:
-    """Exit as every command does that reads a file."""
+    """Report skipped records and exit, with status 1 if a post failed or a record was skipped."""
     reading.end()
     raise typer.Exit(1 if failed or reading.skipped else 0)
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Before minutes are spent on what would go there. Raises UserError."""
+    """Check the output files before a long measurement. Raises UserError for one that cannot be written."""
     for path in paths:
         if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise UserError(f"{path} cannot be written: name a file in a folder that exists and is yours to write to.")
+            raise UserError(f"Cannot write {path}. Choose a file in an existing folder that you may write to.")
 
 
 def _no_truth(posts: Sequence[Post], labels: Sequence[str]) -> str:
+    """Return the error message for posts whose topics are not labels."""
     topics = Counter(post.topic for post in posts if post.topic)
-    named = ", ".join(printable(topic) for topic, _ in topics.most_common(TOPICS_NAMED))
-    more = f" and {len(topics) - TOPICS_NAMED} more" if len(topics) > TOPICS_NAMED else ""
+    named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))
+    more = f" and {len(topics) - MAX_TOPICS_NAMED} more" if len(topics) > MAX_TOPICS_NAMED else ""
     return (
-        f"None of the posts' topics is a label. The topics are: {named}{more}. The labels are: {', '.join(labels)}. "
-        "Name the topics as --labels, or give a file whose topics are these labels."
+        f"No post's topic is one of the labels (topics: {named}{more}; labels: {', '.join(labels)}). "
+        "Pass the topics as --labels, or use a file whose topics are these labels."
     )

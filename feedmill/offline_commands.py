@@ -1,4 +1,4 @@
-"""The commands that need no queue: try a model on a text or a file."""
+"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -44,21 +44,23 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: What looks like a file's name, so that a missing file is not taken for a text.
+#: Arguments that look like a file name, so that a mistyped one is not classified as a text.
 FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
-#: Labels that the table shows of each post, and of a single text.
-SHOWN, SHOWN_OF_ONE = 3, 16
-#: Cells that an id takes, at least; and those that the ones after it are held free for, at most.
-ID_CELLS, MOST_ID_CELLS = 12, 40
-#: Cells of the longest bar.
-BAR = 30
+#: Labels shown per post of a file, and for a single text.
+POST_LABELS, TEXT_LABELS = 3, 16
+#: Width of the id column in characters: at least, and at most when long ids widen it.
+MIN_ID_WIDTH, MAX_ID_WIDTH = 12, 40
+#: Width of the longest bar in characters.
+BAR_WIDTH = 30
 
 
 @app.command()
 def classify(
     what: Annotated[
         str,
-        typer.Argument(metavar="TEXT|FILE", help="A text; or posts: JSONL, a JSON array or CSV; - is standard input."),
+        typer.Argument(
+            metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
+        ),
     ],
     labels: Labels = None,
     template: Template = None,
@@ -68,11 +70,16 @@ def classify(
     engine: Engine = None,
     device: Device = None,
     dtype: Dtype = None,
-    limit: Annotated[int | None, typer.Option(help="Posts of the file, at most.", min=1, show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
+    ] = None,
     id_column: IdColumn = None,
     as_json: AsJson = False,
 ) -> None:
-    """Classify a text, or a file's posts, right here: to try a model. No queue; nothing is stored."""
+    """Classify a text or a file's posts in this process.
+
+    Needs neither Redis nor a worker, and stores nothing. Exits 1 if a post failed or a record was skipped.
+    """
     settings = settings_of(
         labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
     )
@@ -81,14 +88,14 @@ def classify(
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
         reading = Reading(what, notes, id_column=id_column, shows_ids=True)
         posts = islice(reading.posts(), limit)
-        # Before the model is loaded, which takes seconds: there may be none.
+        # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))
         failed = _show_posts(classified(chain(first, posts), settings, options), as_json) if first else 0
         reading.end()
         raise typer.Exit(1 if failed or reading.skipped else 0)
     ((post, outcome),) = classified([_post(what)], settings, options)
     if isinstance(outcome, PostError):
-        raise UserError(f"The text cannot be classified: {outcome.error}")
+        raise UserError(f"Cannot classify the text: {outcome.error}")
     if as_json:
         typer.echo(_as_json(post, outcome))
     else:
@@ -96,18 +103,26 @@ def classify(
 
 
 def load_model(settings: Settings) -> "Classifier":
-    """The model that the settings name, as a classifier that is ready. Raises UserError."""
+    """Load the model in the settings onto its device, ready to classify.
+
+    Raises UserError if a package, the model or the device is missing.
+    """
     try:
-        # Imported late: torch, which only workers have.
+        # Imported late: needs torch, which only workers have.
         from workers import device  # noqa: PLC0415
         from workers.classifiers.choose import load_classifier  # noqa: PLC0415
     except ModuleNotFoundError as missing:
-        raise UserError(f"This needs {missing.name}, which `pip install 'feedmill[worker]'` brings.") from None
+        raise UserError(
+            f"This command needs the package {missing.name}. Run `pip install 'feedmill[worker]'`."
+        ) from None
     return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
 
 
 def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
-    """Each post with its outcome, by the model that the settings name. Raises UserError."""
+    """Yield each post with its outcome from the model in the settings.
+
+    Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
+    """
     loaded = load_model(settings)
     from workers import offline  # noqa: PLC0415
     from workers.calibration import calibrate  # noqa: PLC0415
@@ -118,32 +133,33 @@ def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptio
 
 @contextmanager
 def refusals_told(settings: Settings) -> Iterator[None]:
-    """Turns what a model refuses, and a device that fails, into a UserError."""
+    """Convert the model's refusals and device failures inside the block into UserError."""
     try:
         yield
     except RequestRefused as refused:
-        raise UserError(f"{settings.model} cannot serve this: {refused}.") from None
+        raise UserError(f"{settings.model} cannot serve this request: {refused}.") from None
     except (DeviceFull, DeviceLost) as error:
         raise UserError(f"The device failed: {error}") from None
 
 
 def _is_file(what: str) -> bool:
-    """Raises InputError for what looks like a file's name, but is none."""
+    """Return True for an existing file. Raises InputError for a missing one: a word that looks like a file name."""
     try:
         if Path(what).is_file():
             return True
-    except OSError:  # longer than any file's name
+    except OSError:  # too long for a file name
         return False
     if FILE_NAME.fullmatch(what):
-        raise InputError(f"There is no file {what}. To classify these words, put them into a sentence.")
+        raise InputError(f"File {what} does not exist. To classify it as a text, write a sentence.")
     return False
 
 
 def _post(text: str) -> Post:
+    """Return a post with this text. Raises InputError for a text that no post can have."""
     try:
         return Post.parse({"id": "text", "body": text})
     except PostRefused as refused:
-        raise InputError(f"The text cannot be classified: {refused.reason}.") from None
+        raise InputError(f"Cannot classify the text: {refused.reason}.") from None
 
 
 def _as_json(post: Post, outcome: Outcome) -> str:
@@ -155,26 +171,26 @@ def _as_json(post: Post, outcome: Outcome) -> str:
 
 
 def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
-    """Print posts as they are classified; how many could not be."""
-    failed, cells = 0, ID_CELLS
+    """Print posts as they are classified; return how many failed."""
+    failed, id_width = 0, MIN_ID_WIDTH
     for post, outcome in outcomes:
         failed += isinstance(outcome, PostError)
-        cells = max(cells, min(len(post.id), MOST_ID_CELLS))
+        id_width = max(id_width, min(len(post.id), MAX_ID_WIDTH))
         if as_json:
             typer.echo(_as_json(post, outcome))
         elif isinstance(outcome, Classification):
-            best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:SHOWN])
+            best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
             title = " ".join((post.title or post.body).split())
-            typer.echo(printable(f"{post.id:<{cells}} {best:<48} {title:.60}"))
+            typer.echo(printable(f"{post.id:<{id_width}} {best:<48} {title:.60}"))
         else:
-            typer.echo(printable(f"{post.id:<{cells}} failed: {outcome.error}"))
+            typer.echo(printable(f"{post.id:<{id_width}} failed: {outcome.error}"))
     return failed
 
 
 def _show_text(found: Classification) -> None:
     table = Table("label", "score", "", box=None, header_style="dim")
     longest = max(found.scores.values()) or 1.0
-    for label, score in list(found.scores.items())[:SHOWN_OF_ONE]:
-        table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR * max(0.0, score) / longest))
+    for label, score in list(found.scores.items())[:TEXT_LABELS]:
+        table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR_WIDTH * max(0.0, score) / longest))
     Console(highlight=False).print(table)
     typer.echo(printable(f"by {found.model} ({found.weights[:12]}) on {found.device}"))

@@ -1,4 +1,4 @@
-"""`feedmill report`: what was classified lately, as one page of HTML, and as pictures."""
+"""The `feedmill report` command: write recent results as an HTML page, and its charts as images."""
 
 import time
 from pathlib import Path
@@ -16,23 +16,26 @@ from shared.errors import UserError
 
 app = typer.Typer()
 
-#: Hours that a report is of, at most: a year.
-MOST_HOURS = 366 * 24
+#: The longest period of a report, in hours: a year.
+MAX_HOURS = 366 * 24
 
 
 @app.command()
 def report(
-    hours: Annotated[int, typer.Option(help="Of how many hours, this one included.", min=1, max=MOST_HOURS)] = 24,
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("feedmill-report.html"),
+    hours: Annotated[
+        int, typer.Option(help="Hours to report on, including the current one.", min=1, max=MAX_HOURS)
+    ] = 24,
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("feedmill-report.html"),
     png: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Draw the charts as pictures into it, too.", show_default=False),
+        typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.", show_default=False),
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Write a page on the last hours: posts, labels, subreddits, scores, waits, and what went wrong.
+    """Write an HTML report on the last hours.
 
-    It holds everything it needs, and no script: it can be sent, and opened anywhere.
+    Covers posts, labels, subreddits, scores, queueing times and failures. The page is self-contained and has no
+    scripts. Exits 1 if there was nothing to report.
     """
     settings = settings_of(redis_url=redis_url)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -45,8 +48,8 @@ def report(
         beside.replace(out)
         pictures = report_charts.save(found, png, notes) if png else []
     except OSError as error:
-        raise UserError(f"The report cannot be written: {error}.") from None
-    more = f" and {len(pictures)} pictures in {png}" if pictures else ""
-    what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} of {hours:,} hour{'' if hours == 1 else 's'}"
-    typer.echo(f"{what}: {out}{more}, in {time.monotonic() - began:.1f} s")
+        raise UserError(f"Cannot write the report: {error}.") from None
+    more = f" and {len(pictures)} images in {png}" if pictures else ""
+    what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {hours:,} hour{'' if hours == 1 else 's'}"
+    typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")
     raise typer.Exit(0 if found.posts or found.reasons else 1)

@@ -1,4 +1,4 @@
-"""`feedmill status`, `health` and `metrics`: how the running system fares, for people, restarts and Prometheus."""
+"""The `feedmill status`, `health` and `metrics` commands: show, check and export the state of the running system."""
 
 import json
 import signal
@@ -24,32 +24,32 @@ from shared.errors import clause, printable
 from shared.metrics import RedisFigures, connect_briefly, serve
 from shared.settings import Settings
 
-#: Seconds between two looks; asking the workers takes one of them.
-REFRESH = 2.0
-#: Where `feedmill metrics` serves unless a port is set.
-METRICS_PORT = 9107
-#: Why no memory is shown, and no worker.
-UNKNOWN = "unknown: Redis does not let this user ask"
-UNASKED = "cannot be asked while Redis takes no writes: `feedmill health --check redis` says why"
+#: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
+REFRESH_INTERVAL_S = 2.0
+#: Port on which `feedmill metrics` serves by default.
+DEFAULT_METRICS_PORT = 9107
+#: Shown in place of the memory and of the workers when they cannot be read.
+MEMORY_UNKNOWN = "unknown: this Redis user may not read it"
+WORKERS_UNKNOWN = "unknown while Redis refuses writes: see `feedmill health --check redis`"
 
 app = typer.Typer()
 
 
 @app.command()
 def status(
-    watched: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+    watched: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Show how much waits, who works, and what is stored."""
+    """Show the state of queues, workers, results and Redis memory."""
     settings = settings_of(redis_url=redis_url)
     if not watched:
         with told_plainly(settings):
             seen = watch.status(settings)
-        typer.echo(json.dumps(seen.as_json()) if as_json else _told(seen))
+        typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen))
         return
     with told_plainly(settings):
-        connect_briefly(settings).ping()  # later Redis may go and come; one that was never there is a mistake
+        connect_briefly(settings).ping()  # fail if Redis is unreachable now; later losses are retried
     with ended_by_signals():
         try:
             _watch(settings, as_json)
@@ -57,38 +57,41 @@ def status(
             raise typer.Exit from None
 
 
-def _told(seen: watch.Status) -> str:
+def _summary(seen: watch.Status) -> str:
+    """Format a snapshot as lines of a name and a value."""
     facts = [
         ("queue", _queue(seen)),
         *(("", line) for line in _queues(seen)),
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
-        *zip(("memory", ""), str(seen.memory or UNKNOWN).split("; "), strict=False),
+        *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
     ]
     if not seen.asked:
-        facts.append(("workers", UNASKED))
+        facts.append(("workers", WORKERS_UNKNOWN))
     elif not seen.workers:
-        facts.append(("workers", "none answers: `feedmill worker` starts one, `feedmill up` everything"))
+        facts.append(
+            ("workers", "none answers: start one with `feedmill worker`, or the whole stack with `feedmill up`")
+        )
     facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
     if seen.reddit:
         facts.append(("reddit", ingest_commands.described(seen.reddit)))
     if seen.gaps:
-        facts.append(("gaps", f"{seen.gaps:,}: `feedmill ingest gaps` lists them"))
-    # A block for each: a table of all this is wider than many a terminal.
+        facts.append(("gaps", f"{seen.gaps:,} · `feedmill ingest gaps`"))
+    # One block per worker: a table of these values is wider than most terminals.
     for node, pool in seen.workers.items():
         recent = pool["recent"]
         facts += [
             ("worker", f"{node} on {_device(pool)}"),
             ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
             ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
-            ("", f"lately {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
+            ("", f"recently {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
             ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
         ]
-    return "\n".join(f"{name:<12}  {printable(told)}" for name, told in facts)
+    return "\n".join(f"{name:<12}  {printable(value)}" for name, value in facts)
 
 
 def _missing(node: str, age: float) -> str:
-    return printable(f"{node} does not answer; it was alive {span(age)} ago")
+    return printable(f"{node} does not answer; last seen {span(age)} ago")
 
 
 def _queue(seen: watch.Status) -> str:
@@ -97,11 +100,11 @@ def _queue(seen: watch.Status) -> str:
 
 
 def _results(seen: watch.Status) -> str:
-    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} again, already known"
+    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
 
 
 def _queues(seen: watch.Status) -> list[str]:
-    """A line about each queue, where there are several."""
+    """Return a line per queue, or none if there is only one queue."""
     if len(seen.queues) == 1:
         return []
     served = {name for pool in seen.workers.values() for name in pool["queues"]}
@@ -115,18 +118,18 @@ def _queues(seen: watch.Status) -> list[str]:
 
 
 def _dead_letters(seen: watch.Status) -> str:
-    """How many there are, and whether some were lost."""
-    trimmed = f", and {seen.results.dead_trimmed:,} before them were trimmed" if seen.results.dead_trimmed else ""
+    """Format the number of dead letters, and of those that were trimmed."""
+    trimmed = f", {seen.results.dead_trimmed:,} older ones trimmed" if seen.results.dead_trimmed else ""
     there = seen.dead_letters or trimmed
     return f"{seen.dead_letters:,}{trimmed} · `feedmill dead list`" if there else "0"
 
 
 def _watch(settings: Settings, as_json: bool) -> None:
-    """Until Ctrl-C: rewrite one screen; on a dumb terminal, or without one, print one block after the other."""
+    """Show snapshots until Ctrl-C: on a full screen, or as consecutive blocks without a capable terminal."""
     console = Console(highlight=False)
-    looks = _looks(settings)
+    snapshots = _snapshots(settings)
     if as_json:
-        for seen in looks:
+        for seen in snapshots:
             entry: dict[str, Any] = {"at": time.time()}
             if isinstance(seen, Seen):
                 entry |= seen.status.as_json()
@@ -136,15 +139,15 @@ def _watch(settings: Settings, as_json: bool) -> None:
             typer.echo(json.dumps(entry))
     elif console.is_terminal and not console.is_dumb_terminal:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            for seen in looks:
+            for seen in snapshots:
                 live.update(_screen(seen, settings), refresh=True)
     else:
-        for seen in looks:
+        for seen in snapshots:
             console.print(_screen(seen, settings), end="\n\n")
 
 
-def _looks(settings: Settings) -> Iterator[Seen | str]:
-    """A look every two seconds, for ever; a sentence where Redis does not answer."""
+def _snapshots(settings: Settings) -> Iterator[Seen | str]:
+    """Yield a snapshot every two seconds without end, or an error message while Redis does not answer."""
     lookout = Lookout(settings)
     while True:
         began = time.monotonic()
@@ -152,12 +155,12 @@ def _looks(settings: Settings) -> Iterator[Seen | str]:
             yield lookout.look()
         except (RedisFault, OperationalError) as fault:
             yield f"Redis at {settings.redis_address} does not answer ({clause(fault)})"
-        time.sleep(max(0.0, began + REFRESH - time.monotonic()))
+        time.sleep(max(0.0, began + REFRESH_INTERVAL_S - time.monotonic()))
 
 
 def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
-    """Return a screen for 80 columns, of as many lines as there are workers and a dozen more."""
-    head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C ends", style="bold")
+    """Return a screen 80 columns wide, with a line per worker and about a dozen more."""
+    head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C quits", style="bold")
     if isinstance(seen, str):
         return Group(head, Text(), Text(printable(seen), style="red"))
     found = seen.status
@@ -171,13 +174,15 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     if found.reddit:
         facts.add_row("reddit", Text(printable(ingest_commands.described(found.reddit))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
-    facts.add_row("memory", str(found.memory or "unknown: Redis does not let this user ask"))
+    facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
     for node, age in found.missing.items():
         facts.add_row("worker", Text(_missing(node, age), style="red"))
     if not found.asked:
-        return Group(head, Text(), facts, Text(), Text(UNASKED, style="red"))
+        return Group(head, Text(), facts, Text(), Text(WORKERS_UNKNOWN, style="red"))
     if not found.workers:
-        return Group(head, Text(), facts, Text(), Text("no worker answers: `feedmill worker` starts one", style="red"))
+        return Group(
+            head, Text(), facts, Text(), Text("no worker answers: start one with `feedmill worker`", style="red")
+        )
     return Group(head, Text(), facts, Text(), _workers(seen))
 
 
@@ -207,7 +212,8 @@ def _device(pool: dict[str, Any]) -> str:
 @app.command()
 def health(
     parts: Annotated[
-        list[Part] | None, typer.Option("--check", help="Look at this alone; may be given again.", show_default=False)
+        list[Part] | None,
+        typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
     ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -235,15 +241,18 @@ def _line(finding: Finding) -> str:
 @app.command()
 def metrics(
     metrics_port: Annotated[
-        int | None, typer.Option(help=f"Port to serve on: {METRICS_PORT} unless given.", show_default=False)
+        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).", show_default=False)
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Tell Prometheus of queue and results, whether or not a worker runs, until SIGTERM."""
+    """Serve Prometheus metrics of queues and results until SIGTERM.
+
+    Needs no worker. Workers and the Reddit daemon serve their own metrics with --metrics-port.
+    """
     settings = settings_of(metrics_port=metrics_port, redis_url=redis_url)
-    settings = settings.model_copy(update={"metrics_port": settings.metrics_port or METRICS_PORT})
+    settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})
     figures = RedisFigures(settings)
     ends = (signal.SIGTERM, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which would take them
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them
     serve(settings, [figures.samples], list, figures.away)
     signal.sigwait(ends)

@@ -1,4 +1,4 @@
-"""`feedmill train` makes a model of one's own, and `feedmill trainer` does so for whoever asks through the queue."""
+"""The `feedmill train` and `feedmill trainer` commands: fine-tune a model now, or run trainings from the queue."""
 
 import json
 import os
@@ -23,69 +23,91 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: What a training needs besides what a worker has.
+#: Packages that a training imports; the extra `train` adds them to a worker's.
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def _option(help_text: str, *names: str) -> Any:
-    """Of an option whose default stands, with its reason, in shared/training.py."""
+    """Return an option whose default is set, with its reason, in shared/training.py; keep the help text in step."""
     return typer.Option(*names, help=help_text, show_default=False)
 
 
 @app.command()
 def train(
-    source: Annotated[str, typer.Option("--from", help="results, an export (file or folder), or a file of posts.")],
-    out: Annotated[str, typer.Option(help="Folder of the trained model; new, or empty.")],
+    source: Annotated[
+        str, typer.Option("--from", help="Training data: `results` (the stream), an export, or a file of posts.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder for the trained model; must be new or empty.")],
     base: Model = None,
-    labels: Annotated[str | None, _option("What is learnt: topic, zero-shot or soft.")] = None,
-    min_score: Annotated[float | None, _option("Of the best zero-shot label, at least.")] = None,
-    min_posts: Annotated[int | None, _option("Posts that each label needs.")] = None,
-    limit: Annotated[int | None, _option("Posts that are read, at most.")] = None,
-    test: Annotated[str | None, _option("File of posts with topics to test on.")] = None,
-    split: Annotated[str | None, _option("What is tested on else: random, subreddit, time or none.")] = None,
-    test_share: Annotated[float | None, _option("Share of the posts to test on.")] = None,
+    labels: Annotated[str | None, _option("Label source: topic, zero-shot or soft (default: topic).")] = None,
+    min_score: Annotated[
+        float | None, _option("Minimum score of the best label in results or exports (default: 0.5).")
+    ] = None,
+    min_posts: Annotated[int | None, _option("Minimum posts per label (default: 8).")] = None,
+    limit: Annotated[int | None, _option("Maximum number of posts to read (default: 200,000).")] = None,
+    test: Annotated[str | None, _option("File of posts with topics to test on, instead of a split.")] = None,
+    split: Annotated[str | None, _option("Test split: random, subreddit, time or none (default: random).")] = None,
+    test_share: Annotated[float | None, _option("Share of the posts to test on (default: 0.2).")] = None,
     compare: Annotated[
-        bool | None, _option("Test the base's zero-shot labels as well.", "--compare/--no-compare")
+        bool | None, _option("Also test the untrained base model (default: on).", "--compare/--no-compare")
     ] = None,
-    epochs: Annotated[float | None, _option("Times that each post is seen.")] = None,
-    max_steps: Annotated[int | None, _option("Optimization steps, in place of epochs.")] = None,
-    batch_size: Annotated[int | None, _option("Rows of a forward pass on each device.")] = None,
-    accumulation: Annotated[int | None, _option("Forward passes of an optimization step.")] = None,
-    learning_rate: Annotated[float | None, _option("Of the base's weights, at its highest.")] = None,
-    head_rate: Annotated[float | None, _option("How many times that for the classifier on top.")] = None,
-    warmup: Annotated[float | None, _option("Share of the steps in which the rate rises.")] = None,
-    schedule: Annotated[str | None, _option("How it falls: linear, cosine or constant.")] = None,
-    weight_decay: Annotated[float | None, _option("AdamW's.")] = None,
-    fit_head: Annotated[bool | None, _option("Fit the classifier on top first.", "--fit-head/--no-fit-head")] = None,
+    epochs: Annotated[float | None, _option("Passes over the training posts (default: 4).")] = None,
+    max_steps: Annotated[int | None, _option("Optimization steps, instead of --epochs.")] = None,
+    batch_size: Annotated[int | None, _option("Rows per forward pass and device (default: 16).")] = None,
+    accumulation: Annotated[int | None, _option("Forward passes per optimization step (default: 1).")] = None,
+    learning_rate: Annotated[
+        float | None, _option("Peak learning rate of the base model's weights (default: 0.0001).")
+    ] = None,
+    head_rate: Annotated[
+        float | None, _option("Learning rate of the head, as a multiple of --learning-rate (default: 10).")
+    ] = None,
+    warmup: Annotated[float | None, _option("Share of the steps during which the rate rises (default: 0.1).")] = None,
+    schedule: Annotated[str | None, _option("Decay of the rate: linear, cosine or constant (default: linear).")] = None,
+    weight_decay: Annotated[float | None, _option("Weight decay of AdamW (default: 0.01).")] = None,
+    fit_head: Annotated[
+        bool | None, _option("Fit the classification head first (default: on).", "--fit-head/--no-fit-head")
+    ] = None,
     class_weights: Annotated[
-        bool | None, _option("Weigh rare labels more.", "--class-weights/--no-class-weights")
+        bool | None, _option("Weight rare labels more (default: off).", "--class-weights/--no-class-weights")
     ] = None,
-    max_tokens: Annotated[int | None, _option("Tokens of a post that are read, at most.")] = None,
-    seed: Annotated[int | None, _option("Of all that is random.")] = None,
-    patience: Annotated[int | None, _option("Epochs without progress after which to stop; 0: never.")] = None,
-    precision: Annotated[str | None, _option("auto, float32, bfloat16 or float16.")] = None,
+    max_tokens: Annotated[int | None, _option("Maximum tokens to read of a post (default: 128).")] = None,
+    seed: Annotated[int | None, _option("Random seed (default: 7).")] = None,
+    patience: Annotated[
+        int | None, _option("Epochs without progress before stopping; 0 never stops early (default: 0).")
+    ] = None,
+    precision: Annotated[str | None, _option("Precision: auto, float32, bfloat16 or float16 (default: auto).")] = None,
     length_grouping: Annotated[
-        bool | None, _option("Batches of posts of similar length.", "--length-grouping/--no-length-grouping")
+        bool | None, _option("Batch posts of similar length (default: on).", "--length-grouping/--no-length-grouping")
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
-        _option("Less memory for more time.", "--gradient-checkpointing/--no-gradient-checkpointing"),
+        _option(
+            "Recompute activations to save memory (default: off).",
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+        ),
     ] = None,
     fused_optimizer: Annotated[
-        bool | None, _option("One kernel for all weights.", "--fused-optimizer/--no-fused-optimizer")
+        bool | None, _option("Use the fused AdamW kernel (default: on).", "--fused-optimizer/--no-fused-optimizer")
     ] = None,
-    loader_workers: Annotated[int | None, _option("Processes that put batches together.")] = None,
-    pin_memory: Annotated[bool | None, _option("Batches in pinned memory.", "--pin-memory/--no-pin-memory")] = None,
-    checkpoint_steps: Annotated[int | None, _option("Steps between checkpoints; else an epoch.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on at the last checkpoint.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's logs.")] = False,
+    loader_workers: Annotated[int | None, _option("Processes that assemble batches (default: 0).")] = None,
+    pin_memory: Annotated[
+        bool | None, _option("Copy batches to a GPU from pinned memory (default: on).", "--pin-memory/--no-pin-memory")
+    ] = None,
+    checkpoint_steps: Annotated[
+        int | None, _option("Optimization steps between checkpoints (default: one epoch).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in OUT.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs to OUT/runs.")] = False,
     device: Device = None,
     redis_url: RedisUrl = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one object a line: plan, progress, trained.")
+        bool, typer.Option("--json", help="Print JSON, one object per line: plan, progress, trained.")
     ] = False,
 ) -> None:
-    """Fine-tune a classifier on posts with labels; `feedmill worker --model OUT` then serves it (docs/training.md)."""
+    """Fine-tune a classifier on labelled posts.
+
+    Serve the trained model with `feedmill worker --model OUT`. See docs/training.md.
+    """
     given = dict(locals())
     settings = settings_of(device=given.pop("device"), redis_url=given.pop("redis_url"))
     given.pop("as_json")
@@ -97,34 +119,45 @@ def train(
 @app.command()
 def trainer(
     device: Device = None,
-    name: Annotated[str | None, typer.Option(help="Node name; unique among the workers of one Redis.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
+    ] = None,
     training_folder: Annotated[
-        Path | None, typer.Option(help="Folder that queued trainings read from and write to.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training).",
+            show_default=False,
+        ),
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Train what applications ask for by the task `feedmill.train`, one at a time, until SIGTERM."""
+    """Run queued trainings one at a time until SIGTERM.
+
+    Applications queue a training with the Celery task `feedmill.train`.
+    """
     settings = settings_of(device=device, training_folder=training_folder, redis_url=redis_url)
     _check_packages()
-    from feedmill.training_job import run_trainer  # noqa: PLC0415 - torch, which only workers have
+    from feedmill.training_job import run_trainer  # noqa: PLC0415 - needs torch, which only workers have
 
     raise typer.Exit(run_trainer(settings, name))
 
 
 def _check_packages() -> None:
+    """Raises UserError if a package that trainings import is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise UserError(f"Training needs {package}, which `pip install 'feedmill[worker,train]'` brings.")
+            raise UserError(f"Training needs the package {package}. Run `pip install 'feedmill[worker,train]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
-    first = os.environ.get("RANK", "0") == "0"  # of several processes, as torchrun numbers them
+    """Collect the posts, train, and write the model, its test results and its charts. Only rank 0 writes."""
+    first = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes
     notes = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     folder = Path(options.out).expanduser().absolute()
     options = options.model_copy(update={"out": str(folder)})
     if first:
         check_folder(folder, options.resume)
-    # Imported late: torch, which only workers have, and which takes its time.
+    # Imported late: needs torch, which only workers have and which loads slowly.
     from feedmill import model_card, training_report  # noqa: PLC0415
     from feedmill.training_data import collect  # noqa: PLC0415
     from workers.training import run  # noqa: PLC0415
@@ -152,47 +185,47 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Raises UserError where a model cannot be written there."""
+    """Create the folder for a model. Raises UserError if it is unusable or does not fit `resume`."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: name a folder with --out.")
+        raise UserError(f"--out: {folder} is a file. Choose a folder.")
     held = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if resume and CHECKPOINTS not in held:
-        raise UserError(f"{folder} holds no training to go on with: leave out --resume.")
+        raise UserError(f"{folder} contains no interrupted training. Leave out --resume.")
     if not resume and CHECKPOINTS in held:
-        raise UserError(f"{folder} holds a training that was interrupted: --resume goes on with it, or delete it.")
+        raise UserError(f"{folder} contains an interrupted training. Continue it with --resume, or delete the folder.")
     if held - {CHECKPOINTS, RUNS} and not resume:
-        raise UserError(f"{folder} holds other files: give a new folder, or an empty one.")
+        raise UserError(f"{folder} is not empty. Choose a new or empty folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.") from None
+        raise UserError(f"Cannot create {folder}: {error.strerror}.") from None
 
 
 def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
-    """Note of which posts and options the checkpoints will be. Raises UserError where there are some of others."""
-    asked = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
-    noted = folder / CHECKPOINTS / BEGUN
+    """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
+    current = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
+    record_file = folder / CHECKPOINTS / BEGUN
     if options.resume:
         try:
-            begun = json.loads(noted.read_text())
+            recorded = json.loads(record_file.read_text())
         except (OSError, ValueError):
-            begun = {}
-        if begun != asked:
-            what = "other options" if begun.get("digest") == asked["digest"] else "other posts"
+            recorded = {}
+        if recorded != current:
+            what = "other options" if recorded.get("digest") == current["digest"] else "other posts"
             raise UserError(
-                f"The training in {folder} was begun with {what}: give the same ones, or delete the folder. Where "
-                "posts still come, train on an export of them."
+                f"The training in {folder} was started with {what}. Use the same ones or delete the folder; if posts "
+                "still arrive, train on an export."
             )
         return
-    noted.parent.mkdir(exist_ok=True)
-    noted.write_text(json.dumps(asked))
+    record_file.parent.mkdir(exist_ok=True)
+    record_file.write_text(json.dumps(current))
 
 
 def _tested(
     folder: Path, options: TrainOptions, dataset: "Dataset", settings: Settings
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """What a worker says of the test's posts with the trained model, and with its base."""
-    from feedmill.evaluation_run import measure  # noqa: PLC0415 - torch, which only workers have
+    """Evaluate the trained model and its untrained base on the test posts, as a worker would classify them."""
+    from feedmill.evaluation_run import measure  # noqa: PLC0415 - needs torch, which only workers have
 
     if not dataset.test:
         return None, None
@@ -206,15 +239,15 @@ def _tested(
 
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
-    """The settings of the base as it classifies without training; None where it cannot, or need not."""
-    from workers.classifiers.choose import kind_of  # noqa: PLC0415 - torch, which only workers have
+    """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
+    from workers.classifiers.choose import kind_of  # noqa: PLC0415 - needs torch, which only workers have
     from workers.weights import locate  # noqa: PLC0415
 
     if not options.compare:
         return None
     try:
         kind = kind_of(locate(options.base, settings.revision, settings.offline, settings.trust_remote_code))
-    except UserError:  # it does not classify as it is
+    except UserError:  # not a classifier without training
         return None
     if kind == "sequence":
         return None

@@ -34,15 +34,15 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     path.write_text('{"id": 1, "title": "x"}\nnope\n{"id": 2, "title": "y", "score": "many"}\n')
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 1
-    assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 1 skipped as bad\n"
+    assert said.stdout == "2 posts sent (messages: 1), 0 already sent, 1 malformed\n"
     assert f"{path}:2: not JSON: Expecting value at column 1 " in said.stderr
     assert f"{path}:3: score: input should be a valid integer" in said.stderr
     assert "(kept without it)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert again.stdout == "0 posts sent (messages: 0), 2 skipped as sent before, 1 skipped as bad\n"
+    assert again.stdout == "0 posts sent (messages: 0), 2 already sent, 1 malformed\n"
     path.write_text('{"id": 3, "title": "z"}\n')
     another = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert another.stdout == "1 post sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n"
+    assert another.stdout == "1 post sent (messages: 1), 0 already sent, 0 malformed\n"
 
 
 def test_a_file_that_breaks_off_costs_none_of_the_posts_before(redis: RedisServer, tmp_path: Path) -> None:
@@ -69,15 +69,14 @@ def test_a_dump_with_filters(redis: RedisServer, tmp_path: Path) -> None:
     flags = ["--subreddit", "r/python,cpp", "--subreddit", "Rust", "--since", "2023-11-01", "--until", "2023-12-01"]
     said = feedmill("enqueue", str(path), *flags, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.stdout == (
-        "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad, 1 removed on Reddit, "
-        "2 left out by the filters\n"
+        "2 posts sent (messages: 1), 0 already sent, 0 malformed, 1 removed on Reddit, 2 excluded by the filters\n"
     )
     assert said.returncode == 0
     assert sent_ids(redis) == ["t3_1a", "t3_1c"]
     none = feedmill("enqueue", str(path), "--subreddit", "pyton", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert none.returncode == 1
-    assert "5 left out by the filters" in none.stdout
-    assert "The filters leave out every record" in none.stderr
+    assert "5 excluded by the filters" in none.stdout
+    assert "The filters exclude every record" in none.stderr
 
 
 def test_a_key_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
@@ -118,8 +117,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(redis: RedisServer, tmp_pat
     assert "Traceback" not in interrupted.text()
     assert positions(redis) == [1025]
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
-    assert "going on at record 1,026, where the last run stopped (--again starts over)" in said.stderr
-    assert said.stdout == "1,720 posts sent (messages: 54), 256 skipped as sent before, 0 skipped as bad\n"
+    assert "resuming at record 1,026, where the last run stopped (--again starts over)" in said.stderr
+    assert said.stdout == "1,720 posts sent (messages: 54), 256 already sent, 0 malformed\n"
     assert said.returncode == 0
     assert sent_ids(redis) == sorted(post.id for post in make_posts(3000))
     assert positions(redis) == []
@@ -133,7 +132,7 @@ def test_each_queue_has_its_own_place_in_a_file(redis: RedisServer, tmp_path: Pa
         said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, **where)
         assert said.returncode == 2
         assert "1,024 posts were sent before" in said.stderr
-        assert "going on" not in said.stderr
+        assert "resuming" not in said.stderr
     assert positions(redis) == [1024, 1024]
 
 
@@ -147,7 +146,7 @@ def test_who_would_rather_be_told_is_refused_by_a_full_queue(redis: RedisServer,
     assert "64 posts were sent before" in said.stderr
     assert "Traceback" not in said.stderr
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
-    assert said.stdout.startswith("36 posts sent (messages: 2), 64 skipped as sent before")
+    assert said.stdout.startswith("36 posts sent (messages: 2), 64 already sent")
 
 
 def test_a_turn_in_another_queue(redis: RedisServer, tmp_path: Path) -> None:
@@ -179,8 +178,8 @@ def test_a_download_that_is_continued(redis: RedisServer, tmp_path: Path, frames
     otherwise = feedmill("enqueue", str(path), "--labels", "a,b", cwd=tmp_path, **url)
     assert (otherwise.stdout[:12], otherwise.stderr) == ("4 posts sent", "")
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
-    assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n"
-    assert said.stderr == "going on at record 3, where the last run stopped (--again starts over)\n"
+    assert said.stdout == "2 posts sent (messages: 1), 0 already sent, 0 malformed\n"
+    assert said.stderr == "resuming at record 3, where the last run stopped (--again starts over)\n"
     assert positions(redis) == []
 
 
@@ -239,18 +238,18 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: begins as JSON, but is none: "),
         (
             ["enqueue", "-", "--since", "yesterday"],
-            "--since: 'yesterday' is no date; write it as 2024-01-31, or with a",
+            "--since: 'yesterday' is not a date. Write 2026-01-31",
         ),
-        (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000' is no date"),
+        (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000' is not a date"),
         (
             ["enqueue", "-", "--since", "2024-02-01", "--until", "2024-01-01"],
-            "--since 2024-02-01 is not before --until 2024-01-01: no post is from between them.",
+            "--since 2024-02-01 must be before --until 2024-01-01.",
         ),
         (
             ["enqueue", "-", "--subreddit", "a, b c"],
-            "--subreddit: 'b c' is no subreddit's name; write python,learnpython.",
+            "--subreddit: 'b c' is not a subreddit name.",
         ),
-        (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is no subreddit's name; write"),
+        (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is not a subreddit name."),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
         (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'; it marks where the label goes"),
@@ -357,7 +356,7 @@ def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2
-    assert "A worker needs torch, which `pip install 'feedmill[worker]'` brings." in said.stderr
+    assert "A worker needs the package torch. Run `pip install 'feedmill[worker]'`." in said.stderr
 
 
 def stored(redis: RedisServer, *ids: str) -> ResultsStore:
@@ -378,10 +377,11 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "a1 purged (sent: 1, results: 1, stream entries: 1, messages: 1); refused for 365 days\n"
+    deleted = "marked as sent: 1, results: 1, stream entries: 1, messages: 1"
+    assert said.stdout == f"a1 purged ({deleted}); blocked for 365 days\n"
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
-    assert again.stdout == "a1 purged (nothing was kept); refused for 365 days\n"
+    assert again.stdout == "a1 purged (nothing was stored); blocked for 365 days\n"
     many = feedmill("purge", "-", "a1", "--json", cwd=tmp_path, stdin="a2\n\n a3 \r\na2", **url)
     assert many.returncode == 0
     assert json.loads(many.stdout) == {
@@ -390,20 +390,20 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
     }  # fmt: skip
     assert store.latest(5) == []
     lifted = feedmill("purge", "--lift", "a1", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (lifted.returncode, lifted.stdout) == (0, "2 posts may be sent again (1 had been purged)\n")
+    assert (lifted.returncode, lifted.stdout) == (0, "2 posts unblocked (1 had been purged)\n")
     odd = feedmill("purge", "--lift", "b\x1b[31m", cwd=tmp_path, **url)
-    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m may be sent again (0 had been purged)\n")
+    assert (odd.returncode, odd.stdout) == (1, "b\\x1b[31m unblocked (0 had been purged)\n")
     assert feedmill("purge", "--lift", "--json", "a2", cwd=tmp_path, **url).stdout == '{"posts": 1, "lifted": 1}\n'
 
 
 @pytest.mark.parametrize(
     ("ids", "stdin", "words"),
     [
-        (["-"], "\n \n", "feedmill: Standard input names no post: give ids, one a line.\n"),
+        (["-"], "\n \n", "feedmill: Standard input contains no post id. Give one id per line.\n"),
         (
             ["--lift", "--rewrite", "a1"],
             "",
-            "feedmill: --lift brings nothing back and removes nothing: leave --rewrite out.\n",
+            "feedmill: --lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.\n",
         ),
         (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
         (

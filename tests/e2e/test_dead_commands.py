@@ -64,7 +64,7 @@ def test_they_are_listed_and_shown(house: House) -> None:
     )
     assert house.run("list") == (
         0,
-        f"{raw}  6 bytes that are no message\n"
+        f"{raw}  6 bytes, not a message\n"
         f"{first:<18} a1           1970-01-01 00:00:00+00:00  odd \\x1b[31m\n"
         f"{second:<18} -            1970-01-01 00:00:00+00:00  no\n",
         "",
@@ -80,7 +80,7 @@ def test_they_are_listed_and_shown(house: House) -> None:
     assert said.endswith(traceback)
     status, said, _ = house.run("show", "a1")
     assert (status, f"letter     {first}\n" in said) == (0, True)
-    assert house.run("show", "nobody") == (1, "", "feedmill: no dead letter goes by nobody: gone, or never there\n")
+    assert house.run("show", "nobody") == (1, "", "feedmill: no dead letter matches nobody\n")
 
 
 def test_they_are_sent_again(house: House) -> None:
@@ -98,14 +98,14 @@ def test_they_are_sent_again(house: House) -> None:
     )
     purged = [each.name for each in house.dead.all()][-1]
     status, said, complaints = house.run("retry", "--all")
-    assert (status, said) == (1, "1 sent again, 5 cannot be and stay\n")
+    assert (status, said) == (1, "1 retried, 5 not retried and kept\n")
     assert complaints.splitlines() == [
-        f"feedmill: {raw} is no message, and cannot be sent again",
-        f"feedmill: {kept_none} cannot be sent again: no post was kept of it",
-        f"feedmill: {empty} cannot be sent again: neither title nor body holds any text",
-        f"feedmill: {newer} cannot be sent again: version: the message is of version 99, and this worker reads none "
+        f"feedmill: {raw} not retried: the element is not a message",
+        f"feedmill: {kept_none} not retried: the post was not stored",
+        f"feedmill: {empty} not retried: neither title nor body holds any text",
+        f"feedmill: {newer} not retried: version: the message is of version 99, and this worker reads none "
         "above 1; update the worker, or send version 1",
-        f"feedmill: {purged} cannot be sent again: post gone was purged",
+        f"feedmill: {purged} not retried: post gone was purged",
     ]
     assert [each.name for each in house.dead.all()] == [raw, kept_none, empty, newer, purged]
     assert queue_depth(house.redis.client, "feedmill").waiting == 1
@@ -115,15 +115,15 @@ def test_they_are_sent_again(house: House) -> None:
 
 def test_options_that_were_not_kept(house: House) -> None:
     (name,) = house.keep(letter("good", options=None))
-    complaint = f"feedmill: {name} cannot be sent again: its options were too long to be kept\n"
-    assert house.run("retry", name) == (1, "0 sent again, 1 cannot be and stay\n", complaint)
+    complaint = f"feedmill: {name} not retried: the options were too long to store\n"
+    assert house.run("retry", name) == (1, "0 retried, 1 not retried and kept\n", complaint)
 
 
 def test_each_goes_back_to_the_queue_that_it_came_out_of(house: House) -> None:
     names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
     assert len(names) == 2, "another model's letter is another letter; the default queue's is not"
     assert "queue      feedmill-other\n" in house.run("show", names[1])[1]
-    assert house.run("retry", "--all") == (0, "2 sent again\n", "")
+    assert house.run("retry", "--all") == (0, "2 retried\n", "")
     for queue in ("feedmill", "feedmill-other"):
         (sent,) = map(json.loads, house.redis.client.lrange(queue, 0, -1))
         assert sent["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
@@ -135,8 +135,8 @@ def test_one_is_sent_again_by_its_posts_id(house: House) -> None:
     house.keep(letter("a1"), letter("b1"))
     assert house.run("retry", "a1", "nobody") == (
         1,
-        "1 sent again\n",
-        "feedmill: no dead letter goes by nobody: gone, or never there\n",
+        "1 retried\n",
+        "feedmill: no dead letter matches nobody\n",
     )
     (left,) = house.dead.all()
     assert isinstance(left, Entry)
@@ -157,16 +157,20 @@ def test_they_are_dropped(house: House) -> None:
     assert house.run("drop", "b1", "a1") == (
         2,
         "",
-        f"feedmill: 2 dead letters go by a1, and nothing was done: give the id of one ({first}, {second}).\n",
+        f"feedmill: 2 dead letters match a1, so nothing was changed. Give the id of one: {first}, {second}.\n",
     )
     assert house.run("drop", first, "b1", same) == (0, "3 dropped\n", "")
     assert [each.name for each in house.dead.all()] == [other, second]
-    assert house.run("drop", "--all") == (2, "", "feedmill: --all drops every dead letter for good: add --yes.\n")
+    assert house.run("drop", "--all") == (
+        2,
+        "",
+        "feedmill: --all drops every dead letter permanently. Add --yes to confirm.\n",
+    )
     assert house.run("drop", "--all", "--yes") == (0, "2 dropped\n", "")
     assert house.dead.count() == 0
 
 
 @pytest.mark.parametrize("arguments", [["retry"], ["drop", "--all", "x"]], ids=" ".join)
 def test_which_ones_has_to_be_said(house: House, arguments: list[str]) -> None:
-    words = "feedmill: Say which dead letters: ids, as `feedmill dead list` shows them, or --all.\n"
+    words = "feedmill: Select dead letters: give ids, as `feedmill dead list` shows them, or --all.\n"
     assert house.run(*arguments) == (2, "", words)

@@ -48,7 +48,7 @@ def test_a_deploy_among_five_thousand_posts(empty: RedisServer, tmp_path: Path) 
     sha256 = locate(str(folder)).sha256
     with standin(redis, tmp_path, "worker", row_seconds=0.01):
         said = feedmill("deploy", "--show", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-        assert "feedmill  is to be served with what each worker's settings say\n  worker@" in said.stdout
+        assert "feedmill  deployed: each worker's own model\n  worker@" in said.stdout
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(POSTS))
         wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 100, "some are stored")
         said = feedmill("deploy", str(folder), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
@@ -108,7 +108,7 @@ def test_a_worker_goes_over_and_all_who_ask_are_told(house: House) -> None:
     status, said, complaints = house.run("deploy", "tuned")
     assert (status, complaints) == (0, ""), said
     assert f"  done      {tuned} is at work, " in said
-    assert said.endswith("\n1 workers of queue feedmill have switched.\n")
+    assert said.endswith("\n1 of 1 workers of queue feedmill have switched.\n")
     assert house.at_work() == "tuned"
     wait_until(lambda: known(house.redis.client)["feedmill"].model == tuned, "senders are told")
     assert f"{tuned}, queue feedmill" in house.run("status")[1]
@@ -129,7 +129,7 @@ def test_one_that_fails_changes_nothing(house: House) -> None:
     status, said, _ = house.run("deploy", "broken")
     assert status == 1
     assert f"{house.folder / 'tuned'} stays at work: {house.folder / 'broken'} gives scores that are none" in said
-    assert said.endswith("0 of 1 workers of queue feedmill have switched: what was wanted before is wanted again.\n")
+    assert said.endswith("0 of 1 workers of queue feedmill have switched: rolled back to the previous deployment.\n")
     assert wanted(house.redis.client, "feedmill") == before
     assert house.at_work() == "tuned"
 
@@ -141,7 +141,7 @@ def test_a_worker_that_starts_later_loads_what_is_wanted_or_does_not_start(house
         assert later.says(f"{house.folder / 'tuned'} classifies by sequence")
         status, said, _ = house.run("deploy", "--own", "--json")
         assert status == 0, said
-        assert json.loads(said.splitlines()[-1])["said"] == "2 workers of queue feedmill have switched."
+        assert json.loads(said.splitlines()[-1])["said"] == "2 of 2 workers of queue feedmill have switched."
         assert house.at_work() == "own"
         assert house.run("deploy", "tuned")[0] == 0
         assert later.end() == 0
@@ -157,18 +157,21 @@ def test_a_worker_that_starts_later_loads_what_is_wanted_or_does_not_start(house
 
 def test_without_a_worker_it_is_wanted_all_the_same(house: House) -> None:
     status, said, _ = house.run("deploy", "tuned", FEEDMILL_QUEUE="feedmill-nobody")
-    assert (status, said) == (1, "No worker serves queue feedmill-nobody now: those that start will load it.\n")
-    assert f"feedmill-nobody  is to be served with {house.folder / 'tuned'} (" in house.run("deploy", "--show")[1]
+    assert (status, said) == (
+        1,
+        "No worker serves queue feedmill-nobody now. The deployment applies when one starts.\n",
+    )
+    assert f"feedmill-nobody  deployed: {house.folder / 'tuned'} (" in house.run("deploy", "--show")[1]
     status, said, _ = house.run("deploy", "tuned", "--no-wait")
-    assert (status, said) == (0, "1 workers of queue feedmill were told: --show tells how it goes.\n")
+    assert (status, said) == (0, "Asked 1 workers of queue feedmill to switch. See `feedmill deploy --show`.\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "Give one of these: the FOLDER of a model, --own, or --show."),
-        (["tuned", "--own"], "Give one of these: "),
-        (["none"], "none: give that of a model, as save_pretrained writes it."),
+        ([], "Give exactly one of FOLDER, --own and --show."),
+        (["tuned", "--own"], "Give exactly one of "),
+        (["none"], "none does not exist. Give a folder that save_pretrained wrote"),
         (["."], "has no config.json, and so is none of transformers"),
         (["tuned", "--queue", "feedmil"], "--queue: no worker has served 'feedmil' yet"),
         (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "Redis at 127.0.0.1:1/0 does not answer"),

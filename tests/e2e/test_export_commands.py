@@ -60,7 +60,7 @@ def test_an_export_is_enqueued_again(redis: RedisServer, tmp_path: Path, name: s
     said = feedmill("export", "--format", name, str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (said.returncode, said.stdout, said.stderr) == (0, f"2 rows written to {out}\n", "")
     again = feedmill("enqueue", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert again.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 0 skipped as bad\n", again.stderr
+    assert again.stdout == "2 posts sent (messages: 1), 0 already sent, 0 malformed\n", again.stderr
     (message,) = redis.client.lrange("feedmill", 0, -1)
     sent = body_of(message)[1]["posts"]
     assert [Post.model_validate(post) for post in sent] == posts
@@ -144,16 +144,16 @@ def test_asked_to_end_it_goes_on_later(
     reader, out = RowReader(redis.client), tmp_path / "out"
     told = []
     for yet in (True, True, False):
-        asked = export_commands._Asked()
-        asked.yet = yet
+        stop = export_commands._StopRequest()
+        stop.is_set = yet
         with opened(out, format_of(name), Wanted(), reader) as target:
             notes = Console(stderr=True)
-            run = export_commands._Run(reader, target, Wanted(), asked, notes, False, 1.0)
+            run = export_commands._Run(reader, target, Wanted(), stop, notes, False, 1.0)
             run.all()
-        told.append(run.tell(out, as_json=False))
+        told.append(run.report(out, as_json=False))
     assert told == [1, 1, 0]
     assert exported(out, name) == wanted
-    assert "stopped before the end; the same command goes on there" in capsys.readouterr().out
+    assert "stopped before the end; run the same command" in capsys.readouterr().out
 
 
 def test_purging_what_was_exported(redis: RedisServer, tmp_path: Path) -> None:
@@ -198,32 +198,32 @@ def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
     [
         (
             ("out",),
-            "Say what to write: --format parquet, csv or jsonl, or an OUT that ends in .parquet, .csv or .jsonl.",
+            "Cannot tell the format of out. Give --format",
         ),
-        (("--columns", "id,titel", "out.csv"), "--columns: 'titel' is no column; there are id, Topic, Title, "),
+        (("--columns", "id,titel", "out.csv"), "--columns: unknown column 'titel'. Choose from id, Topic, Title, "),
         (
             ("--columns", "label", "out.csv"),
-            "--columns: id has to be among them: by it posts are found that are purged",
+            "--columns must include id",
         ),
         (
             ("--latest", "out.parquet"),
-            "--latest is for one file, csv or jsonl: of parts it is not known what comes later.",
+            "--latest needs a single CSV or JSONL file",
         ),
         (
             ("--latest", "--label", "food", "out.csv"),
-            "A post's newest result may have another label: leave out --latest",
+            "--latest cannot be combined with --label",
         ),
-        (("--format", "csv", "--since", "soon", "out"), "--since: 'soon' is no date; write it as 2026-01-31"),
+        (("--format", "csv", "--since", "soon", "out"), "--since: 'soon' is not a date. Write 2026-01-31"),
         (
             ("--format", "csv", "--since", "2026-01-02", "--until", "2026-01-01", "out"),
-            "2026-01-01: no result is from between them",
+            "--since 2026-01-02 must be before --until 2026-01-01.",
         ),
-        (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "leave out --until, or --follow"),
-        (("--format", "csv", "--part-rows", "5", "out"), "--part-rows is for exports in parts"),
-        (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds goes with --follow"),
-        (("--purge", "--follow", "out"), "--purge takes posts out of OUT, and exports nothing"),
+        (("--format", "csv", "--follow", "--until", "2026-01-01", "out"), "--follow cannot be combined with --until"),
+        (("--format", "csv", "--part-rows", "5", "out"), "--part-rows requires an export in parts"),
+        (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds requires --follow"),
+        (("--purge", "--follow", "out"), "--purge removes posts from OUT and exports nothing"),
         (("--purge", "out"), "There is no out."),
-        (("--format", "csv", "/proc/out"), "The export cannot be written: "),
+        (("--format", "csv", "/proc/out"), "Cannot write the export: "),
     ],
 )
 def test_mistakes(redis: RedisServer, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -262,5 +262,5 @@ def test_trimmed_meanwhile(redis: RedisServer, tmp_path: Path) -> None:
     redis.client.hincrby("feedmill:counters", "trimmed", 3)
     said = feedmill(*command, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 1
-    assert "up to 1 result was trimmed from the stream before being exported" in said.stderr
+    assert "up to 1 result was trimmed from the stream before" in said.stderr
     assert exported(tmp_path / "out", "parquet") == ["1", "2", "4"]

@@ -389,7 +389,7 @@ def test_below_a_prefix(redis: RedisServer, tmp_path: Path) -> None:
 
 def test_without_a_password(redis: RedisServer, tmp_path: Path) -> None:
     with flower(redis, tmp_path, "--no-auth") as (command, visitor):
-        assert "Flower asks for no password" in command.text()
+        assert "Flower requires no password" in command.text()
         assert Visitor(visitor.url).ask("/tasks")[0] == 200
         assert Visitor(visitor.url).ask("/api/tasks")[0] == 401
 
@@ -404,7 +404,9 @@ def test_a_password_is_made_and_shown_once(redis: RedisServer, tmp_path: Path) -
     try:
         assert command.stderr
         line = command.stderr.readline()
-        found = re.fullmatch(r"Flower at (\S+), user feedmill, password (\S{24}) \(made for this run; .*\)\n", line)
+        found = re.fullmatch(
+            r"Flower at (\S+), user feedmill, password (\S{24}) \(generated for this run; .*\)\n", line
+        )
         assert found, line
         wait_until(lambda: Visitor(found[1], found[2]).ask("/tasks")[0] == 200, "Flower lets in")
         assert Visitor(found[1]).ask("/tasks")[0] == 401
@@ -423,13 +425,13 @@ def test_a_password_is_not_written_to_a_file(redis: RedisServer, tmp_path: Path)
             check=False, start_new_session=True,  # without a terminal
         )  # fmt: skip
     assert ended.returncode == 2
-    assert (tmp_path / "log").read_text().endswith("which would keep it. Set FEEDMILL_FLOWER_PASSWORD.\n")
+    assert (tmp_path / "log").read_text().endswith("standard error writes to. Set FEEDMILL_FLOWER_PASSWORD.\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth would open Flower, which can stop workers, to whoever"),  # noqa: S104
+        (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth would let anyone who can reach"),  # noqa: S104
         ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII characters, no"),
         ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: should be 1 to 256 printable ASCII"),
         ([], {"FLOWER_MAX_TASKS": "many"}, "One of the FLOWER_ variables cannot be read: "),

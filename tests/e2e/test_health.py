@@ -164,7 +164,7 @@ def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) 
 
 def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
-        wait_until(lambda: command.text().count("Ctrl-C ends") >= 2, "it has looked twice")
+        wait_until(lambda: command.text().count("Ctrl-C quits") >= 2, "it has looked twice")
         assert command.end(signal.SIGINT) == 0
     assert "\x1b" not in command.text()
     assert "Traceback" not in command.text()
@@ -204,7 +204,7 @@ def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_watching_in_a_terminal_ends_quietly(watching: Terminal, how: signal.Signals, status: int) -> None:
-    wait_until(lambda: watching.text().count("Ctrl-C ends") >= 2, "the screen was written over")
+    wait_until(lambda: watching.text().count("Ctrl-C quits") >= 2, "the screen was written over")
     watching.process.send_signal(how)
     assert watching.process.wait(30) == status
     text = watching.text()
@@ -212,7 +212,7 @@ def test_watching_in_a_terminal_ends_quietly(watching: Terminal, how: signal.Sig
     assert "Traceback" not in text
     assert "Aborted" not in text
     assert "\x1b[?1049h" in text, "a screen of its own"
-    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C ends"), "and the old one is back"
+    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C quits"), "and the old one is back"
     assert "\x1b[?25h" in text, "with its cursor"
 
 
@@ -225,7 +225,7 @@ def test_watching_what_was_never_there_is_a_mistake(tmp_path: Path) -> None:
 def test_watching_in_a_dumb_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
     command = Terminal("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url, TERM="dumb")
     with closing(command):
-        wait_until(lambda: command.text().count("Ctrl-C ends") >= 2, "two blocks were printed")
+        wait_until(lambda: command.text().count("Ctrl-C quits") >= 2, "two blocks were printed")
         assert "\x1b[?1049h" not in command.text()
 
 
@@ -255,7 +255,7 @@ def test_escapes_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
 def test_output_without_room_is_a_mistake(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("wb") as full:
         status, _, errors = redirected(full, *arguments, cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
-    assert errors == "feedmill: Output cannot be written: No space left on device.\n"
+    assert errors == "feedmill: Cannot write the output: No space left on device.\n"
     assert status == 2
 
 

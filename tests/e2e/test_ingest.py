@@ -60,11 +60,11 @@ def test_one_pass_sends_what_is_asked_for_and_no_pinned_post(
 ) -> None:
     said = feedmill("ingest", "reddit", "--once", "--limit", "5", cwd=tmp_path, **environment)
     assert said.returncode == 0, said.stderr
-    assert said.stdout == "10 posts sent (messages: 2), 0 skipped as sent before\n"
+    assert said.stdout == "10 posts sent (messages: 2), 0 already sent\n"
     assert "topic food: not reading r/nothere (missing); reading r/baking instead" in said.stderr
     assert "5/5" in said.stderr
     again = feedmill("ingest", "reddit", "--once", "--listing", "new", cwd=tmp_path, **environment)
-    assert again.stdout == "22 posts sent (messages: 2), 10 skipped as sent before\n"
+    assert again.stdout == "22 posts sent (messages: 2), 10 already sent\n"
     assert queue_depth(redis.client, "feedmill").waiting == 4
 
 
@@ -72,7 +72,7 @@ def test_the_best_of_a_week(tmp_path: Path, environment: dict[str, str]) -> None
     (tmp_path / "mine.toml").write_text('[topics]\n"food" = ["cooking"]\n')
     asked = ("--listing", "top", "--period", "week", "--limit", "3", "--topics", "mine.toml")
     said = feedmill("ingest", "reddit", "--once", *asked, cwd=tmp_path, **environment)
-    assert said.stdout == "3 posts sent (messages: 1), 0 skipped as sent before\n", said.stderr
+    assert said.stdout == "3 posts sent (messages: 1), 0 already sent\n", said.stderr
 
 
 def test_one_pass_goes_on_past_a_topic_that_fails(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
@@ -212,7 +212,7 @@ def test_a_praw_ini_that_is_damaged(tmp_path: Path, environment: dict[str, str])
 def test_the_daemon_reads_new_posts_alone(tmp_path: Path, environment: dict[str, str]) -> None:
     said = feedmill("ingest", "reddit", "--listing", "hot", cwd=tmp_path, **environment)
     assert said.returncode == 2
-    assert said.stderr == "feedmill: The daemon reads new posts. For one pass over hot, add --once.\n"
+    assert said.stderr == "feedmill: --listing hot requires --once: without it, only new posts are read.\n"
 
 
 def test_without_praw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_gaps_are_listed_and_forgotten(redis: RedisServer, tmp_path: Path, envir
     State(redis.client).begin({}, [Gap("cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0)])
     said = feedmill("ingest", "gaps", "--clear", cwd=tmp_path, **environment)
     assert said.stdout.split() == [
-        "r/cooking", "2027-01-15", "08:00:00+00:00", "to", "2027-01-15", "09:00:00+00:00,", "noted", "2027-01-15",
+        "r/cooking", "2027-01-15", "08:00:00+00:00", "to", "2027-01-15", "09:00:00+00:00,", "recorded", "2027-01-15",
         "10:00:00+00:00",
     ]  # fmt: skip
     assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
@@ -236,7 +236,7 @@ def test_subreddits_show_who_stands_in(tmp_path: Path, environment: dict[str, st
     feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
     said = feedmill("ingest", "subreddits", cwd=tmp_path, **environment)
     assert "food             cooking, nothere, baking" in said.stdout
-    assert "r/nothere is missing since 20" in said.stdout
+    assert "r/nothere: missing since 20" in said.stdout
     as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
     assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"
 

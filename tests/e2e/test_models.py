@@ -119,8 +119,8 @@ def test_classify_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.jsonl",), "There is no file none.jsonl. To classify these words, put them into a sentence."),
-        ((" ",), "The text cannot be classified: neither title nor body holds any text."),
+        (("none.jsonl",), "File none.jsonl does not exist. To classify it as a text"),
+        ((" ",), "Cannot classify the text: neither title nor body holds any text."),
         (("a text", "--labels", "{"), "--labels"),
         (("a text", "--template", "no place"), "--template"),
         (("a text", "--classifier", "odd"), "--classifier"),

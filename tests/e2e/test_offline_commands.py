@@ -43,14 +43,14 @@ def test_tune(tmp_path: Path) -> None:
     (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
     assert entry["token_budget"] == found["token_budget"]["knee"]
     assert (entry["classifier"], list(entry["tokens_per_second"])) == ("nli", [str(size) for size in CANDIDATES["cpu"]])
-    assert "But FEEDMILL_TOKEN_BUDGET is set" in said.stdout
+    assert "FEEDMILL_TOKEN_BUDGET is set, so workers use" in said.stdout
 
 
 def test_too_few_posts_store_no_budget(tmp_path: Path) -> None:
     said = feedmill("tune", SAMPLES, "--limit", "6", "--rounds", "1", "--device", "cpu", "--json", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     assert last_json(said.stdout)["stored"] is False
-    assert "is not stored for workers: too few posts to tell" in said.stdout
+    assert "Token budget not stored for workers: too few posts" in said.stdout
     assert "Left out: batch size 10 and above, which more posts would fill." in said.stdout
     assert not (tmp_path / "cache" / "calibration.json").exists()
 
@@ -69,7 +69,7 @@ def test_evaluate(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["left_out"], list(found["labels"])) == (32, 2, list(TOPICS))
-    assert "Left out: 2 posts whose topic is missing, or none of the labels." in said.stdout
+    assert "Excluded: 2 posts whose topic is missing or not a label." in said.stdout
     predictions = rows(tmp_path / "predictions.csv")
     assert [line["id"] for line in predictions] == [f"key {number}" for number in range(32)]
     assert [line["topic"] for line in predictions] == [post["topic"].lower() for post in samples]
@@ -92,16 +92,16 @@ def test_evaluate_a_model_with_labels_of_its_own(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["tune", "/no/such/file"], "There is no file /no/such/file."),
-        (["tune", "bad.jsonl"], "bad.jsonl holds no post."),
+        (["tune", "bad.jsonl"], "bad.jsonl contains no valid post."),
         (
             ["tune", SAMPLES, "--csv", "no/folder/x.csv"],
-            "x.csv cannot be written: name a file in a folder that exists",
+            "x.csv. Choose a file in an existing folder",
         ),
         (["evaluate", "/no/such/file"], "There is no file /no/such/file."),
-        (["evaluate", "untold.jsonl"], "None of the posts has a topic"),
+        (["evaluate", "untold.jsonl"], "No post has a topic. Add the true labels"),
         (
             ["evaluate", SAMPLES, "--limit", "3", "--labels", "tea,coffee"],
-            "is a label. The topics are: business, climate change. The labels are: tea, coffee.",
+            "one of the labels (topics: business, climate change; labels: tea, coffee).",
         ),
         (["evaluate", SAMPLES, "--template", "x"], "--template: no {} in 'x'"),
     ],

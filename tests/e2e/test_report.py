@@ -109,7 +109,7 @@ def test_the_page_in_a_browser(redis: RedisServer, tmp_path: Path, chromium: str
     out = tmp_path / "report.html"
     said = feedmill("report", "--out", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith(f"42 posts of 24 hours: {out}, in ")
+    assert said.stdout.startswith(f"42 posts in 24 hours: wrote {out} in ")
     found = look_at(chromium, out.read_text(), tmp_path)
     assert tuple(found["sections"]) == SECTIONS
     assert (found["width"], found["wide"]) == (390, [])
@@ -141,7 +141,7 @@ def test_nothing_of_purged_posts(redis: RedisServer, tmp_path: Path) -> None:
 
 def test_a_report_of_nothing(redis: RedisServer, tmp_path: Path, chromium: str) -> None:
     said = feedmill("report", "--hours", "1", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
-    assert (said.returncode, said.stdout.split(":")[0]) == (1, "0 posts of 1 hour")
+    assert (said.returncode, said.stdout.split(":")[0]) == (1, "0 posts in 1 hour")
     found = look_at(chromium, (tmp_path / "r.html").read_text(), tmp_path)
     assert tuple(found["sections"]) == tuple(name for name in SECTIONS if name not in ("subreddits", "gaps"))
     assert found["width"] == 390
@@ -172,7 +172,7 @@ def test_pictures(redis: RedisServer, tmp_path: Path) -> None:
         "report", "--hours", "48", "--out", "r.html", "--png", "charts", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     )
     assert said.returncode == 0, said.stderr
-    assert "4 pictures in charts" in said.stdout
+    assert "4 images in charts" in said.stdout
     pictures = sorted((tmp_path / "charts").iterdir())
     assert [path.name for path in pictures] == ["posts.png", "scores.png", "subreddits.png", "waits.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
@@ -181,7 +181,7 @@ def test_pictures(redis: RedisServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--out", "none/r.html"), "The report cannot be written"),
+        (("--out", "none/r.html"), "Cannot write the report"),
         (("--hours", "0"), "Invalid value for '--hours'"),
     ],
 )

@@ -81,7 +81,10 @@ def test_the_newest_that_are_wanted(redis: RedisServer, tmp_path: Path) -> None:
     store = stored(redis, *map(str, range(30)))
     store.write([result("b1", "books"), result("b2", "books", 0.2, "Python"), result("\x1b[31m")])
     shortened = feedmill("results", cwd=tmp_path, **url)
-    assert (len(shortened.stdout.splitlines()), shortened.stderr) == (20, "the newest 20; --limit N shows more\n")
+    assert (len(shortened.stdout.splitlines()), shortened.stderr) == (
+        20,
+        "showing the newest 20; use --limit N for more\n",
+    )
     assert feedmill("results", "--label", "books", cwd=tmp_path, **url).stderr == ""
     as_json = feedmill("results", "--json", cwd=tmp_path, **url)
     assert (shown(as_json.stdout)[0], as_json.stderr) == ("13", "")
@@ -195,8 +198,8 @@ def test_what_was_missed_is_told(redis: RedisServer, tmp_path: Path, flags: list
         assert told["since"] < told["until"]
     else:
         assert re.fullmatch(
-            rf"feedmill: missed {missed:,} results between [-0-9: +]+ and [-0-9: +]+: reading was slower than "
-            r"trimming; raise FEEDMILL_RESULTS_STREAM_LENGTH or read faster\n",
+            rf"feedmill: missed {missed:,} results between [-0-9: +]+ and [-0-9: +]+: trimmed before they "
+            r"were read\. Raise FEEDMILL_RESULTS_STREAM_LENGTH, or read faster\.\n",
             said.stderr,
         )
     assert feedmill(*group, cwd=tmp_path, **url).stderr == ""
@@ -242,11 +245,11 @@ def test_redis_is_started_again_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--failed", "--follow"], "leave out --follow or --failed"),
-        (["--failed", "--label", "food"], "give --failed with --limit alone"),
+        (["--failed", "--follow"], "--failed cannot be combined with --follow"),
+        (["--failed", "--label", "food"], "--failed can only be combined with --limit"),
         (["--consumer", "me"], "A consumer is a member of a group: name the group as well"),
-        (["--from-start"], "--from-start and --claim-after are for groups"),
-        (["--group", "g", "--limit", "3"], "leave out --limit or --group"),
+        (["--from-start"], "--from-start and --claim-after require --group"),
+        (["--group", "g", "--limit", "3"], "--limit cannot be combined with --group"),
         (["--group", "a b"], "'a b' is no name of a group: give 1 to 64 letters, digits, or any of - _ . : @"),
         (["--group", "g", "--claim-after", "-1"], "-1.0 is no time after which to take over"),
         (["--min-score", "nan"], "nan is no score that results could have"),
@@ -351,7 +354,7 @@ def test_what_failed(redis: RedisServer, tmp_path: Path) -> None:
 def test_a_post_without_results(redis: RedisServer, tmp_path: Path) -> None:
     said = feedmill("results", "get", "nobody", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (said.returncode, said.stdout) == (1, "")
-    assert "No result of a post 'nobody'" in said.stderr
+    assert "No result for post 'nobody'" in said.stderr
 
 
 def test_a_result_with_the_posts_latest_score(redis: RedisServer, tmp_path: Path) -> None:

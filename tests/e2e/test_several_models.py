@@ -65,7 +65,7 @@ def _send_backlog(house: House) -> None:
     elsewhere = {"FEEDMILL_QUEUE": "feedmill-moods"}
     path.write_text(as_jsonl(make_posts(BACKLOG)[:-1]))
     sent = house.run("enqueue", str(path), "--priority", "9", "--posts-per-message", "1", **elsewhere)
-    assert sent[:2] == (0, "39 posts sent (messages: 39), 0 skipped as sent before, 0 skipped as bad\n"), sent[2]
+    assert sent[:2] == (0, "39 posts sent (messages: 39), 0 already sent, 0 malformed\n"), sent[2]
     path.write_text(as_jsonl(make_posts(BACKLOG)[-1:]))
     assert house.run("enqueue", str(path), **elsewhere)[0] == 0
     assert queue_depth(house.redis.client, "feedmill-moods").waiting == BACKLOG
@@ -100,7 +100,7 @@ def test_posts_end_with_the_results_of_the_model_that_was_asked_for(house: House
     [
         (["--model", "mods"], "--model: no worker serves 'mods'. There are: "),
         (["--queue", "feedmill-mods"], "--queue: no worker has served 'feedmill-mods' yet"),
-        (["--model", "moods", "--queue", "feedmill-moods"], "leave out one of them"),
+        (["--model", "moods", "--queue", "feedmill-moods"], "--model and --queue both"),
         (["--priority", "10"], "--priority: input should be less than or equal to 9"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -125,7 +125,7 @@ def test_a_dead_letter_says_which_queue_it_came_out_of(house: House) -> None:
     entry = dead.get(name)
     assert isinstance(entry, Entry)
     assert entry.letter.queue == "feedmill-moods"
-    assert house.run("dead", "retry", "bad")[:2] == (0, "1 sent again\n")
+    assert house.run("dead", "retry", "bad")[:2] == (0, "1 retried\n")
     wait_until(lambda: dead.find(["bad"])["bad"], "it is one again, of the same worker")
     (name,) = dead.find(["bad"])["bad"]
     entry = dead.get(name)

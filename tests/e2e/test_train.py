@@ -117,13 +117,13 @@ def test_what_was_said_of_posts_is_learnt(redis: RedisServer, tmp_path: Path, ba
     ("flags", "words"),
     [
         (["--from", "/no/such", "--out", "new"], "There is no file /no/such."),
-        (["--from", "posts.jsonl", "--out", "full"], "full holds other files: give a new folder, or an empty one."),
-        (["--from", "posts.jsonl", "--out", "begun"], "--resume goes on with it, or delete it."),
+        (["--from", "posts.jsonl", "--out", "full"], "full is not empty. Choose a new or empty folder."),
+        (["--from", "posts.jsonl", "--out", "begun"], "Continue it with --resume, or delete the folder."),
         (
             ["--from", "posts.jsonl", "--out", "begun", "--resume"],
-            "was begun with other posts: give the same ones, or delete",
+            "was started with other posts. Use the same ones or delete",
         ),
-        (["--from", "posts.jsonl", "--out", "new", "--resume"], "holds no training to go on with"),
+        (["--from", "posts.jsonl", "--out", "new", "--resume"], "contains no interrupted training"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
         (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "files of posts have none"),
         (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16 trains on a GPU alone"),
@@ -192,7 +192,7 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
         found = ask(**asked, out="mine").get(timeout=100)
         with pytest.raises(Exception, match=r"out: '\.\./mine' is not within the folder for trainings"):
             ask(**asked, out="../mine").get(timeout=30)
-        with pytest.raises(Exception, match="mine holds other files: give a new folder, or an empty one."):
+        with pytest.raises(Exception, match="mine is not empty. Choose a new or empty folder."):
             ask(**asked, out="mine").get(timeout=60)
         with pytest.raises(Exception, match="epochs: input should be greater than 0"):
             ask(**asked | {"epochs": -1}, out="other").get(timeout=30)

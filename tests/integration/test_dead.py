@@ -59,7 +59,7 @@ def test_finds_names_alone(redis: RedisServer) -> None:
     dead = DeadLetters(redis.client)
     assert peak(lambda: found.update(dead.find(["same", "1-7", "other"]))) < MEMORY
     assert (len(found["same"]), found["1-7"], found["other"]) == (COUNT, ["1-7"], [])
-    with pytest.raises(UserError, match="400 dead letters go by same"):
+    with pytest.raises(UserError, match="400 dead letters match same"):
         _named(dead, ["same"])
     ((letter,), missing) = _named(dead, ["1-7", "other"])
     assert (letter.name, missing) == ("1-7", ["other"])

@@ -380,11 +380,16 @@ def says(stage: Stage, at: float = ASKED.at) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("looks", "words", "status", "left"),
     [
-        ([{"a": {}, "b": says(Stage.LOADING)}, {"a": says(Stage.DONE), "b": says(Stage.DONE)}], "2 workers", 0, ASKED),
-        ([{"a": says(Stage.DONE), "b": says(Stage.FAILED)}], "1 of 2 workers: two models serve it", 1, ASKED),
-        ([{"a": says(Stage.FAILED), "b": says(Stage.FAILED)}], "0 of 2 workers: what was wanted before", 1, BEFORE),
-        ([{"a": says(Stage.DONE), "b": says(Stage.DONE, 1.0)}], "1 of 2 workers: b says nothing of it", 1, ASKED),
-        ([{"a": says(Stage.FAILED), "b": says(Stage.LOADING)}], "0 of 2 workers: b says nothing of it", 1, ASKED),
+        (
+            [{"a": {}, "b": says(Stage.LOADING)}, {"a": says(Stage.DONE), "b": says(Stage.DONE)}],
+            "2 of 2 workers",
+            0,
+            ASKED,
+        ),
+        ([{"a": says(Stage.DONE), "b": says(Stage.FAILED)}], "1 of 2 workers: two models now serve", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.FAILED)}], "0 of 2 workers: rolled back", 1, BEFORE),
+        ([{"a": says(Stage.DONE), "b": says(Stage.DONE, 1.0)}], "1 of 2 workers: b has not reported", 1, ASKED),
+        ([{"a": says(Stage.FAILED), "b": says(Stage.LOADING)}], "0 of 2 workers: b has not reported", 1, ASKED),
     ],
     ids=["all", "some", "none", "one does not look", "one vanishes"],
 )
@@ -396,11 +401,11 @@ def test_how_it_ended(
     status: int,
     left: Wanted,
 ) -> None:
-    monkeypatch.setattr(deploy_commands, "SILENT", 0.1)
-    monkeypatch.setattr(deploy_commands, "PAUSE", 0.01)
+    monkeypatch.setattr(deploy_commands, "REPORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", 0.01)
     want(redis.client, "feedmill", ASKED)
-    reports = deploy_commands._told(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
-    said, ended = deploy_commands._ended(redis.client, "feedmill", ASKED, BEFORE, reports)
+    reports = deploy_commands._wait_for_workers(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
+    said, ended = deploy_commands._conclude(redis.client, "feedmill", ASKED, BEFORE, reports)
     assert said.replace(" of queue feedmill have switched", "").startswith(words)
     assert ended == status
     assert wanted(redis.client, "feedmill") == left
@@ -408,11 +413,10 @@ def test_how_it_ended(
 
 def test_one_that_is_overtaken_says_so_at_once(redis: RedisServer) -> None:
     want(redis.client, "feedmill", BEFORE)
-    reports = deploy_commands._told(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
-    said, ended = deploy_commands._ended(redis.client, "feedmill", ASKED, None, reports)
+    reports = deploy_commands._wait_for_workers(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
+    said, ended = deploy_commands._conclude(redis.client, "feedmill", ASKED, None, reports)
     assert (said, ended) == (
-        "0 of 1 workers of queue feedmill have switched: something else was deployed meanwhile, and is what is wanted "
-        "(--show).",
+        "0 of 1 workers of queue feedmill have switched: another deployment replaced this one (see --show).",
         1,
     )
     assert wanted(redis.client, "feedmill") == BEFORE

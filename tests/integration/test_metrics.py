@@ -291,12 +291,12 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 14 + len(workers)
-    for words in ("0 messages waiting", "12,345,678 stored · 99 again, already known",
-                  "1, and 12,345 before them were trimmed · `feedmill dead list`", "1 · `feedmill ingest gaps`",
+    for words in ("0 messages waiting", "12,345,678 stored · 99 duplicates",
+                  "1, 12,345 older ones trimmed · `feedmill dead list`", "1 · `feedmill ingest gaps`",
                   "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
-    assert "no worker answers: `feedmill worker` starts one" in screen(Lookout(settings).look(), settings)
+    assert "no worker answers: start one with `feedmill worker`" in screen(Lookout(settings).look(), settings)
 
 
 @pytest.mark.usefixtures("workers")
@@ -304,10 +304,10 @@ def test_a_look_and_the_screen_have_the_same_words(redis: RedisServer, settings:
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
     seen = Lookout(settings).look()
-    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
         assert lines["queue"].strip() == "2 messages waiting · 0 held by workers · oldest sent 50 min ago"
-        assert lines["results"].strip().removeprefix("… a minute · ") == "22 stored · 22 again, already known"
+        assert lines["results"].strip().removeprefix("… a minute · ") == "22 stored · 22 duplicates"
         assert lines["dead letters"].strip() == "0"
 
 
@@ -321,7 +321,7 @@ def test_several_queues_are_shown_each_with_its_model(redis: RedisServer, settin
     assert seen.status.oldest_seconds
     assert seen.status.oldest_seconds >= 90
     assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
-    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
         assert "feedmill: 2 waiting for no model yet\n" in re.sub(" +\n", "\n", shown)
         assert "other: 1 waiting for a model \\x1b (no worker)" in shown
 
@@ -332,7 +332,7 @@ def test_no_queue_is_without_a_worker_while_workers_cannot_be_asked(
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
     seen = Lookout(settings).look()
-    for shown in (screen(seen, settings), status_commands._told(seen.status)):
+    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
         assert "other: 0 waiting for a model" in shown
         assert "(no worker)" not in shown
 
@@ -349,8 +349,8 @@ def test_redis_may_go_and_come_while_somebody_watches(
         return depth(*arguments)
 
     monkeypatch.setattr(watch, "queue_depth", flaky)
-    monkeypatch.setattr(status_commands, "REFRESH", 0.0)
-    looks = status_commands._looks(settings)
+    monkeypatch.setattr(status_commands, "REFRESH_INTERVAL_S", 0.0)
+    looks = status_commands._snapshots(settings)
     assert list(next(looks).status.workers) == list(workers)  # type: ignore[union-attr]
     away = next(looks)
     assert away == f"Redis at {settings.redis_address} does not answer (gone)"

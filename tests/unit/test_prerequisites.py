@@ -40,9 +40,9 @@ def test_another_machine_needs_its_own_redis(monkeypatch: pytest.MonkeyPatch) ->
 def test_another_python_or_system(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "version_info", (3, 13, 0))
-        assert "Python 3.11 or 3.12 is needed" in str(problem())
+        assert "Python 3.11 or 3.12 is required" in str(problem())
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert problem() == "Linux is needed, this is darwin."
+    assert problem() == "Linux is required, not darwin."
 
 
 @pytest.mark.parametrize(
