@@ -167,9 +167,8 @@ def test_third_party_images_are_pinned() -> None:
 def test_health_checks_request_the_served_port(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][:3] == ["CMD", "python", "-c"]
-    check_health_script(
-        service["healthcheck"]["test"][3], service["command"][service["command"].index("--metrics-port") + 1]
-    )
+    port = service["command"][service["command"].index("--metrics-port") + 1]
+    check_health_script(service["healthcheck"]["test"][3], port)
 
 
 def test_prometheus_scrapes_every_metrics_port() -> None:

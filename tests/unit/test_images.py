@@ -55,7 +55,7 @@ def settings_in(dockerfile: str) -> dict[str, str]:
     ("wrong", "named"),
     [
         ("feedmill flower --adress x", "--adress"),
-        ("feedmill flower --port x", "--port"),
+        ("feedmill flower --port x", "integer"),
         ("feedmill bloom", "bloom"),
     ],
 )

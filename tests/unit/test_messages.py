@@ -1,6 +1,7 @@
 """shared/messages.py: posts, their text, options, fingerprints and rejected input."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -139,9 +140,8 @@ def test_reads_labels_with_descriptions() -> None:
     ],
 )
 def test_rejected_options_name_the_field(options: dict[str, object], field: str, named: str) -> None:
-    with pytest.raises(RequestRefused, match=named) as refused:
+    with pytest.raises(RequestRefused, match=f"^{re.escape(field)}: .*{named}"):
         ClassifyOptions.parse(options)
-    assert str(refused.value).startswith(f"{field}: ")
 
 
 def test_options_are_sent_without_defaults() -> None:
