@@ -75,9 +75,9 @@ def test_copied_env_has_distinct_secret_passwords(folder: Path) -> None:
 
 def test_docker_compose_accepts_the_file(folder: Path) -> None:
     profiles = [flag for name in ("cpu", "gpu", "reddit", "tools") for flag in ("--profile", name)]
-    said = docker_compose(folder, *profiles, "config")
-    assert (said.returncode, said.stderr) == (0, "")
-    found = yaml.safe_load(said.stdout)["services"]
+    done = docker_compose(folder, *profiles, "config")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = yaml.safe_load(done.stdout)["services"]
     assert set(found) == set(SERVICES)
     password = environment_in(folder)["WORKER_PASSWORD"]
     for name in OURS:
@@ -87,9 +87,9 @@ def test_docker_compose_accepts_the_file(folder: Path) -> None:
 
 def test_missing_passwords_point_to_the_example(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "compose.yaml", tmp_path)
-    said = docker_compose(tmp_path, "config")
-    assert said.returncode == 1
-    assert ".env.example" in said.stderr
+    done = docker_compose(tmp_path, "config")
+    assert done.returncode == 1
+    assert ".env.example" in done.stderr
 
 
 def test_services_profiles_and_volumes() -> None:
@@ -231,7 +231,7 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
 @pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])
 def test_redis_refuses_an_empty_password(folder: Path, missing: str) -> None:
     given = dict.fromkeys(SERVICES["redis"]["environment"], "x") | {missing: ""}
-    said = subprocess.run(
+    done = subprocess.run(
         ["sh", folder / "redis.sh"],  # noqa: S607 - wherever it is
         env={"PATH": os.environ["PATH"]} | given,
         capture_output=True,
@@ -239,8 +239,8 @@ def test_redis_refuses_an_empty_password(folder: Path, missing: str) -> None:
         timeout=20,
         check=False,
     )
-    assert said.returncode != 0
-    assert missing in said.stderr
+    assert done.returncode != 0
+    assert missing in done.stderr
 
 
 def client_of(port: int, password: str | None, user: str | None = None) -> Redis:

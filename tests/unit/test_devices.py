@@ -49,7 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_keeps_packages_and_threads_of_a_core_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Uses a common numbering: packages alternate, and second threads follow all first threads."""
+    """Use a common numbering: packages alternate, and second threads follow all first threads."""
     folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
     processors(monkeypatch, *range(8))
     cores = find_cores(folder)

@@ -364,27 +364,27 @@ def test_about_describes_a_subreddit(client: praw.Reddit) -> None:
 def test_praw_reads_text_and_link_posts(reddit: Reddit, client: praw.Reddit) -> None:
     text = reddit.publish("python", title="Ünï & <b>", body="a < b &amp; c", score=7, over_18=True)
     link = reddit.publish("python", title="x", body="with a text", url="https://example.org:8/a", spoiler=True)
-    said = {post.name: vars(post) for post in client.subreddit("python").new()}
-    assert said[text] | {
+    posts = {post.name: vars(post) for post in client.subreddit("python").new()}
+    assert posts[text] | {
         "id": text[3:], "title": "Ünï & <b>", "selftext": "a < b &amp; c", "score": 7, "ups": 7, "is_self": True,
         "over_18": True, "spoiler": False, "stickied": False, "edited": False, "created_utc": NOW, "created": NOW,
         "permalink": f"/r/python/comments/{text[3:]}/ünï_b/", "domain": "self.python", "removed_by_category": None,
         "url": f"https://www.reddit.com/r/python/comments/{text[3:]}/ünï_b/", "subreddit_type": "public",
         "quarantine": False, "locked": False, "num_comments": 0,
-    } == said[text]  # fmt: skip
-    assert said[text]["author"].name
-    assert (said[text]["author_fullname"][:3], said[text]["subreddit_id"][:3]) == ("t2_", "t5_")
-    assert said[link] | {
+    } == posts[text]  # fmt: skip
+    assert posts[text]["author"].name
+    assert (posts[text]["author_fullname"][:3], posts[text]["subreddit_id"][:3]) == ("t2_", "t5_")
+    assert posts[link] | {
         "is_self": False, "url": "https://example.org:8/a", "domain": "example.org:8", "selftext": "with a text",
         "over_18": False, "spoiler": True,
-    } == said[link]  # fmt: skip
+    } == posts[link]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "title"), [({"raw_json": 1}, "&amp; < >"), ({}, "&amp;amp; &lt; &gt;")])
-def test_escapes_text_unless_raw_json_is_set(reddit: Reddit, plain: Plain, asked: dict[str, Any], title: str) -> None:
+@pytest.mark.parametrize(("query", "title"), [({"raw_json": 1}, "&amp; < >"), ({}, "&amp;amp; &lt; &gt;")])
+def test_escapes_text_unless_raw_json_is_set(reddit: Reddit, plain: Plain, query: dict[str, Any], title: str) -> None:
     post = reddit.publish("python", title="&amp; < >", body="&amp; < >")
     reddit.faults.next("sticky_head", where="/new")
-    for answer in (plain.get("/api/info", id=post, **asked), plain.get("/r/python/new", **asked)):
+    for answer in (plain.get("/api/info", id=post, **query), plain.get("/r/python/new", **query)):
         (child,) = answer.json()["data"]["children"]
         assert (child["data"]["title"], child["data"]["selftext"]) == (title, title)
 
@@ -398,18 +398,18 @@ def test_info_shows_deleted_removed_and_edited_posts(reddit: Reddit, client: pra
     reddit.edit(edited, "another text")
     reddit.score(stands, -3)
     assert names(client.subreddit("python").new()) == [stands, edited]
-    said = {post.name: vars(post) for post in client.info(fullnames=[*published, "t3_nosuch"])}
-    assert list(said) == [deleted, removed, edited, stands]
+    posts = {post.name: vars(post) for post in client.info(fullnames=[*published, "t3_nosuch"])}
+    assert list(posts) == [deleted, removed, edited, stands]
     fields = ("title", "selftext", "removed_by_category", "edited", "score")
-    assert [tuple(said[name][field] for field in fields) for name in said] == [
+    assert [tuple(posts[name][field] for field in fields) for name in posts] == [
         ("python 0", "[deleted]", "deleted", False, 1),
         ("python 1", "[removed]", "moderator", False, 1),
         ("python 3", "another text", None, NOW, 1),
         ("python 4", "text", None, False, -3),
     ]
-    assert said[deleted]["author"] is None
-    assert "author_fullname" not in said[deleted]
-    assert said[removed]["author"] is not None
+    assert posts[deleted]["author"] is None
+    assert "author_fullname" not in posts[deleted]
+    assert posts[removed]["author"] is not None
 
 
 # Tokens.
@@ -602,12 +602,12 @@ def test_praw_reacts_to_each_fault(reddit: Reddit, client: praw.Reddit, name: st
             names(client.subreddit("python").new(limit=None))
         # Exactly this class: another fault may raise a subclass.
         assert type(raised.value) is expected.result
-    asked = [request for request in reddit.ledger.requests if request.path != TOKEN_PATH]
-    assert len(asked) == expected.requests
+    sent = [request for request in reddit.ledger.requests if request.path != TOKEN_PATH]
+    assert len(sent) == expected.requests
     # Some faults affect only one of the two pages.
     happened = 1 if name in ("dead_anchor", "sticky_head") else expected.requests
     assert reddit.ledger.faults == {name: happened}
-    assert [request.fault for request in asked].count(name) == happened
+    assert [request.fault for request in sent].count(name) == happened
 
 
 @pytest.mark.parametrize(
@@ -710,7 +710,7 @@ def test_sticky_head_marks_the_pinned_post(reddit: Reddit, client: praw.Reddit) 
 def test_next_applies_to_matching_requests(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.next("server_error_503", times=2, where=r"/new\?.*limit=9")
     reddit.faults.next("not_found", where="^/api/info")
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requested: list[tuple[str, dict[str, Any]]] = [
         ("/r/python/new", {"limit": 8}),
         ("/r/python/hot", {"limit": 9}),
         ("/r/python/new", {"limit": 9}),
@@ -719,7 +719,7 @@ def test_next_applies_to_matching_requests(reddit: Reddit, plain: Plain) -> None
         ("/r/python/new", {"limit": 9}),
         ("/api/info", {"id": "t3_x"}),
     ]
-    assert [plain.get(path, **query).status_code for path, query in asked] == [200, 200, 503, 404, 503, 200, 200]
+    assert [plain.get(path, **query).status_code for path, query in requested] == [200, 200, 503, 404, 503, 200, 200]
     assert reddit.ledger.faults == {"server_error_503": 2, "not_found": 1}
 
 

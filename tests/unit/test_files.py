@@ -303,7 +303,7 @@ print([item.id for item in found if item not in bad], len(bad), int(megabytes() 
     ids=["lines", "array", "csv"],
 )
 def test_compression_bombs_take_little_memory(tmp_path: Path, begins: bytes, ends: bytes) -> None:
-    """Reads 150 KB that unpack to 150 MB."""
+    """Read 150 KB that unpack to 150 MB."""
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(begins) + 150 * gzip.compress(b"x" * 2**20) + gzip.compress(ends))
     done = subprocess.run(
@@ -418,7 +418,7 @@ def test_rejects_a_missing_file() -> None:
 
 
 def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
-    """Cuts at random places and between two frames; the posts before the cut are read, and no others."""
+    """Cut the file at random places and between two frames. Exactly the posts before the cut are read."""
     rng = random.Random(5)
     many = [{"id": str(number), "title": rng.randbytes(400).hex()} for number in range(500)]
     frames = [zstd(jsonl(*many[start : start + 250]).encode()) for start in (0, 250)]
@@ -440,7 +440,7 @@ def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
 
 
 def test_keeps_posts_before_damage(tmp_path: Path) -> None:
-    """Reads each complete block of 128 KiB. zstandard's own stream loses all blocks of the failing read."""
+    """Read each complete block of 128 KiB. zstandard's own stream loses all blocks of the failing read."""
     packed = zstd("".join(f'{{"id": {number}, "title": "x"}}\n' for number in range(40_000)).encode())
     damaged = bytearray(packed)
     damaged[-1000:] = bytes(1000)

@@ -411,7 +411,7 @@ def test_promtool_accepts_the_configuration(check: tuple[str, ...], file: str) -
 
 
 def test_promtool_accepts_the_kubernetes_configuration(tmp_path: Path) -> None:
-    """Without service discovery, because Debian's promtool is built without Kubernetes."""
+    """Leave out service discovery, because Debian's promtool is built without Kubernetes."""
     configuration = yaml.safe_load((ALERTS.parent / "kubernetes.yml").read_text())
     assert configuration.pop("rule_files") == [ALERTS.name]
     del configuration["scrape_configs"][0]["kubernetes_sd_configs"]

@@ -120,7 +120,7 @@ def test_default_template_matches_the_pipeline(folder: Path) -> None:
 def test_half_precision_scores_match(
     tmp_path: Path, architecture: str, width: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Compares at equal precision. The weights are narrow enough that rounding does not dominate."""
+    """Compare at equal precision. The weights are narrow enough that rounding does not dominate."""
     folder = make_model(architecture, tmp_path, NLI, **width)
     spread = 0.0
     for multi_label in (False, True):

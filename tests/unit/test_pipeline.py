@@ -226,7 +226,7 @@ def test_messages_share_a_forward_pass(owner: Owner) -> None:
 
 
 class TwoCores(StandIn):
-    """Records each forward pass' share of the device. Passes of several rows wait for a second, concurrent one."""
+    """Two lanes. Record each forward pass' share of the device, and make passes of several rows wait for another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_error_text_is_in_the_reply_but_not_in_the_log(owner: Owner, caplog: pyt
 
 
 class Panic(BaseException):
-    """Stands in for PyO3's exception of a Rust panic."""
+    """A stand-in for PyO3's exception of a Rust panic."""
 
 
 def test_tokenizer_panic_fails_one_post(owner: Owner) -> None:

@@ -28,7 +28,7 @@ def test_room_in_bytes_follows_the_post_size(pool: DevicePool) -> None:
 
 
 def test_large_message_counts_for_all_its_posts(pool: DevicePool) -> None:
-    """Even after many messages of one post."""
+    """The average weighs messages by posts, even after many messages of one post."""
     for _ in range(10_000):
         pool._learn_size(1, 2000)
     pool._learn_size(1000, 300_000)

@@ -213,7 +213,7 @@ def documented() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_documented_messages_are_valid() -> None:
-    """Except for the posts that demonstrate errors."""
+    """Posts that demonstrate errors are the only exception."""
     wrong = {"a3", "a4"}
     pages = []
     for page, message in documented():

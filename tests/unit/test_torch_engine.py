@@ -89,7 +89,7 @@ def test_reads_padding_tokens_within_texts(tmp_path: Path, architecture: str) ->
 
 @pytest.mark.parametrize("architecture", sorted(PACKABLE))
 def test_packed_classifiers_match_transformers(tmp_path: Path, architecture: str) -> None:
-    """Includes classification heads and token types."""
+    """Compare classification heads and token types, too."""
     folder = make_model(architecture, tmp_path, NLI)
     typed = architecture in ("bert", "electra")
     rows = [row._replace(types=[0, *[1] * (len(row.ids) - 1)] if typed else None) for row in rows_of(2, 7, 7, 30)]

@@ -104,7 +104,7 @@ def moved(model: Any, base: Path) -> float:
 
 @pytest.mark.parametrize("length_grouping", [True, False])
 def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
-    """Includes an incomplete last step: 100 posts are three steps of 32 and one of 4."""
+    """The last step is incomplete: 100 posts are three steps of 32 and one of 4."""
     given: dict[str, Any] = {"length_grouping": length_grouping, "precision": "float32"}
     whole = trained(still, tmp_path / "a", batch_size=32, **given)
     parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, **given)
@@ -123,7 +123,7 @@ def test_accumulation_adds_less_error_than_bfloat16(still: Path, tmp_path: Path)
 
 
 def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> None:
-    """Uses dropout: the random state is restored, too."""
+    """The base has dropout, so the random state must be restored, too."""
     straight = trained(base, tmp_path / "straight")
 
     def stop(now: Progress) -> None:
@@ -209,7 +209,7 @@ def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
 
 
 def test_fits_the_head_before_training(base: Path, tmp_path: Path) -> None:
-    """With a learning rate near zero, only the fit can learn the labels."""
+    """The learning rate is near zero, so only the fit can learn the labels."""
     found = trained(base, tmp_path / "fitted", epochs=1, learning_rate=1e-9)
     assert share_right(found) > 0.7
     assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9, fit_head=False)) < 0.6
@@ -249,7 +249,7 @@ def test_class_weights_balance_rare_labels(base: Path, tmp_path: Path) -> None:
 
 
 def test_early_stopping_ends_training(base: Path, tmp_path: Path) -> None:
-    """At this learning rate, the loss only rises after the fit."""
+    """The learning rate is so high that the loss only rises after the fit."""
     found = trained(base, tmp_path / "out", held_back=30, patience=1, epochs=30, learning_rate=0.3)
     losses = [point.validation_loss for point in found.curve if point.validation_loss is not None]
     assert len(losses) < 30

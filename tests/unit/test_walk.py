@@ -105,7 +105,7 @@ def test_ignores_a_pinned_post_at_the_head() -> None:
 
 
 def test_ignores_an_old_post_out_of_order() -> None:
-    """Like a pinned post, but without the mark."""
+    """Reddit does not always mark a pinned post."""
     listing = Listing([item(5), *newest_first(6, 500)])
     found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
     assert "t3_201" in fullnames(found.items)
@@ -149,7 +149,7 @@ def test_first_walk_reads_to_the_given_depth(depth: int, expected: int) -> None:
 
 
 def test_complete_short_listing_has_no_gap() -> None:
-    """All known posts were deleted, and the listing is complete without them."""
+    """The listing is complete without the known posts, which were all deleted."""
     track = Track("a", beginning=1.0, watermark=3.0, known={"t3_deleted": ""})
     found = walk(Listing(newest_first(10, 40)), [track], OVERLAP, depth=100)
     assert found.missed == []

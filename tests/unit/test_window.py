@@ -174,8 +174,8 @@ def test_counts_rows_while_another_thread_adds_a_priority() -> None:
 
 def test_counts_isolated_rows_while_another_thread_takes_some() -> None:
     def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        quarantine: Quarantine[Row] = Quarantine()
-        quarantine.add([Row(1)] * 3)
-        return quarantine.__len__, lambda: quarantine.take(1, 1)
+        queue: Quarantine[Row] = Quarantine()
+        queue.add([Row(1)] * 3)
+        return queue.__len__, lambda: queue.take(1, 1)
 
     assert set(interleavings(make)) <= {2, 3}
