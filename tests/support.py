@@ -4,6 +4,7 @@ import atexit
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,17 @@ def wait_until(holds: Callable[[], object], description: str, seconds: float = 6
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:.0f} s: {description}")
         time.sleep(0.02)
+
+
+def naming(*values: object) -> str:
+    """Return a pattern for `pytest.raises(match=…)` that finds all values in a message, in any order."""
+    return "(?s)^" + "".join(f"(?=.*{_whole(str(value))})" for value in values)
+
+
+def _whole(text: str) -> str:
+    """Return a pattern for the text that does not match parts of a longer number."""
+    before, after = ("\\b" if edge.isdigit() else "" for edge in (text[:1], text[-1:]))
+    return f"{before}{re.escape(text)}{after}"
 
 
 def redis_servers() -> dict[str, str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shared.errors import SettingsError
+from tests.support import naming
 from workers.device import Device, choose, for_training
 
 
@@ -67,7 +68,7 @@ def test_rejects_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rejects_an_engine_the_device_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    with pytest.raises(SettingsError, match="FEEDMILL_ENGINE.*onnx.*mps"):
+    with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE", "onnx", "mps")):
         choose(engine="onnx")
 
 

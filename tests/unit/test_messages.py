@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.errors import MessageFailed, PostRefused, RequestRefused
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
+from tests.support import naming
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_rejected_post_names_the_field(raw: object, field: str) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "named"),
-    [({"note": "n" * 5000}, r"5,?011\b.*4,?096"), ({"half": "\ud83d"}, "JSON")],
+    [({"note": "n" * 5000}, "(?=.*5,?011).*4,?096"), ({"half": "\ud83d"}, "JSON")],
 )
 def test_rejects_extra_that_is_too_large_or_not_json(extra: object, named: str) -> None:
     with pytest.raises(PostRefused, match=f"^extra: .*{named}"):
@@ -162,7 +163,7 @@ def test_accepts_the_current_version_and_drops_it(version: object) -> None:
 
 @pytest.mark.parametrize("others", [{}, {"future_option": 1}, {"labels": 7, "top_k": -1}])
 def test_rejects_newer_versions_before_other_checks(others: dict[str, object]) -> None:
-    with pytest.raises(RequestRefused, match=rf"^version: .*\b{MESSAGE_VERSION + 1}\b.*\b{MESSAGE_VERSION}\b"):
+    with pytest.raises(RequestRefused, match=naming("version", MESSAGE_VERSION + 1, MESSAGE_VERSION)):
         ClassifyOptions.parse({**others, "version": MESSAGE_VERSION + 1})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import SettingsError
 from shared.settings import LOCK_FILE, STACK_FILE, Settings, load, unknown_variables
-from tests.support import announced
+from tests.support import announced, naming
 
 
 def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,30 +20,33 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
-        ("FEEDMILL_TOKEN_BUDGET", "many", "integer"),
-        ("FEEDMILL_DTYPE", "fp8", "'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
-        ("FEEDMILL_DEVICE", "gpu", "cuda:N.*'gpu'"),
-        ("FEEDMILL_DEVICE", "cuda:", "cuda:N"),
-        ("FEEDMILL_DEVICES", "0,", "cpu:N.*'0,'"),
-        ("FEEDMILL_DEVICES", "1,1", r"\b1\b"),
-        ("FEEDMILL_QUEUE", "my queue", "1 to 64"),
-        ("FEEDMILL_REVISION", "a b", "'a b'"),
-        ("FEEDMILL_LABELS", "a,a", "'a'"),
-        ("FEEDMILL_LABELS", '["a', "JSON.*Unterminated string"),
-        ("FEEDMILL_LABELS", "[" * 100_000, "JSON"),
-        ("FEEDMILL_LABELS", '{"a": ""}', r"a\.0: "),
-        ("FEEDMILL_TEMPLATE", "x", "'x'"),
-        ("FEEDMILL_REDIS_URL", "http://host", "redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", "redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", "redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", "redis://"),
-        ("FEEDMILL_DRAIN", "0", ""),
+        ("FEEDMILL_TOKEN_BUDGET", "many", ("integer",)),
+        ("FEEDMILL_DTYPE", "fp8", ("'auto', 'float32', 'bfloat16', 'float16' or 'int8'",)),
+        ("FEEDMILL_DEVICE", "gpu", ("cuda:N", "'gpu'")),
+        ("FEEDMILL_DEVICE", "cuda:", ("cuda:N",)),
+        ("FEEDMILL_DEVICES", "0,", ("cpu:N", "'0,'")),
+        ("FEEDMILL_DEVICES", "1,1", ("1",)),
+        ("FEEDMILL_QUEUE", "my queue", ("64",)),
+        ("FEEDMILL_REVISION", "a b", ("'a b'",)),
+        ("FEEDMILL_LABELS", "a,a", ("'a'",)),
+        ("FEEDMILL_LABELS", '["a', ("JSON", "Unterminated string")),
+        ("FEEDMILL_LABELS", "[" * 100_000, ("JSON",)),
+        ("FEEDMILL_LABELS", '{"a": ""}', ("a.0: ",)),
+        ("FEEDMILL_TEMPLATE", "x", ("'x'",)),
+        ("FEEDMILL_REDIS_URL", "http://host", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", ("redis://",)),
+        ("FEEDMILL_DRAIN", "0", ()),
     ],
 )
-def test_invalid_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, named: str) -> None:
+def test_invalid_value_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, named: tuple[str, ...]
+) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=f"^{name}: .*{named}") as error:
+    with pytest.raises(SettingsError, match=naming(*named)) as error:
         load()
+    assert str(error.value).startswith(f"{name}: ")
     assert "s3cret" not in str(error.value)
 
 
@@ -113,5 +116,5 @@ def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
 
 def test_rejects_an_unreadable_lock(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
-    with pytest.raises(SettingsError, match=str(tmp_path)):
+    with pytest.raises(SettingsError, match=naming(tmp_path)):
         _ = Settings.model_validate({"data_folder": tmp_path}).broker_url

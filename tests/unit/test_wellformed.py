@@ -8,6 +8,7 @@ import pytest
 from celery.exceptions import InvalidTaskError
 
 from tests.fakes.hostile_messages import good, protocol_1
+from tests.support import naming
 from workers.wellformed import check
 
 
@@ -23,28 +24,28 @@ def test_accepts_valid_messages(start: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
-        ("id", None, "str.*NoneType"),
-        ("id", ["a"], "str.*list"),
-        ("shadow", [], "str"),
-        ("retries", "1", "int"),
-        ("timelimit", 5, "list"),
-        ("timelimit", [5], ""),
-        ("stamps", [], "dict"),
-        ("stamped_headers", [["a"]], ""),
-        ("stamped_headers", "ab", "list"),
-        ("eta", "9999-12-31T23:59:59-12:00", "out of range"),
-        ("eta", "0001-01-01T00:00:00+14:00", "out of range"),
-        ("eta", 5, r"ISO 8601.*\b5\b"),
-        ("eta", "", "ISO 8601.*''"),
-        ("eta", "2026-02-30", "ISO 8601.*'2026-02-30'"),
-        ("expires", float("nan"), "ISO 8601.*nan"),
-        ("expires", {}, "ISO 8601.*{}"),
+        ("id", None, ("str", "NoneType")),
+        ("id", ["a"], ("str", "list")),
+        ("shadow", [], ("str",)),
+        ("retries", "1", ("int",)),
+        ("timelimit", 5, ("list",)),
+        ("timelimit", [5], ()),
+        ("stamps", [], ("dict",)),
+        ("stamped_headers", [["a"]], ()),
+        ("stamped_headers", "ab", ("list",)),
+        ("eta", "9999-12-31T23:59:59-12:00", ("range",)),
+        ("eta", "0001-01-01T00:00:00+14:00", ("range",)),
+        ("eta", 5, ("ISO 8601", "5")),
+        ("eta", "", ("ISO 8601", "''")),
+        ("eta", "2026-02-30", ("ISO 8601", "'2026-02-30'")),
+        ("expires", float("nan"), ("ISO 8601", "nan")),
+        ("expires", {}, ("ISO 8601", "{}")),
     ],
 )
-def test_rejects_headers_of_the_wrong_type(name: str, value: Any, named: str) -> None:
+def test_rejects_headers_of_the_wrong_type(name: str, value: Any, named: tuple[str, ...]) -> None:
     whole = good()
     whole["headers"][name] = value
-    with pytest.raises(InvalidTaskError, match=rf"\b{name}\b.*{named}"):
+    with pytest.raises(InvalidTaskError, match=naming(name, *named)):
         check(message(whole))
 
 
@@ -71,8 +72,8 @@ def test_accepts_times_celery_can_use(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ([5, {}, {}], r"\bargs\b.*list"),
-        ([[], "kwargs", {}], r"\bkwargs\b.*dict"),
+        ([5, {}, {}], naming("args", "list")),
+        ([[], "kwargs", {}], naming("kwargs", "dict")),
         ([[], {}, "callbacks"], "body"),
         ([[], {}], "body"),
         (5, "body"),
@@ -87,7 +88,7 @@ def test_rejects_bodies_of_the_wrong_shape(body: Any, named: str) -> None:
 def test_checks_protocol_1_messages() -> None:
     whole = protocol_1()
     whole["body"]["kwargs"] = 5
-    with pytest.raises(InvalidTaskError, match=r"\bkwargs\b.*dict"):
+    with pytest.raises(InvalidTaskError, match=naming("kwargs", "dict")):
         check(message(whole))
 
 
