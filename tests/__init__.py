@@ -1,7 +1,4 @@
-"""Tests. unit/ has one file per subject, integration/ uses a real Redis, e2e/ runs whole processes.
-
-tour/ follows one post through the system; gpu/ needs a GPU.
-"""
+"""unit/ has one file per subject; integration/ uses a real Redis; e2e/ runs whole processes; tour/ follows one post."""
 
 import os
 
