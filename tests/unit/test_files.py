@@ -395,8 +395,8 @@ def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
     ("data", "named"),
     [
         (b"", ("empty",)),
-        (b"foo,bar\n1,2\n", ("CSV", "foo, bar")),
-        (b"foo,b\x1b[31mar\n1,2\n", ("CSV", r"foo, b\x1b[31mar")),
+        (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
+        (b"foo,b\x1b[31mar\n1,2\n", ("title", "body", r"foo, b\x1b[31mar")),
         (random.Random(1).randbytes(9000), ("UTF-8",)),
         ("id,title\n1,x\n".encode("utf-16"), ("UTF-8",)),
         (b"\x1f\x8b123", ()),

@@ -81,7 +81,7 @@ def test_bounds_every_field_of_dead_letters(text: str, refused: bool) -> None:
         ({"labels": ["x" * 10**6] * 2}, "labels: .*'xxx"),
         ({"labels": "x" * 10**6}, r"labels\.xxx"),
         ({"labels": {"x" * 10**6: []}}, r"labels\.xxx"),
-        ({"template": "x" * 400}, "template: .*'xxx"),
+        ({"template": "x" * 400}, "template: "),
         ({"x" * 10**6: 1}, "xxx"),
     ],
     ids=["label", "long label", "described label", "template", "unknown option"],

@@ -135,7 +135,7 @@ def test_reads_labels_with_descriptions() -> None:
         ({"labels": {"a": ""}}, "labels.a.0", ""),
         ({"labels": {}}, "labels", ""),
         ({"labels": [str(n) for n in range(257)]}, "labels", ""),
-        ({"template": "no place"}, "template", "'no place'"),
+        ({"template": "no place"}, "template", "{}"),
         ({"multi_label": "maybe"}, "multi_label", ""),
         ({"lables": "a"}, "lables", ""),
     ],

@@ -573,7 +573,7 @@ def test_retries_results_until_redis_takes_them(owner: Owner) -> None:
     ("fault", "named"),
     [
         (NoPermissionError("no permissions to access a key"), "no permissions to access a key"),
-        (ResponseError("-WRONGTYPE Operation against a key script: f_x"), r"\bkey\b"),
+        (ResponseError("-WRONGTYPE Operation against a key script: f_x"), r"\bkeys?\b"),
     ],
 )
 def test_permanent_redis_error_ends_the_worker(

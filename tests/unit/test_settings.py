@@ -32,7 +32,7 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_LABELS", '["a', ("JSON", "Unterminated string")),
         ("FEEDMILL_LABELS", "[" * 100_000, ("JSON",)),
         ("FEEDMILL_LABELS", '{"a": ""}', ("a.0: ",)),
-        ("FEEDMILL_TEMPLATE", "x", ("'x'",)),
+        ("FEEDMILL_TEMPLATE", "x", ("{}",)),
         ("FEEDMILL_REDIS_URL", "http://host", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", ("redis://",)),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),

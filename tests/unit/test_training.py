@@ -169,7 +169,7 @@ def test_out_of_memory_fails_with_several_processes(
 
     monkeypatch.setattr(Training, "_train", full)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="processes"):
+    with pytest.raises(UserError, match="--batch-size"):
         trained(still, tmp_path / "out", fit_head=False)
 
 

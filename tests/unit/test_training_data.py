@@ -187,7 +187,7 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     ("text", "options", "named"),
     [
         ('{"id": 1, "title": "t"}\n', {}, "topic"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "zero-shot|export"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "--labels|--min-score"),
         ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "/no/such"),
         ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, naming("posts.jsonl", "topic")),
     ],
