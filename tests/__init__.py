@@ -1,6 +1,6 @@
-"""unit/ has a file a subject; integration/ has a real Redis; e2e/ runs whole processes; tour/ follows one post."""
+"""unit/ has one file per subject; integration/ uses a real Redis; e2e/ runs whole processes; tour/ follows one post."""
 
 import os
 
-# Before torch is imported: its threads, while they wait for work, would take the cores of the other test processes.
+# Must be set before torch is imported. Otherwise its idle threads spin and slow down the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,6 +1,6 @@
-"""How many of the branches of `shared`, `producers` and `workers` a run of the tests took: `make coverage`.
+"""Report branch coverage of `shared`, `producers` and `workers` (`make coverage`).
 
-What needs a GPU is left out, by the patterns in pyproject.toml. Ends with status 1 where a package has less than LEAST.
+Patterns in pyproject.toml exclude code that needs a GPU. Exits 1 if a package is below MIN_COVERAGE.
 """
 
 import json
@@ -12,8 +12,8 @@ from coverage import Coverage
 from rich.console import Console
 from rich.table import Table
 
-#: Of a package's branches, the share that is taken.
-LEAST = 0.95
+#: Minimum share of a package's branches that tests must take.
+MIN_COVERAGE = 0.95
 FIGURES = Path("build/branches.json")
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     for package in there:
         share = taken[package] / there[package]
         console.print(f"{package}: {taken[package]} of {there[package]} branches are taken, {share:.1%}")
-    return int(any(taken[package] / there[package] < LEAST for package in there))
+    return int(any(taken[package] / there[package] < MIN_COVERAGE for package in there))
 
 
 if __name__ == "__main__":

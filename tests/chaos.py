@@ -1,23 +1,31 @@
-"""Kill it, cut it, feed it poison, and count: `python -m tests.chaos --posts 10000 --workers 2 --kill-every 5`.
+"""Chaos test: inject faults and poison, and count posts (`python -m tests.chaos --posts 10000 --kill-every 5`).
 
-Real processes on a real redis-server that keeps its data: stand-in workers (tests/fakes/standin_worker.py: Feedmill's
-own but for the model), the launcher that starts them, and a producer in this process, which keeps the queue full.
-Faults are spread over the run at random, as the seed has it: kills by time, the others by how many posts have ended.
-Without faults it is the throughput test, and with --soak, where the store forgets, the soak.
+Real processes run on a real, persistent redis-server: stand-in workers (tests/fakes/standin_worker.py, which replaces
+only the model), their launcher, and a producer in this process that keeps the queue full. The seed spreads faults at
+random: kills over time, other faults over the share of posts that have ended. Without faults, this is the throughput
+test. With --soak, whose store expires results, it is the soak test.
 
-The last line is JSON. Of the posts that were accepted: `sent`, `stored`, `dead_lettered`, `lost` (neither),
-`lost_waiting` (neither, and unknown to a Redis that came back without its latest writes: they waited in the queue, and
-count apart), `duplicated` (entries beyond one in the stream of results or of dead letters, and posts in both),
-`innocent_dead_letters` (no poison), `poison_stored`; with --again `lost_at_first`, before all was sent once more.
-`recovery_s`: the longest time from a fault until two seconds begin in which results come at 90% of the run's median
-rate or more. `longest_pause_s`: between two results. With --rolling, `worker_start_s`: the longest time from the end of
-a worker, which SIGTERM asked for, until its successor is ready. Then `posts_per_second`, `median_rate` of the seconds
-in which any came, the faults that were done, how many worker processes were seen, and of each process the memory in MB
-at first, at most and at last. Exit status 1
-where something is lost, twice or wrongly dead, or the time is up.
+The last line is JSON. Counts of accepted posts:
 
-What it cannot do: Redis' clock cannot be moved, only the workers' own. A power cut is a kill -9 of Redis after which
-the last second of its append-only file is cut off: what `everysec` may lose, as Redis says; no machine is crashed.
+- `sent`, `stored`, `dead_lettered`, `poison_stored`
+- `lost`: neither stored nor dead-lettered
+- `lost_waiting`: like `lost`, but the posts waited in the queue of a Redis that lost its latest writes
+- `duplicated`: surplus entries in the results and dead-letter streams, and posts in both
+- `innocent_dead_letters`: dead letters of posts that are not poison
+- `lost_at_first` (--again): lost posts before all posts were sent again
+
+Figures:
+
+- `recovery_s`: longest time from a fault until two seconds with at least 90% of the median rate begin
+- `longest_pause_s`: longest time between two results
+- `worker_start_s` (--rolling): longest time from a worker's end after SIGTERM until its successor is ready
+- `posts_per_second`, and `median_rate` of the seconds with results
+- `faults`, `worker_processes`, and `memory_mb` of each process: first, highest and last
+
+Exits 1 if posts are lost, duplicated or wrongly dead-lettered, or if the time limit is reached.
+
+Limits: a clock jump moves only a worker's clock, not Redis'. A power cut is a kill -9 of Redis followed by truncating
+the last second of its append-only file, which is the documented loss of `everysec`. No machine is crashed.
 """
 
 import argparse
@@ -54,49 +62,47 @@ from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
 from tests.support import Restartable, body_of, redis_servers, wait_until
 
 ROOT = Path(__file__).parent.parent
-#: Seconds: leases of messages, a forward pass that hangs, a delayed piece on its way.
-LEASE, FORWARD_TIMEOUT, DELAY = 3, 8, 0.2
-#: Seconds that a fault lasts: a worker that stands still, for longer than its leases; slow connections; Redis at its
-#: limit.
-PAUSE, SLOW, FULL_MEMORY = 2.0 * LEASE, 3.0, 3.0
-#: Seconds of the append-only file that a power cut costs.
-UNSYNCED = 1.0
-#: A port without a server: a proxy to it closes each connection.
+#: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed connection.
+LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = 3, 8, 0.2
+#: Durations of faults, in seconds: a paused worker (longer than its leases), slow connections, a full Redis.
+PAUSE_S, SLOW_S, FULL_MEMORY_S = 2.0 * LEASE_S, 3.0, 3.0
+#: Seconds of the append-only file that a power cut loses.
+UNSYNCED_S = 1.0
+#: A port without a server, so that the proxy closes each connection.
 CLOSED_PORT = 1
-#: What a worker says when it takes messages.
+#: Celery's log line of a worker that is ready.
 READY = " ready."
-#: Share of the posts by whose end all faults were done: what follows shows whether the last was overcome.
-FAULTY = 0.9
-#: Messages in the queue at which the producer waits, and posts that it hands over at once.
-QUEUE_LIMIT, AT_ONCE = 400, 320
-#: Seconds over which a rate is taken, and what of the median one counts as full speed.
+#: Share of ended posts by which all faults are done. The rest shows the recovery from the last fault.
+FAULT_SHARE = 0.9
+#: Messages in the queue at which the producer waits, and posts per push.
+QUEUE_LIMIT, PUSH_SIZE = 400, 320
+#: Seconds over which a rate is measured, and the share of the median rate that counts as full speed.
 RATE_SECONDS, FULL_SPEED = 2, 0.9
-#: Seconds without any change after which what is missing counts as lost.
-SETTLED = 5.0 * LEASE
-#: Seconds between two looks at the processes' memory, and between two lines of a soak about it; and for which its store
-#: keeps results.
-LOOK, TOLD, KEPT = 1.0, 30.0, 1
-#: Of a soak: the share of its time after which memory should be flat, and how flat.
-WARM, FLAT = 0.2, 0.05
+#: Seconds without progress after which missing posts count as lost.
+NO_PROGRESS_S = 5.0 * LEASE_S
+#: Seconds between two memory samples, and between two progress lines of a soak; a soak's results TTL in seconds.
+SAMPLE_INTERVAL_S, REPORT_INTERVAL_S, SOAK_TTL_S = 1.0, 30.0, 1
+#: For a soak: the share of its time after which memory must be flat, and the allowed relative change.
+WARM_UP_SHARE, MEMORY_TOLERANCE = 0.2, 0.05
 
 
 class Ledger:
-    """What became of each post, read off the streams, a part at a time."""
+    """The outcome of each post, read incrementally from the streams."""
 
     def __init__(self, posts: int) -> None:
         self._read = {RESULTS_STREAM: "0", DEAD_LETTERS: "0"}
-        #: By number of the post: entries in each stream.
+        #: Stream -> number of entries of each post, by the post's number.
         self.entries = {stream: bytearray(posts) for stream in self._read}
-        #: Posts that have ended: those in both streams twice.
+        #: Posts that have ended. A post in both streams counts twice.
         self.ended = 0
-        #: Results by second since 1970, by Redis' clock; the latest, in milliseconds, and the longest time between two.
+        #: Results per second (Unix time, Redis' clock); the latest result and the longest pause, in milliseconds.
         self.by_second: Counter[int] = Counter()
         self._latest = self.longest_pause = 0
-        #: Number of a dead post -> why.
+        #: Number of a dead-lettered post -> reason.
         self.reasons: dict[int, str] = {}
 
     def read(self, redis: Any) -> None:
-        """Count what has come since the last time. Raises redis.exceptions.RedisError."""
+        """Count the entries added since the last call. Raises redis.exceptions.RedisError."""
         while answer := redis.xread(self._read, count=2000):
             for stream, entries in answer:
                 for entry_id, fields in entries:
@@ -114,7 +120,7 @@ class Ledger:
 
 
 class Chaos:
-    """One run, with its processes in the folder. given: the arguments of the command."""
+    """One run, with its processes' files in the folder. given: the command's arguments."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder
@@ -135,37 +141,37 @@ class Chaos:
                 "batch_rows": given.batch_rows,
                 "token_budget": 65_536,
                 "window_rows": given.window_rows,
-                "visibility_timeout": LEASE,
-                "forward_timeout": FORWARD_TIMEOUT,
+                "visibility_timeout": LEASE_S,
+                "forward_timeout": FORWARD_TIMEOUT_S,
                 "statistics_interval": 10.0,
                 "results_stream_length": 100_000 if given.soak else 2 * given.posts,
                 "dead_letters_length": 10_000 if given.soak else 2 * given.posts,
-                "results_ttl": KEPT if given.soak else 86_400,
-                "sent_ttl": KEPT if given.soak else 86_400,
+                "results_ttl": SOAK_TTL_S if given.soak else 86_400,
+                "sent_ttl": SOAK_TTL_S if given.soak else 86_400,
             }
         )
         self.ledger = Ledger(given.posts)
         self._sent, self._stopping = 0, Event()
-        #: Posts that a Redis did not know when it came back without its latest writes.
+        #: Posts unknown to a Redis that restarted without its latest writes.
         self._unknown: set[int] = set()
-        #: When what is to be done next: (monotonic seconds, number, what).
+        #: Scheduled actions: (monotonic seconds, sequence number, action).
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        #: Time of each fault, and how often each kind was done.
+        #: Time of each fault, and the number of faults of each kind.
         self._faults: list[float] = []
         self._done: Counter[str] = Counter()
-        #: Seconds that successors took to be ready.
+        #: Seconds until each successor was ready.
         self._starts: list[float] = []
-        #: Process -> its memory in MB, at each look.
+        #: Process -> its sampled memory in MB.
         self._memory: dict[str, list[float]] = {}
         self._pids: dict[str, set[int]] = {}
-        #: When the append-only file was so long.
+        #: Sizes of the append-only file: (monotonic seconds, file, bytes).
         self._written: deque[tuple[float, Path, int]] = deque(maxlen=200)
         self._launcher = self._launch()
 
     # The processes.
 
     def _start_redis(self) -> Restartable:
-        """A redis-server with a folder of its own."""
+        """Start a redis-server in its own folder."""
         folder = self._folder / f"redis-{next(self._numbers)}"
         folder.mkdir()
         return Restartable(next(iter(redis_servers().values())), folder, self._given.appendfsync)
@@ -190,7 +196,7 @@ class Chaos:
         return Child("launcher", command, self._folder, environment)
 
     def _workers(self) -> dict[str, int]:
-        """Name -> process of each worker that is there."""
+        """Return the process id of each running worker by name."""
         pid, found = self._launcher.process.pid, {}
         with suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -200,10 +206,10 @@ class Chaos:
         return found
 
     def _produce(self) -> None:
-        """Send all posts; those that Redis does not take are sent again until it does."""
+        """Send all posts, and retry while Redis refuses them."""
         pusher = self._make_pusher()
         posts = self._posts()
-        while (some := list(islice(posts, AT_ONCE))) and not self._stopping.is_set():
+        while (some := list(islice(posts, PUSH_SIZE))) and not self._stopping.is_set():
             while not self._stopping.is_set():
                 try:
                     pusher.push(some)
@@ -218,13 +224,13 @@ class Chaos:
         return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait)
 
     def _send_again(self) -> None:
-        """Every post once more, as who doubts does: what is stored is answered from the store."""
+        """Send every post again. Stored posts are answered from the store."""
         self._make_pusher(again=True).push(self._posts())
-        wait_until(self._is_idle, "what was sent again has ended", self._given.limit)
+        wait_until(self._is_idle, "all posts sent again have ended", self._given.limit)
 
     def _wait(self, _: float) -> None:
         if self._stopping.wait(0.02):
-            raise RedisFault("the time is up")
+            raise RedisFault("time limit reached")
 
     def _posts(self) -> Iterator[Post]:
         for number in range(self._given.posts):
@@ -234,7 +240,7 @@ class Chaos:
     # The faults.
 
     def _plan(self) -> list[tuple[float, str]]:
-        """Which fault comes when so large a share of the posts has ended, first things first."""
+        """Return (share of ended posts, fault) in order of time."""
         given = self._given
         counts = {
             "redis_restart": given.redis_restarts, "power_cut": given.power_cuts, "failover": given.failovers,
@@ -243,7 +249,7 @@ class Chaos:
             "clock_jump": given.clock_jumps, "rolling_restart": given.rolling,
         }  # fmt: skip
         return sorted(
-            (self._random.uniform(0.02, FAULTY), name) for name, times in counts.items() for _ in range(times)
+            (self._random.uniform(0.02, FAULT_SHARE), name) for name, times in counts.items() for _ in range(times)
         )
 
     def _do(self, name: str) -> None:
@@ -255,7 +261,7 @@ class Chaos:
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), what))
 
     def _signal(self, number: int) -> int:
-        """Send it to some worker; to which."""
+        """Send the signal to a random worker and return its process id."""
         while not (workers := self._workers()):
             time.sleep(0.05)
         pid = self._random.choice(sorted(workers.values()))
@@ -271,7 +277,7 @@ class Chaos:
 
     def _pause(self) -> None:
         pid = self._signal(signal.SIGSTOP)
-        self._later(PAUSE, lambda: _send(pid, signal.SIGCONT))
+        self._later(PAUSE_S, lambda: _send(pid, signal.SIGCONT))
 
     def _hang(self) -> None:
         self._signal(HANG)
@@ -283,7 +289,7 @@ class Chaos:
         self._signal(CLOCK)
 
     def _rolling_restart(self) -> None:
-        """All workers by SIGTERM, the next when its predecessor's successor is ready."""
+        """Restart all workers by SIGTERM, each after its predecessor's successor is ready."""
         self._roll(deque(sorted(self._workers())))
 
     def _roll(self, names: deque[str]) -> None:
@@ -294,20 +300,20 @@ class Chaos:
         gone: list[float] = []
         _send(old, signal.SIGTERM)
 
-        def look() -> None:
+        def check() -> None:
             if not gone and not Path(f"/proc/{old}").exists():
                 gone.append(time.monotonic())
             if log.read_text().count(READY) == ready:
-                self._later(0.05, look)
+                self._later(0.05, check)
             else:
                 self._starts.append(time.monotonic() - (gone or [time.monotonic()])[0])
                 names.popleft()
                 self._roll(names)
 
-        look()
+        check()
 
     def _redis_restart(self) -> None:
-        """In order, or by kill -9, by turns."""
+        """Restart Redis, alternating between kill -9 and an orderly stop."""
         if self._done["redis_restart"] % 2:
             self._redis.child.stop(30)
         else:
@@ -316,11 +322,11 @@ class Chaos:
 
     def _power_cut(self) -> None:
         self._redis.kill()
-        moment = time.monotonic() - UNSYNCED
+        moment = time.monotonic() - UNSYNCED_S
         path, size = next(
             ((path, size) for at, path, size in reversed(self._written) if at <= moment), self._written[0][1:]
         )
-        if path == self._log():  # else it was rewritten since, and is synced by that
+        if path == self._log():  # a rewrite since then has synced it
             os.truncate(path, size)
         if proxy := self._proxy:
             proxy.server_port = CLOSED_PORT
@@ -335,14 +341,14 @@ class Chaos:
         self._written.append((time.monotonic(), path, path.stat().st_size))
 
     def _log(self) -> Path:
-        """The append-only file that Redis writes to now."""
+        """Return the append-only file that Redis currently writes."""
         logs = [*self._redis.folder.glob("appendonlydir/*.incr.aof"), *self._redis.folder.glob("appendonly.aof")]
         return max(logs, key=lambda path: path.stat().st_mtime)
 
     def _failover(self) -> None:
-        """kill -9 of the master: its replica takes its place, with what it was passed until then."""
+        """Kill the master with kill -9 and promote its replica, with the writes replicated so far."""
         if (replica := self._replica) and self._proxy:
-            wait_until(lambda: _is_in_step(replica.client), "the replica is in step")
+            wait_until(lambda: _is_in_sync(replica.client), "the replica is in sync")
             self._redis.kill()
             replica.client.replicaof("NO", "ONE")
             self._redis = replica
@@ -351,7 +357,7 @@ class Chaos:
             self._replica = self._start_replica()
 
     def _note_unknown(self) -> None:
-        """Note which posts that may have been sent Redis does not know, before workers and producers reach it."""
+        """Record sent posts that Redis does not know, before workers and producers reconnect."""
         client: Any = self._redis.client
         queued = [message for name in queue_lists(self._settings.queue) for message in client.lrange(name, 0, -1)]
         known = {
@@ -361,7 +367,7 @@ class Chaos:
         }
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
             known |= {int(fields["id"].removeprefix("p")) for _, fields in client.xrange(stream)}
-        self._unknown |= set(range(min(self._sent + AT_ONCE, self._given.posts))) - known
+        self._unknown |= set(range(min(self._sent + PUSH_SIZE, self._given.posts))) - known
 
     def _cut(self) -> None:
         if self._proxy:
@@ -369,16 +375,16 @@ class Chaos:
 
     def _delay(self) -> None:
         if proxy := self._proxy:
-            proxy.delay = DELAY
-            self._later(SLOW, lambda: setattr(proxy, "delay", 0.0))
+            proxy.delay = DELAY_S
+            self._later(SLOW_S, lambda: setattr(proxy, "delay", 0.0))
 
     def _memory_limit(self, size: int) -> None:
-        with suppress(RedisFault):  # it may have been restarted meanwhile, and has none then
+        with suppress(RedisFault):  # a Redis that is down has no limit after its restart
             self._redis.client.config_set("maxmemory", size)
 
     def _memory_full(self) -> None:
         self._memory_limit(1)
-        self._later(FULL_MEMORY, lambda: self._memory_limit(0))
+        self._later(FULL_MEMORY_S, lambda: self._memory_limit(0))
 
     # The run.
 
@@ -403,10 +409,10 @@ class Chaos:
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
-        """Do what is due, until all posts have ended or nothing more comes; whether it was in time."""
+        """Inject faults until all posts have ended or progress stops. Return whether that was within the time limit."""
         plan, given = self._plan(), self._given
         self._note_log()
-        looked, ended, since = 0.0, 0, time.monotonic()
+        sampled, ended, since = 0.0, 0, time.monotonic()
         if given.kill_every:
             self._later(given.kill_every, self._kill_again)
         while time.monotonic() - began < given.limit:
@@ -418,27 +424,29 @@ class Chaos:
                 self._do(plan.pop(0)[1])
             if given.power_cuts:
                 self._note_log()
-            if now - looked < LOOK:
+            if now - sampled < SAMPLE_INTERVAL_S:
                 continue
-            if given.soak and int(now / TOLD) > int(looked / TOLD):
-                _tell(f"{ended:,} of {self._sent:,}; memory {self._latest_memory()}")
-            looked = now
-            self._look()
+            if given.soak and int(now / REPORT_INTERVAL_S) > int(sampled / REPORT_INTERVAL_S):
+                _tell(f"{ended:,} of {self._sent:,} posts ended; memory in MB {self._latest_memory()}")
+            sampled = now
+            self._sample_memory()
             with suppress(RedisFault):
                 counted = self._ended()
                 if counted != ended or self._sent < given.posts:
                     ended, since = counted, now
-                elif now - since > SETTLED or (ended >= self._sent and not plan and not self._due and self._is_idle()):
+                elif now - since > NO_PROGRESS_S or (
+                    ended >= self._sent and not plan and not self._due and self._is_idle()
+                ):
                     return True
         return False
 
     def _kill_again(self) -> None:
-        if self._ended() < FAULTY * self._given.posts:
+        if self._ended() < FAULT_SHARE * self._given.posts:
             self._do("kill")
             self._later(self._random.uniform(0.5, 1.5) * self._given.kill_every, self._kill_again)
 
     def _ended(self) -> int:
-        """Entries in both streams. Raises redis.exceptions.RedisError."""
+        """Return the number of entries in both streams. Raises redis.exceptions.RedisError."""
         client: Any = self._redis.client
         if self._given.soak:
             self.ledger.read(self._redis.client)
@@ -448,8 +456,8 @@ class Chaos:
     def _is_idle(self) -> bool:
         return not sum(queue_depth(self._redis.client, self._settings.queue))
 
-    def _look(self) -> None:
-        """Note each process' memory, and who is there."""
+    def _sample_memory(self) -> None:
+        """Record the memory and process ids of all processes."""
         ours = {"redis": self._redis.child.process.pid, "launcher": self._launcher.process.pid, "driver": os.getpid()}
         for name, pid in (ours | self._workers()).items():
             with suppress(OSError, IndexError):
@@ -462,9 +470,9 @@ class Chaos:
         return {name: round(sizes[-1]) for name, sizes in self._memory.items()}
 
     def _end(self) -> None:
-        """Every process but Redis, in order."""
-        for _, _, what in self._due:
-            what()  # SIGCONT, among them
+        """End every process except Redis."""
+        for _, _, action in self._due:
+            action()  # such as SIGCONT
         self._launcher.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._launcher.process.wait(60)
@@ -472,19 +480,19 @@ class Chaos:
         if self._proxy:
             self._proxy.stop()
 
-    # What came of it.
+    # The outcome.
 
     def _counted(self) -> dict[str, int]:
-        """Raises redis.exceptions.RedisError."""
+        """Count posts by outcome. Raises redis.exceptions.RedisError."""
         self.ledger.read(self._redis.client)
         results, dead = self.ledger.entries[RESULTS_STREAM], self.ledger.entries[DEAD_LETTERS]
         missing = [number for number in range(self._sent) if not (results[number] or dead[number])]
         lost = [number for number in missing if number not in self._unknown]
         innocent = [number for number in self.ledger.reasons if number not in self.poison]
-        for what, numbers in (("lost", lost), ("dead without being poison", innocent)):
+        for problem, numbers in (("lost", lost), ("dead-lettered without being poison", innocent)):
             for number in numbers[:10]:
-                _tell(f"{what}: p{number}: {self.ledger.reasons.get(number)}")
-        both = sum(1 for stored, buried in zip(results, dead, strict=True) if stored and buried)
+                _tell(f"{problem}: p{number}: {self.ledger.reasons.get(number)}")
+        both = sum(1 for stored, dead_lettered in zip(results, dead, strict=True) if stored and dead_lettered)
         return {
             "sent": self._sent,
             "stored": sum(map(bool, results)),
@@ -524,7 +532,10 @@ class Chaos:
 
 
 def recovery(fault: float, rates: Sequence[int], median: float) -> float:
-    """Seconds from the fault, at so many seconds of the run, until whole seconds begin that are at full speed."""
+    """Return the seconds from a fault until the rate is back at full speed.
+
+    fault: seconds since the run's start; rates: results in each second of the run; median: the run's median rate.
+    """
     enough = FULL_SPEED * median * RATE_SECONDS
     for second in range(max(0, math.ceil(fault)), len(rates) - RATE_SECONDS + 1):
         if sum(rates[second : second + RATE_SECONDS]) >= enough:
@@ -533,12 +544,12 @@ def recovery(fault: float, rates: Sequence[int], median: float) -> float:
 
 
 def is_flat(sizes: Sequence[float]) -> bool:
-    """Whether memory stayed within FLAT of what it was when the process was warm."""
-    warm = sizes[int(WARM * len(sizes)) :]
-    return all(abs(size / warm[0] - 1) <= FLAT for size in warm)
+    """Return whether memory stayed within MEMORY_TOLERANCE of its size after the warm-up."""
+    warm = sizes[int(WARM_UP_SHARE * len(sizes)) :]
+    return all(abs(size / warm[0] - 1) <= MEMORY_TOLERANCE for size in warm)
 
 
-def _is_in_step(replica: Any) -> bool:
+def _is_in_sync(replica: Any) -> bool:
     return bool(replica.info("replication").get("master_link_status") == "up")
 
 
@@ -559,30 +570,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
     parser.add_argument("--posts", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between two kill -9s of workers")
-    parser.add_argument("--redis-restarts", type=int, default=0, help="the first by kill -9, the next in order, …")
-    parser.add_argument("--power-cuts", type=int, default=0, help="with the last second of the append-only file lost")
-    parser.add_argument("--failovers", type=int, default=0, help="kill -9s of Redis whose replica takes its place")
-    parser.add_argument("--cuts", type=int, default=0, help="times that all connections are reset")
-    parser.add_argument("--delays", type=int, default=0, help=f"times that they are slow, for {SLOW:.0f} s")
-    parser.add_argument("--pauses", type=int, default=0, help=f"workers stopped for {PAUSE:.0f} s, longer than leases")
-    parser.add_argument("--memory", type=int, default=0, help=f"times Redis is at maxmemory, for {FULL_MEMORY:.0f} s")
-    parser.add_argument("--oom", type=int, default=0, help="forward passes that find no memory")
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kill -9s of workers")
+    parser.add_argument(
+        "--redis-restarts",
+        type=int,
+        default=0,
+        help="restarts of Redis, alternating between kill -9 and an orderly stop",
+    )
+    parser.add_argument("--power-cuts", type=int, default=0, help="power cuts that lose the last second of writes")
+    parser.add_argument("--failovers", type=int, default=0, help="kill -9s of Redis, each followed by a failover")
+    parser.add_argument("--cuts", type=int, default=0, help="resets of all connections")
+    parser.add_argument("--delays", type=int, default=0, help=f"periods of {SLOW_S:.0f} s with slow connections")
+    parser.add_argument("--pauses", type=int, default=0, help=f"workers paused for {PAUSE_S:.0f} s, longer than leases")
+    parser.add_argument("--memory", type=int, default=0, help=f"periods of {FULL_MEMORY_S:.0f} s with a full Redis")
+    parser.add_argument("--oom", type=int, default=0, help="forward passes that run out of memory")
     parser.add_argument("--hangs", type=int, default=0, help="forward passes that hang")
-    parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of what starts the workers")
-    parser.add_argument("--clock-jumps", type=int, default=0, help="jumps of a worker's clock by an hour")
-    parser.add_argument("--rolling", type=int, default=0, help="times that all workers are restarted, one by one")
-    parser.add_argument("--again", action="store_true", help="when all has ended, send all once more")
-    parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="posts that raise or kill")
-    parser.add_argument("--killing", type=_percent, default=10.0, metavar="P%", help="those of them that kill")
+    parser.add_argument("--launcher-kills", type=int, default=0, help="kill -9s of the workers' launcher")
+    parser.add_argument("--clock-jumps", type=int, default=0, help="one-hour jumps of a worker's clock")
+    parser.add_argument("--rolling", type=int, default=0, help="rolling restarts of all workers")
+    parser.add_argument("--again", action="store_true", help="send all posts again at the end")
+    parser.add_argument("--poison", type=_percent, default=0.0, metavar="P%", help="share of poison posts")
+    parser.add_argument(
+        "--killing", type=_percent, default=10.0, metavar="P%", help="share of poison posts that kill the worker"
+    )
     parser.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="always")
     parser.add_argument("--posts-per-message", type=int, default=32)
-    parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds of a forward pass for each row")
+    parser.add_argument("--row-ms", type=float, default=0.0, help="milliseconds per row of a forward pass")
     parser.add_argument("--batch-rows", type=int, default=64)
     parser.add_argument("--window-rows", type=int, default=512)
-    parser.add_argument("--soak", action="store_true", help="a store that forgets; memory as it goes")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which it ends in any case")
-    parser.add_argument("--folder", type=Path, help="an empty one, to keep the logs; else one that is deleted")
+    parser.add_argument("--soak", action="store_true", help="expire results after a second and require flat memory")
+    parser.add_argument("--limit", type=float, default=1800.0, help="time limit of the run, in seconds")
+    parser.add_argument("--folder", type=Path, help="empty folder for logs (default: a temporary folder)")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 

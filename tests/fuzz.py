@@ -1,14 +1,20 @@
-"""Hostile messages, of which none may end a worker or vanish: `python -m tests.fuzz --messages N --seed X`.
+"""Fuzz test: hostile messages must not end a worker or vanish (`python -m tests.fuzz --messages N --seed X`).
 
-One message in ten goes into the queue of a real worker with a stand-in for its model; after each batch a good message
-must be answered, by the same process. The others are read in this process as a worker reads them. `--engine atheris`
-has coverage guide what is read; it does without the worker, and atheris must be installed.
+One message in ten goes to a real worker with a stand-in model. After each batch, the same process must answer a good
+message. This process decodes the other messages like a worker does. `--engine atheris` uses coverage to find elements
+to decode; it needs atheris and runs no worker.
 
-What may become of a message: its element is set aside (`undecodable`); its id has a dead letter (`dead`), a result of
-Celery's (by its state), a stored classification (`stored`), or a place among those that wait for later (`waits`); or
-the worker says that it is a dead letter, where there is one of the same posts, or where it has no id (`told`). One
-whose id or `ignore_result` was changed cannot be found again (`unnamed`). Any other has vanished. The last line is
-JSON; exit status 1 where a message vanished.
+Fates of a message:
+
+- `undecodable`: its element was moved to the undecodable list
+- a Celery state, such as `FAILURE`: Celery has a result for its id
+- `dead`: a dead letter has its id
+- `stored`: its classification is stored
+- `waits`: it waits for its ETA
+- `told`: the worker logged a dead letter, because the message has no id or its posts already have a dead letter
+- `unnamed`: its id or `ignore_result` was changed, so it cannot be found
+
+Any other message has vanished. The last line is JSON. Exits 1 if a message vanished.
 """
 
 import argparse
@@ -40,18 +46,18 @@ from workers.message import Message
 from workers.task import named
 
 ROOT = Path(__file__).parent.parent
-#: Messages between two good ones.
-BATCH = 200
-#: Elements that atheris begins with, at most, and bytes of one that it tries, at most.
-SEEDS, LONGEST_GUIDED = 500, 4096
-#: What a worker says of a message that no task can take.
-TOLD = re.compile(r"message (\S+) is a dead letter")
-#: The only time to come that is ever drawn: a message with it for its ETA waits.
+#: Hostile messages per good message.
+BATCH_SIZE = 200
+#: For atheris: maximum number of initial elements, and maximum bytes of an element.
+MAX_SEEDS, MAX_GUIDED_BYTES = 500, 4096
+#: The worker's log line about a message that no task can take.
+LOGGED_DEAD = re.compile(r"message (\S+) is a dead letter")
+#: The only future ETA that is generated. Messages with it wait.
 FUTURE = b"9999-12-31"
 
 
 def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> None:
-    """Draw so many, by this seed, and have them taken."""
+    """Pass generated messages to `take`. number: the seed."""
 
     @seed(number)
     @settings(
@@ -69,7 +75,7 @@ def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> N
 
 
 def read(element: bytes) -> str:
-    """Read an element as a worker does, up to its dead letters; returns how far it came. Raises what must not be."""
+    """Decode an element like a worker, up to its dead letters. Return how far that got. Any exception is a bug."""
     lapsed(element)
     try:
         found = decoded(element)
@@ -90,19 +96,19 @@ def read(element: bytes) -> str:
     args, kwargs, _ = body
     if isinstance(kwargs, dict):
         shown_arguments(kwargs)
-    asked = Message(named(args, kwargs), message.headers.get(SENT_AT))
+    request = Message(named(args, kwargs), message.headers.get(SENT_AT))
     try:
-        for index, post in enumerate(asked.read()):
-            asked.settle(index, post)  # type: ignore[arg-type]  # a post that is good stands for its outcome
+        for index, post in enumerate(request.read()):
+            request.settle(index, post)  # type: ignore[arg-type]  # valid posts stand in for their outcomes
     except RequestRefused as refused:
-        asked.refused = refused
-    for letter in asked.dead_letters("worker", 0.0):
+        request.refused = refused
+    for letter in request.dead_letters("worker", 0.0):
         letter.model_dump_json()
-    return "refused by us" if asked.failed() else "good"
+    return "refused by us" if request.failed() else "good"
 
 
 class Served:
-    """A real worker on a redis-server of its own."""
+    """A real worker with its own redis-server."""
 
     def __init__(self, redis: RedisServer, worker: Process, log: Path) -> None:
         self._redis, self._worker, self._log = redis.client, worker, log
@@ -113,31 +119,31 @@ class Served:
         self.vanished: list[str] = []
 
     def revoke_a_stamp(self) -> None:
-        """Have the worker look at stamps, which it does once any was revoked."""
+        """Revoke a stamp, because the worker reads messages' stamps only after that."""
         assert self._app.control.revoke_by_stamped_headers({"user": "revoked"}, reply=True, timeout=5, limit=1)
 
     def take(self, batch: Sequence[Hostile]) -> None:
-        """Put them into the queue, see a good one answered, and find out what became of each."""
+        """Send a batch, wait until a good message is answered, and record each message's fate."""
         elements = {f"h{self._sent + number:09d}": each for number, each in enumerate(batch)}
         written = {task_id: each.element(task_id) for task_id, each in elements.items()}
         self._sent += len(batch)
-        said = len(self._log.read_text())
+        logged = len(self._log.read_text())
         self._redis.lpush("feedmill", *written.values())
         posts = [{"id": "good", "title": f"after {self._sent}"}]
-        asked = self._app.send_task("feedmill.classify", kwargs={"posts": posts})
-        wait_until(lambda: self._lives() and asked.ready(), "a good message is answered")
-        assert "label" in asked.get()[0]
-        wait_until(lambda: self._lives() and self._is_done(), "all of the batch is dealt with")
-        told = Counter(TOLD.findall(self._log.read_text()[said:]))
+        result = self._app.send_task("feedmill.classify", kwargs={"posts": posts})
+        wait_until(lambda: self._lives() and result.ready(), "a good message is answered")
+        assert "label" in result.get()[0]
+        wait_until(lambda: self._lives() and self._is_done(), "the whole batch is processed")
+        logged_dead = Counter(LOGGED_DEAD.findall(self._log.read_text()[logged:]))
         lost = []
         for task_id, fate in self._fates(written):
-            if fate or told[task_id]:
+            if fate or logged_dead[task_id]:
                 self.fates[fate or "told"] += 1
             elif not _is_named(written[task_id], task_id):
                 self.fates["unnamed"] += 1
             else:
                 lost.append(f"{elements[task_id].kind}: {written[task_id][:2000]!r}")
-        nameless = min(told["None"], len(lost))
+        nameless = min(logged_dead["None"], len(lost))
         self.fates["told"] += nameless
         self.vanished += lost[nameless:]
         self._redis.delete(HELD["undecodable_key"], DEAD_LETTERS)
@@ -147,7 +153,9 @@ class Served:
         waiting = set(self._raw("HVALS", HELD["reserved_key"]))
         entries: Any = self._redis.xrange(DEAD_LETTERS)
         letters = [json.loads(fields["letter"]) for _, fields in entries]
-        dead = {letter[name] for letter in letters for name in ("message", "id")}  # its post bears the message's id
+        dead = {
+            letter[name] for letter in letters for name in ("message", "id")
+        }  # the generated posts have the message's id
         results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
             if element[:KEPT_ASIDE] in aside:
@@ -162,7 +170,7 @@ class Served:
                 yield task_id, "waits" if element in waiting else None
 
     def _raw(self, *command: Any) -> Any:
-        """The answer in bytes: not all of it is UTF-8."""
+        """Return the raw reply, which may not be UTF-8."""
         redis: Any = self._redis
         return redis.execute_command(*command, NEVER_DECODE=True)
 
@@ -178,7 +186,7 @@ class Served:
 
 
 def _is_named(element: bytes, task_id: str) -> bool:
-    """Whether what becomes of it can be told by its id."""
+    """Return whether the message's fate can be found by its id."""
     try:
         found = json.loads(element)
         return found["headers"].get("id", task_id) == task_id and found["headers"].get("ignore_result") in (False, None)
@@ -208,15 +216,15 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 def run(messages: int, number: int, folder: Path) -> dict[str, Any]:
-    """The whole test: what the last line tells."""
+    """Run the test with hypothesis. Return the figures of the last line."""
     to_worker = max(1, messages // 10)
     outcomes: Counter[str] = Counter()
     generate(messages - to_worker, number, lambda each: outcomes.update([read(each.element("h000000000"))]))
     drawn: list[Hostile] = []
     generate(to_worker, number + 1, drawn.append)
     with serving(folder) as served:
-        while batch := drawn[:BATCH]:
-            del drawn[:BATCH]
+        while batch := drawn[:BATCH_SIZE]:
+            del drawn[:BATCH_SIZE]
             served.take(batch)
     for line in served.vanished[:10]:
         sys.stderr.write(f"vanished: {line}\n")
@@ -230,15 +238,18 @@ def run(messages: int, number: int, folder: Path) -> dict[str, Any]:
 
 
 def run_atheris(messages: int, number: int, folder: Path) -> dict[str, Any]:
-    """Reads as many in a process of its own, which begins with what hypothesis draws: the library ends its process."""
+    """Run the test with atheris, starting from elements drawn by hypothesis.
+
+    Uses a separate process, because atheris ends its process.
+    """
     corpus = folder / "corpus"
     corpus.mkdir()
     drawn: list[bytes] = []
-    generate(SEEDS, number, lambda each: drawn.append(each.element("h000000000")))
+    generate(MAX_SEEDS, number, lambda each: drawn.append(each.element("h000000000")))
     for place, element in enumerate(drawn):
-        if len(element) <= LONGEST_GUIDED:
+        if len(element) <= MAX_GUIDED_BYTES:
             (corpus / f"{place}").write_bytes(element)
-    limits = (f"-runs={messages}", f"-seed={number}", f"-max_len={LONGEST_GUIDED}", f"-artifact_prefix={folder}/")
+    limits = (f"-runs={messages}", f"-seed={number}", f"-max_len={MAX_GUIDED_BYTES}", f"-artifact_prefix={folder}/")
     command = [sys.executable, "-m", "tests.fuzz_coverage", *limits, str(corpus)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     done = re.search(r"^Done (\d+) runs in (\d+) second", ended.stderr, re.MULTILINE)

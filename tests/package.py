@@ -1,8 +1,8 @@
-"""The package, built and tried as its users get it: `make dist`. Takes minutes, and what `feedmill[demo]` downloads.
+"""Build the package and test it as users install it (`make dist`). Takes minutes and downloads `feedmill[demo]`.
 
-From a checkout a wheel and an sdist are made. In an environment of its own the wheel, without extras, satisfies `pip
-check`, is smaller than LARGEST with all that it brings, and runs without torch or praw; in another one, the sdist with
-the extra `demo` passes `feedmill demo`. Both files stay in dist/.
+Builds a wheel and an sdist into dist/. The wheel without extras, in a new environment, must pass `pip check`, stay
+below MAX_INSTALLED_BYTES with its dependencies, and run without torch and praw. The sdist with the extra `demo`, in
+another environment, must pass `feedmill demo`.
 """
 
 import json
@@ -15,10 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-#: Bytes of the wheel alone with all that it brings, compiled.
-LARGEST = 60 * 10**6
-#: Imports the whole command, and says which of the large ones came with it.
-LIGHT = "import sys, feedmill.cli; print(*{'torch', 'transformers', 'praw', 'flower'} & set(sys.modules))"
+#: Maximum size of the wheel and its dependencies with bytecode, in bytes.
+MAX_INSTALLED_BYTES = 60 * 10**6
+#: Imports the whole command and prints the large packages that were imported with it.
+PRINT_LARGE_IMPORTS = "import sys, feedmill.cli; print(*{'torch', 'transformers', 'praw', 'flower'} & set(sys.modules))"
 
 
 def main() -> int:
@@ -30,18 +30,21 @@ def main() -> int:
         base, full = Path(folder) / "base", Path(folder) / "full"
 
         size = install(base, str(wheel))
-        imported = run(str(base / "bin" / "python"), "-c", LIGHT).split()
+        imported = run(str(base / "bin" / "python"), "-c", PRINT_LARGE_IMPORTS).split()
         run(str(base / "bin" / "feedmill"), "--version")
 
         install(full, f"{sdist}[demo]")
         demo = json.loads(run(str(full / "bin" / "feedmill"), "demo", "--json").splitlines()[-1])
     found = {"wheel": wheel.name, "base_mb": round(size / 1e6, 1), "imported": imported, "demo": demo}
     sys.stdout.write(json.dumps(found) + "\n")
-    return int(size > LARGEST or bool(imported) or not demo)
+    return int(size > MAX_INSTALLED_BYTES or bool(imported) or not demo)
 
 
 def install(environment: Path, what: str) -> int:
-    """Make an environment that has this, as constraints.txt says; its bytes. What does not fit together is refused."""
+    """Create an environment and install a package under constraints.txt. Return the installed bytes.
+
+    Exits if requirements conflict.
+    """
     venv.create(environment, with_pip=True)
     empty = size_of(environment)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
@@ -55,7 +58,7 @@ def size_of(folder: Path) -> int:
 
 
 def run(*command: str) -> str:
-    """What it prints; ends all this where it fails."""
+    """Run a command and return its output. Exits if it fails."""
     sys.stderr.write(f"{' '.join(command)}\n")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("FEEDMILL_", "PYTHON"))}
     done = subprocess.run(command, cwd="/", env=clean, stdout=subprocess.PIPE, text=True, check=False)

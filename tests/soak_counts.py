@@ -1,8 +1,7 @@
-"""Ten thousand messages, counted twice: `python -m tests.soak_counts`.
+"""Compare Flower's counts with the results store's over ten thousand messages (`python -m tests.soak_counts`).
 
-One post a message through the embedded stack: what Flower has seen, over its REST API, against what the results store
-has. The last line is JSON: messages, stored, succeeded, failed, other (states in Flower), seconds. Exit status 1 where
-they differ.
+Sends one post per message through the embedded stack and reads task states from Flower's REST API. The last line is
+JSON: messages, stored, succeeded, failed, other (Flower's states), seconds. Exits 1 if the counts differ.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from tests.support import wait_until
 
 
 def run(messages: int, folder: Path) -> dict[str, Any]:
-    """Send the messages, wait for the last, and count."""
+    """Send the messages, wait for the last one, and return the counts."""
     stack = Stack(Settings(posts_per_message=1), folder, durable=False)
     try:
         for line in stack.start():
@@ -37,10 +36,10 @@ def run(messages: int, folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         posts = (Post(id=f"m{number}", title=f"message {number} about rain and trains") for number in range(messages))
         Pusher(make_app(stack.settings), redis, stack.settings, ClassifyOptions()).push(posts)
-        wait_until(lambda: store.counters().stored >= messages, "all are stored", 1200)
+        wait_until(lambda: store.counters().stored >= messages, "all posts are stored", 1200)
         seconds = time.monotonic() - began
-        wait_until(lambda: queue_depth(redis, stack.settings.queue) == (0, 0), "all are acknowledged", 60)
-        wait_until(lambda: _states(stack)["SUCCESS"] >= messages, "Flower has heard of all", 60)
+        wait_until(lambda: queue_depth(redis, stack.settings.queue) == (0, 0), "all messages are acknowledged", 60)
+        wait_until(lambda: _states(stack)["SUCCESS"] >= messages, "Flower has seen all tasks", 60)
         states = _states(stack)
         return {
             "messages": messages,
@@ -55,7 +54,7 @@ def run(messages: int, folder: Path) -> dict[str, Any]:
 
 
 def _states(stack: Stack) -> Counter[str]:
-    """How many of Flower's tasks are in which state."""
+    """Return the number of Flower's tasks in each state."""
     given = f"{stack.settings.flower_user}:{stack.flower_password}"
     request = urllib.request.Request(  # noqa: S310 - our own address
         f"{stack.flower_url}/api/tasks?limit=1000000",

@@ -1,12 +1,12 @@
-"""Eight hours of polling in some minutes: `python -m tests.soak_hours`.
+"""Simulate eight hours of polling Reddit and watch the daemon's memory (`python -m tests.soak_hours`).
 
-The daemon runs in a process of its own, on a clock that passes as fast as it is waited for; the loopback Reddit, in
-this one, keeps to the same clock, and publishes as it passes. Real PRAW, real Redis, a request for every poll. What
-is measured is the memory of the daemon's process, hour by hour: first it fills with what a daemon remembers, which is
-bounded, and from then on it must not grow.
+The daemon's process runs on a simulated clock, which waiting advances at once. The loopback Reddit in this process
+shares the clock and publishes posts as it advances. PRAW, Redis and the requests are real. The daemon's memory may grow
+until its bounded state is full, and must be constant after that.
 
-The last line is JSON: hours, polls, published, sent, missing (posts), rss_mib (at the end of each hour), growth (of
-the last hour's over that of the hour `--filled`). Exit status 1 where a post is missing or the memory grew.
+The last line is JSON: hours, polls, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
+each hour), growth (of the last hour relative to hour `--filled`). Exits 1 if a post is missing, memory grew or the
+request budget was exceeded.
 """
 
 import argparse
@@ -35,15 +35,15 @@ from tests.fakes.reddit import Reddit as LoopbackReddit
 from tests.support import RedisServer, redis_servers
 
 TOPICS = {f"topic {number}": (f"sub{number:02}",) for number in range(16)}
-HOUR = 3600.0
-#: Seconds of simulated time after which the posts of that time are published.
-TICK = 30.0
-#: The share by which the memory may grow once it is filled: allocators do not give everything back.
-GROWTH = 0.05
+HOUR_S = 3600.0
+#: Longest step of simulated time between two batches of published posts.
+TICK_S = 30.0
+#: Allowed relative growth of memory once it is filled: allocators do not return all memory.
+MAX_GROWTH = 0.05
 
 
 class SharedClock(SimulatedClock):
-    """Tells the time to the other process."""
+    """A simulated clock that the other process can read."""
 
     def __init__(self, shared: Any) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class SharedClock(SimulatedClock):
         self._shared.value = self.time()
 
 
-def poll(settings: dict[str, Any], shared: Any, hours: int, told: Connection) -> None:
-    """The daemon's process: tells its memory at the end of each hour, and at the end how it went."""
+def poll(settings: dict[str, Any], shared: Any, hours: int, connection: Connection) -> None:
+    """Run the daemon. Send its memory and status at the end of each hour, and its final status."""
     clock = SharedClock(shared)
     chosen = Settings.model_validate(settings)
     redis = connect(chosen)
@@ -65,29 +65,29 @@ def poll(settings: dict[str, Any], shared: Any, hours: int, told: Connection) ->
     reddit = Reddit(chosen, budget, topics.topic_of)
     daemon = Daemon(reddit, budget, redis, pusher, topics, chosen, clock, depth=1000)
     for hour in range(1, hours + 1):
-        while (left := hour * HOUR - clock.monotonic()) > 0:
-            clock.wait(min(daemon.step(), left, TICK))
+        while (left := hour * HOUR_S - clock.monotonic()) > 0:
+            clock.wait(min(daemon.step(), left, TICK_S))
         clock.waits.clear()
         gc.collect()
-        told.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
-    told.send(None)
-    told.recv()  # the last posts are published by now
+        connection.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
+    connection.send(None)
+    connection.recv()  # the last posts are published by now
     for _ in range(10):
         while daemon.step() == 0:
             pass
-        clock.wait(TICK)
-    told.send(daemon.status())
+        clock.wait(TICK_S)
+    connection.send(daemon.status())
     reddit.close()
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return this process' resident memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) * 1024
 
 
 def run(hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
-    """Publish `an_hour` posts an hour while the other process polls."""
+    """Publish `an_hour` posts per hour while the other process polls. Return the figures of the last line."""
     random = Random(1)
     context = multiprocessing.get_context("spawn")
     shared = context.Value("d", SimulatedClock().time())
@@ -107,18 +107,18 @@ def run(hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
         memory: list[float] = []
         start, published = shared.value, 0
         while True:
-            due = (shared.value - start) / HOUR * an_hour
+            due = (shared.value - start) / HOUR_S * an_hour
             for _ in range(published, int(due)):
                 name = f"sub{min(random.randrange(16), random.randrange(16)):02}"
                 loopback.publish(name, title=f"post {published}", body="some words " * random.randrange(60))
                 published += 1
-            server.client.delete("feedmill")  # as a worker would empty it
+            server.client.delete("feedmill")  # empty the queue like a worker
             if not here.poll(0.02):
                 continue
-            if (word := here.recv()) is None:
+            if (status := here.recv()) is None:
                 break
-            memory.append(round(word["rss_mib"], 1))
-            _tell(f"hour {word['hour']}: {memory[-1]} MiB, {word['polls']:,} polls, {word['sent']:,} posts sent")
+            memory.append(round(status["rss_mib"], 1))
+            _tell(f"hour {status['hour']}: {memory[-1]} MiB, {status['polls']:,} polls, {status['sent']:,} posts sent")
         here.send("published")
         last = here.recv()
         process.join(30)
@@ -146,12 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hours", type=int, default=8)
     parser.add_argument("--posts-an-hour", type=int, default=12_000)
-    parser.add_argument("--filled", type=int, default=4, help="hour by whose end all that is remembered is full")
+    parser.add_argument("--filled", type=int, default=4, help="hour by which the daemon's bounded state is full")
     given = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="feedmill-hours-") as folder:
         found = run(given.hours, given.posts_an_hour, given.filled, Path(folder))
     sys.stdout.write(json.dumps(found) + "\n")
-    return 1 if found["missing"] or found["growth"] > GROWTH or found["budget_exceeded"] else 0
+    return 1 if found["missing"] or found["growth"] > MAX_GROWTH or found["budget_exceeded"] else 0
 
 
 if __name__ == "__main__":

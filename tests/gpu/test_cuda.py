@@ -1,6 +1,6 @@
-"""The CUDA path on a real GPU: exact, without hidden synchronisation, and told apart when it fails.
+"""The CUDA path on a real GPU: scores, no hidden synchronisation, and errors.
 
-`make test` leaves these out, since they need a GPU: `make test-gpu` runs them. The model is small, with random weights.
+`make test-gpu` runs these tests; `make test` excludes them. The models are small, with random weights.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module", params=["similarity", "bart", "bert"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder of sentences, the default model for entailment, and one that tells its tokens' types apart."""
+    """A sentence encoder, an entailment model like the default one, and a model with token types."""
     path = tmp_path_factory.mktemp("model")
     return make_sentence_model(path) if request.param == "similarity" else make_model(request.param, path, NLI)
 
@@ -41,7 +41,7 @@ def rows_of(classifier: Any, *lengths: int, **options: object) -> list[Row]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2)])
-def test_scores_are_those_of_the_cpu(folder: Path, dtype: str, tolerance: float) -> None:
+def test_scores_match_the_cpu(folder: Path, dtype: str, tolerance: float) -> None:
     found = []
     for device in (choose("cuda", dtype), choose("cpu", "float32")):
         loaded = classifier(folder, device)
@@ -56,12 +56,12 @@ def test_scores_are_those_of_the_cpu(folder: Path, dtype: str, tolerance: float)
         assert found[0][number] == pytest.approx(exact, abs=tolerance)
 
 
-def test_nothing_waits_for_the_device_inside_a_batch(folder: Path) -> None:
+def test_forward_does_not_synchronise(folder: Path) -> None:
     gpu = classifier(folder, choose("cuda"))
     gpu.warm_up()
     mixed = rows_of(gpu, 5, 9) + rows_of(gpu, 12, 30, labels="word7,word8,word9,word10")
     for batch in (rows_of(gpu, 8, 8, 8), rows_of(gpu, 4, 60, 200), mixed):
-        gpu.forward(batch).wait()  # label sets are embedded by the first batch that needs them
+        gpu.forward(batch).wait()  # the first batch embeds the label sets
         torch.cuda.set_sync_debug_mode("error")
         try:
             outputs = gpu.forward(batch)
@@ -75,13 +75,13 @@ def test_nothing_waits_for_the_device_inside_a_batch(folder: Path) -> None:
 def test_batches_in_flight_keep_their_own_outputs(folder: Path) -> None:
     gpu = classifier(folder, choose("cuda"))
     batches = [rows_of(gpu, *range(start, start + 8)) for start in range(2, 40)]
-    alone = [gpu.forward(batch).wait() for batch in batches]
-    flying = [gpu.forward(batch) for batch in batches]
-    for outputs, expected in zip(flying, alone, strict=True):
+    sequential = [gpu.forward(batch).wait() for batch in batches]
+    in_flight = [gpu.forward(batch) for batch in batches]
+    for outputs, expected in zip(in_flight, sequential, strict=True):
         assert torch.allclose(outputs.wait(), expected, atol=1e-5)
 
 
-def test_out_of_memory_is_told_apart_and_survived(folder: Path) -> None:
+def test_survives_out_of_memory(folder: Path) -> None:
     gpu = classifier(folder, choose("cuda"))
     with pytest.raises(DeviceFull), device_errors():
         torch.empty(2**50, device="cuda")
@@ -90,9 +90,7 @@ def test_out_of_memory_is_told_apart_and_survived(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS["cuda"][:-1])
-def test_onnx_scores_are_those_of_torch(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
-) -> None:
+def test_onnx_scores_match_torch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
     if provider not in onnxruntime.get_available_providers():
         pytest.skip(f"this build of ONNX Runtime has no {provider}")
     monkeypatch.setitem(PROVIDERS, "cuda", (provider, "CPUExecutionProvider"))

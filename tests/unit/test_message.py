@@ -1,7 +1,6 @@
-"""workers/message.py: what becomes of one message, apart from the threads that work on it."""
+"""workers/message.py: a message's outcomes and dead letters, without threads."""
 
 import json
-import re
 from decimal import Decimal
 from typing import Any
 
@@ -21,7 +20,7 @@ from shared.messages import (
 from workers.message import Message, traced, without_posts
 
 
-def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
+def test_dead_letter_keeps_valid_posts_only() -> None:
     def letters(post: dict[str, Any], **options: Any) -> list[DeadLetter]:
         message = Message({"posts": [post], **options}, None)
         message.refused = RequestRefused("no")
@@ -32,7 +31,7 @@ def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
     assert letters({"id": "1", "body": "x" * 10**6})[0].post is None
     assert json.loads(letters({"id": "1", "author": "someone"})[0].post or "") == {"id": "1"}
     assert letters({"id": "1"}, labels=["x" * 10**5])[0].options is None
-    # As kombu reads {"__type__": "decimal", …} and its like.
+    # kombu decodes {"__type__": "decimal", …} to such objects.
     assert letters({"id": "1", "extra": {"price": Decimal(1)}})[0].post is None
     deep: Any = 1
     for _ in range(900):
@@ -40,7 +39,7 @@ def test_a_dead_letter_keeps_any_valid_post_and_no_boundless_one() -> None:
     assert letters({"id": "1", "body": deep})[0].model_dump_json()
 
 
-def test_the_dead_letters_of_one_message_are_bounded_together() -> None:
+def test_bounds_all_dead_letters_of_one_message() -> None:
     posts = [{"id": str(number), "body": "x" * 100_000} for number in range(1000)]
     message = Message({"posts": posts, "labels": "x" * 15_000}, None)
     message.refused = RequestRefused("no")
@@ -50,17 +49,17 @@ def test_the_dead_letters_of_one_message_are_bounded_together() -> None:
 
 
 def size(letters: list[DeadLetter]) -> int:
-    """Bytes of the letters' JSON, as it lies in Redis."""
+    """Return the size of the letters' JSON in Redis, in bytes."""
     return sum(len(letter.model_dump_json().encode()) for letter in letters)
 
 
-#: The most bytes of JSON that a character can take.
+#: The character that takes the most bytes in JSON.
 WIDEST = "\x01"
 
 
 @pytest.mark.parametrize("text", ["x", WIDEST, '"', "🙂"], ids=["ascii", "control", "quote", "emoji"])
 @pytest.mark.parametrize("refused", [True, False], ids=["message", "each post"])
-def test_bounds_every_field_of_one_message_s_dead_letters(text: str, refused: bool) -> None:
+def test_bounds_every_field_of_dead_letters(text: str, refused: bool) -> None:
     posts = [{"id": f"{number}{text * 500}", "title": text * 9_000} for number in range(MAX_POSTS_PER_MESSAGE)]
     arguments = {"posts": posts, "template": text * 2_000}
     message = Message(arguments, None, text * 500, queue="feedmill-" + "q" * 100)
@@ -79,29 +78,29 @@ def test_bounds_every_field_of_one_message_s_dead_letters(text: str, refused: bo
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"labels": ["x" * 10**6] * 2}, "labels: the label 'xxx"),
-        ({"labels": "x" * 10**6}, "labels.xxx"),
-        ({"labels": {"x" * 10**6: []}}, "labels.xxx"),
-        ({"template": "x" * 400}, "template: no {} in 'xxx"),
+        ({"labels": ["x" * 10**6] * 2}, "labels: .*'xxx"),
+        ({"labels": "x" * 10**6}, r"labels\.xxx"),
+        ({"labels": {"x" * 10**6: []}}, r"labels\.xxx"),
+        ({"template": "x" * 400}, "template: "),
         ({"x" * 10**6: 1}, "xxx"),
     ],
     ids=["label", "long label", "described label", "template", "unknown option"],
 )
-def test_a_refusal_quotes_little_of_what_was_sent(arguments: dict[str, Any], reason: str) -> None:
+def test_rejection_quotes_little_of_the_message(arguments: dict[str, Any], reason: str) -> None:
     message = Message({"posts": [{"id": "1", "title": "t"}], **arguments}, None)
-    with pytest.raises(RequestRefused, match=re.escape(reason)) as raised:
+    with pytest.raises(RequestRefused, match=reason) as raised:
         message.read()
     assert len(str(raised.value)) < 400
 
 
-def test_a_refused_post_quotes_little_of_what_was_sent() -> None:
+def test_rejected_post_quotes_little_of_the_message() -> None:
     posts = [{"id": "1", "title": "t", "extra": {"x" * 10**6: {"y" * 10**6: float("nan")}}}, {"id": "z" * 10**6}]
     for outcome in Message({"posts": posts}, None).read():
         assert isinstance(outcome, PostError)
         assert len(outcome.model_dump_json()) < 1000
 
 
-def test_a_message_of_too_many_posts_is_one_dead_letter() -> None:
+def test_too_many_posts_become_one_dead_letter() -> None:
     message = Message({"posts": [0] * 20_000}, None, "the id")
     message.refused = RequestRefused("posts: 20000 in one message")
     (letter,) = message.dead_letters("worker", 1.0)
@@ -113,14 +112,14 @@ def test_a_message_of_too_many_posts_is_one_dead_letter() -> None:
     ("posts", "post_id", "kept"),
     [({"id": "1"}, "1", '{"id": "1"}'), (7, None, "7"), ([], None, "[]"), (None, None, None)],
 )
-def test_what_was_sent_in_place_of_posts_is_one_dead_letter(posts: Any, post_id: str | None, kept: str | None) -> None:
+def test_invalid_posts_argument_becomes_one_dead_letter(posts: Any, post_id: str | None, kept: str | None) -> None:
     message = Message({"posts": posts, "top_k": 1}, None, attempts=3)
     message.refused = RequestRefused("posts: expected a list of at least one post")
     (letter,) = message.dead_letters("worker", 1.0)
     assert (letter.id, letter.post, letter.options, letter.attempts) == (post_id, kept, '{"top_k": 1}', 3)
 
 
-def test_a_message_without_posts_is_kept_as_it_came_in_part() -> None:
+def test_unreadable_body_is_kept_truncated() -> None:
     def payload(body: object) -> str | None:
         return without_posts(body, "no", "the id", "worker", 1.0, None, 1).payload
 
@@ -131,25 +130,27 @@ def test_a_message_without_posts_is_kept_as_it_came_in_part() -> None:
     assert payload(b"x" * 10**6) == "x" * MAX_DEAD_POST_BYTES
 
 
-def test_where_an_error_came_from_is_told_without_its_words() -> None:
+def test_traceback_leaves_out_error_messages() -> None:
     def fail(times: int) -> None:
         if times:
             fail(times - 1)
         try:
-            raise KeyError("somebody's words")
+            raise KeyError("private text")
         except KeyError as error:
-            raise ValueError("more of them") from error
+            raise ValueError("more private text") from error
 
-    with pytest.raises(ValueError, match="more of them") as raised:
+    with pytest.raises(ValueError, match="more private text") as raised:
         fail(100)
-    told = traced(raised.value)
-    assert "somebody's" not in told.replace('raise KeyError("somebody\'s words")', "")
-    assert f'File "{__file__}"' in told
-    assert told.index("KeyError\n") < told.index("\nValueError\n")
-    assert len(told) <= MAX_DEAD_TRACEBACK
+    text = traced(raised.value)
+    assert "private" not in text.replace('raise KeyError("private text")', "").replace(
+        'raise ValueError("more private text")', ""
+    )
+    assert f'File "{__file__}"' in text
+    assert text.index("KeyError\n") < text.index("\nValueError\n")
+    assert len(text) <= MAX_DEAD_TRACEBACK
 
 
-def test_a_letter_of_an_earlier_version_is_read() -> None:
+def test_reads_dead_letters_of_earlier_versions() -> None:
     letter = DeadLetter(id="1", reason="r", post="{}", options="{}", message=None, worker="w", failed_at=1.0)
     old = letter.model_dump_json(exclude={"traceback", "attempts", "payload"})
     assert DeadLetter.model_validate_json(old) == letter

@@ -1,6 +1,7 @@
-"""shared/messages.py: what is a post, what is its text, and what is refused with which words."""
+"""shared/messages.py: posts, their text, options, fingerprints and rejected input."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.errors import MessageFailed, PostRefused, RequestRefused
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, PostError, clean, digest, fingerprint, parse_posts
+from tests.support import naming
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post, PostError, c
         ("[removed]", "", "[removed]"),
     ],
 )
-def test_the_text_of_a_post(title: str, body: str, text: str) -> None:
+def test_text_joins_cleaned_title_and_body(title: str, body: str, text: str) -> None:
     assert clean(title, body) == text
     assert Post(id="1", title=title, body=body).text == text
 
@@ -52,7 +54,7 @@ def test_the_text_of_a_post(title: str, body: str, text: str) -> None:
         (None, ""),
     ],
 )
-def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> None:
+def test_rejected_post_names_the_field(raw: object, field: str) -> None:
     with pytest.raises(PostRefused) as refused:
         Post.parse(raw)
     assert refused.value.field == field
@@ -60,42 +62,43 @@ def test_a_bad_post_is_refused_with_the_fields_name(raw: object, field: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ({"note": "n" * 5000}, "extra: 5011 bytes of JSON; at most 4096 are kept"),
-        ({"half": "\ud83d"}, "extra: cannot be written as JSON in UTF-8 and read again"),
-    ],
+    ("extra", "named"),
+    [({"note": "n" * 5000}, "(?=.*5,?011).*4,?096"), ({"half": "\ud83d"}, "JSON")],
 )
-def test_what_cannot_be_attached(extra: object, words: str) -> None:
-    with pytest.raises(PostRefused, match=f"^{words}$"):
+def test_rejects_extra_that_is_too_large_or_not_json(extra: object, named: str) -> None:
+    with pytest.raises(PostRefused, match=f"^extra: .*{named}"):
         Post.parse({"id": "x", "title": "t", "extra": extra})
 
 
-def test_a_bad_post_does_not_stop_the_others() -> None:
+def test_bad_posts_do_not_affect_good_ones() -> None:
     good, bad, none, other = parse_posts([{"id": "1", "title": "x"}, {"id": "2"}, "two", {"id": "3", "body": "y"}])
     assert isinstance(good, Post)
     assert isinstance(other, Post)
-    assert bad == PostError(id="2", error="neither title nor body holds any text")
-    assert none == PostError(id=None, error="a post must be a JSON object")
+    assert isinstance(bad, PostError)
+    assert isinstance(none, PostError)
+    assert (bad.id, none.id) == ("2", None)
+    assert "title" in bad.error
+    assert "object" in none.error
 
 
-def test_authors_are_never_kept() -> None:
-    post = Post.parse({"id": "1", "title": "x", "author": "somebody", "author_fullname": "t2_x"})
-    assert "somebody" not in post.model_dump_json()
+def test_authors_are_never_stored() -> None:
+    post = Post.parse({"id": "1", "title": "x", "author": "jane", "author_fullname": "t2_x"})
+    assert "jane" not in post.model_dump_json()
+    assert "t2_x" not in post.model_dump_json()
 
 
-def test_what_other_applications_attach_is_kept() -> None:
+def test_keeps_extra_data() -> None:
     assert Post.parse({"id": "1", "title": "x", "extra": {"row": 7}}).extra == {"row": 7}
 
 
-def test_lone_surrogates_are_replaced_rather_than_refused() -> None:
+def test_replaces_lone_surrogates() -> None:
     post = Post.parse(json.loads('{"id": "1", "title": "half a \\ud83d smile"}'))
     assert post.text.encode()
     assert post.text.startswith("half a ")
 
 
 @given(st.text(), st.text())
-def test_any_text_makes_a_post_or_a_refusal_and_survives_the_wire(title: str, body: str) -> None:
+def test_any_valid_text_survives_serialization(title: str, body: str) -> None:
     try:
         post = Post.parse({"id": "1", "title": title, "body": body})
     except PostRefused:
@@ -106,76 +109,71 @@ def test_any_text_makes_a_post_or_a_refusal_and_survives_the_wire(title: str, bo
 
 
 @pytest.mark.parametrize("given_labels", ["a, b,c,", ["a", "b", "c"], ("a", "b", "c")])
-def test_labels_as_text_or_list(given_labels: object) -> None:
+def test_reads_labels_from_text_or_list(given_labels: object) -> None:
     assert ClassifyOptions.parse({"labels": given_labels}).labels == {"a": ("a",), "b": ("b",), "c": ("c",)}
 
 
-def test_labels_with_descriptions() -> None:
+def test_reads_labels_with_descriptions() -> None:
     labels = {"film": "movies and television", "sea": ["the sea", "a beach"]}
     read = {"film": ("movies and television",), "sea": ("the sea", "a beach")}
     assert ClassifyOptions.parse({"labels": labels}).labels == read
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "field", "named"),
     [
-        ({"labels": 5}, "labels: expected a list, names separated by commas, or an object of descriptions; got int"),
-        ({"labels": {"a": 5}}, "labels.a: expected a description, or a list of them"),
-        ({"labels": []}, "labels: name at least one label"),
-        ({"labels": " , "}, "labels: name at least one label"),
-        ({"labels": ["a", "a"]}, "labels: the label 'a' is named twice"),
-        ({"labels": ["a", 5]}, "labels: expected names, got int"),
-        ({"labels": ["a", "a "]}, "labels: the label 'a' is named twice"),
-        ({"labels": [{"a": 1}]}, "labels: expected names, got dict"),
-        ({"labels": {str(n): "x" for n in range(257)}}, "labels: name at least one label, and at most 256"),
-        ({"labels": ["x"] * 10 + [str(n) for n in range(200_000)]}, "labels: the label 'x' is named twice"),
-        ({"labels": {"a": ""}}, "labels.a.0: string should have at least 1 character"),
-        ({"labels": {}}, "labels: name at least one label"),
-        ({"labels": [str(n) for n in range(257)]}, "labels: "),
-        ({"template": "no place"}, "template: no {} in 'no place'"),
-        ({"multi_label": "maybe"}, "multi_label: "),
-        ({"lables": "a"}, "lables: "),
+        ({"labels": 5}, "labels", r"\bint\b"),
+        ({"labels": {"a": 5}}, "labels.a", ""),
+        ({"labels": []}, "labels", ""),
+        ({"labels": " , "}, "labels", ""),
+        ({"labels": ["a", "a"]}, "labels", "'a'"),
+        ({"labels": ["a", 5]}, "labels", r"\bint\b"),
+        ({"labels": ["a", "a "]}, "labels", "'a'"),
+        ({"labels": [{"a": 1}]}, "labels", r"\bdict\b"),
+        ({"labels": {str(n): "x" for n in range(257)}}, "labels", r"\b256\b"),
+        ({"labels": ["x"] * 10 + [str(n) for n in range(200_000)]}, "labels", "'x'"),
+        ({"labels": {"a": ""}}, "labels.a.0", ""),
+        ({"labels": {}}, "labels", ""),
+        ({"labels": [str(n) for n in range(257)]}, "labels", ""),
+        ({"template": "no place"}, "template", "{}"),
+        ({"multi_label": "maybe"}, "multi_label", ""),
+        ({"lables": "a"}, "lables", ""),
     ],
 )
-def test_wrong_options_are_refused_with_the_reason(options: dict[str, object], words: str) -> None:
-    with pytest.raises(RequestRefused) as refused:
+def test_rejected_options_name_the_field(options: dict[str, object], field: str, named: str) -> None:
+    with pytest.raises(RequestRefused, match=f"^{re.escape(field)}: .*{named}"):
         ClassifyOptions.parse(options)
-    assert str(refused.value).startswith(words)
 
 
-def test_options_travel_without_their_defaults() -> None:
+def test_options_are_sent_without_defaults() -> None:
     assert ClassifyOptions().arguments() == {}
-    asked = ClassifyOptions.parse({"labels": "a", "strict": True})
-    assert asked.arguments() == {"labels": {"a": ["a"]}, "strict": True}
+    options = ClassifyOptions.parse({"labels": "a", "strict": True})
+    assert options.arguments() == {"labels": {"a": ["a"]}, "strict": True}
 
 
 @pytest.mark.parametrize("version", [1, "1", 1.0])
-def test_a_message_of_this_version_is_read_and_the_version_goes_no_further(version: object) -> None:
+def test_accepts_the_current_version_and_drops_it(version: object) -> None:
     options = ClassifyOptions.parse({"version": version, "labels": "a"})
     assert options.version == MESSAGE_VERSION
     assert options == ClassifyOptions.parse({"labels": "a"})
-    # Producers remember what they sent by these: another version of the message is no other question.
+    # Producers deduplicate by the options' JSON, which must not depend on the message version.
     assert "version" not in options.model_dump_json()
     assert options.arguments() == {"labels": {"a": ["a"]}}
 
 
-@pytest.mark.parametrize("others", [{}, {"of_tomorrow": 1}, {"labels": 7, "top_k": -1}])
-def test_a_newer_message_is_refused_for_that_first(others: dict[str, object]) -> None:
-    with pytest.raises(RequestRefused) as refused:
+@pytest.mark.parametrize("others", [{}, {"future_option": 1}, {"labels": 7, "top_k": -1}])
+def test_rejects_newer_versions_before_other_checks(others: dict[str, object]) -> None:
+    with pytest.raises(RequestRefused, match=naming("version", MESSAGE_VERSION + 1, MESSAGE_VERSION)):
         ClassifyOptions.parse({**others, "version": MESSAGE_VERSION + 1})
-    assert str(refused.value) == (
-        f"version: the message is of version {MESSAGE_VERSION + 1}, and this worker reads none above "
-        f"{MESSAGE_VERSION}; update the worker, or send version {MESSAGE_VERSION}"
-    )
 
 
 @pytest.mark.parametrize("version", [0, -1, None, "one", 1.5])
-def test_what_is_no_version(version: object) -> None:
-    with pytest.raises(RequestRefused, match="version: input should be"):
+def test_rejects_invalid_versions(version: object) -> None:
+    with pytest.raises(RequestRefused, match="^version: "):
         ClassifyOptions.parse({"version": version})
 
 
-def test_fingerprints_tell_apart_what_differs() -> None:
+def test_fingerprints_differ_by_id_text_and_recipe() -> None:
     post = Post(id="1", title="x")
     assert fingerprint(post, "r") == fingerprint(Post(id="1", title="x", score=5), "r")
     others = {
@@ -187,6 +185,7 @@ def test_fingerprints_tell_apart_what_differs() -> None:
     assert digest("ab", "c") != digest("a", "bc")
 
 
-def test_a_failed_message_quotes_a_few_reasons() -> None:
+def test_failed_message_quotes_three_reasons() -> None:
     error = MessageFailed.of([f"{n}: bad" for n in range(5)], posts=6)
-    assert str(error) == "5 of 6 posts failed: 0: bad; 1: bad; 2: bad; and 2 more"
+    assert "5 of 6" in str(error)
+    assert [f"{n}: bad" in str(error) for n in range(5)] == [True, True, True, False, False]

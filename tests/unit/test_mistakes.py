@@ -1,6 +1,7 @@
-"""Mistakes that commands tell before they ask Redis or load a model, as far as no other test makes them."""
+"""User errors that commands report before they connect to Redis or load a model."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused,
 from shared.messages import Classification, Post, PostError
 from shared.settings import Settings
 from shared.training import TrainOptions
-from tests.support import announced
+from tests.support import announced, naming
 from workers import tuning
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +31,7 @@ POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
-    """What a command raises that reads a file of one post, with a stand-in for the model."""
+    """Run a command on a file of one post, with a stand-in model, and return the exception it raises."""
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.setattr(
         measuring_commands, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"]))
@@ -40,92 +41,87 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]
     return lambda command: CliRunner().invoke(app, [command, "posts.jsonl"]).exception
 
 
-def test_packages_of_two_installations(tmp_path: Path) -> None:
+def test_detects_packages_of_another_installation(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "__init__.py").touch()
     command = [sys.executable, "-m", "feedmill", "status"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (said.returncode, said.stderr) == (
-        2,
-        f"feedmill: package 'shared' must come from {ROOT / 'shared'}, but Python finds {tmp_path / 'shared'}. "
-        "Run the installed `feedmill` from another directory.\n",
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert all(path in done.stderr for path in ("'shared'", str(ROOT / "shared"), str(tmp_path / "shared")))
 
 
-def test_an_address_that_nothing_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.delenv("FEEDMILL_REDIS_URL", raising=False)
     error = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)]).exception
     assert isinstance(error, UserError)
-    assert f"No `feedmill up` is running with data in {tmp_path}, and FEEDMILL_REDIS_URL is not set" in str(error)
+    assert str(tmp_path) in str(error)
+    assert "FEEDMILL_REDIS_URL" in str(error)
     with announced(tmp_path, '{"redis_url": "redis://:p@127.0.0.1:1/0"}'):
         for given, url in (
             ({}, "redis://:p@127.0.0.1:1/0"),
             ({"FEEDMILL_REDIS_URL": "redis://there/0"}, "redis://there/0"),
         ):
-            said = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
-            assert (said.exit_code, said.stdout) == (0, f"{url}\n")
+            done = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)], env=given)
+            assert (done.exit_code, done.stdout) == (0, f"{url}\n")
     killed = CliRunner().invoke(app, ["url", "--data-folder", str(tmp_path)])
     assert str(killed.exception) == str(error)
 
 
-def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flower_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower_commands, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="^Flower is not installed"):
+    with pytest.raises(UserError, match=naming("Flower", "feedmill[monitor]")):
         flower_commands.flower()
 
 
-def test_a_model_without_what_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reading_a_model_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "workers.weights", None)
-    with pytest.raises(UserError, match=r"^Reading a model needs the package workers.weights"):
-        deploy_commands._requested(tmp_path)
+    with pytest.raises(UserError, match=naming("workers.weights", "feedmill[worker]")):
+        deploy_commands._asking(tmp_path)
 
 
-def test_a_training_without_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_commands, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"^Training needs the package \w+\."):
+    with pytest.raises(UserError, match=r"feedmill\[worker,train\]"):
         train_commands._check_packages()
 
 
-def test_a_training_into_a_file(tmp_path: Path) -> None:
+def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
-    with pytest.raises(UserError, match=r"^--out: .*out is a file\. Choose a folder\.$"):
+    with pytest.raises(UserError, match=naming(tmp_path / "out", "--out")):
         train_commands.check_folder(tmp_path / "out", resume=False)
     with pytest.raises(UserError, match=r"^Cannot create .*/out/below: Not a directory\.$"):
         train_commands.check_folder(tmp_path / "out" / "below", resume=False)
 
 
-def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
+def test_training_refuses_a_base_outside_its_folder(tmp_path: Path) -> None:
     options = TrainOptions.parse({"from": "posts.jsonl", "out": "out", "base": "../base"})
-    with pytest.raises(UserError, match=r"base: '\.\./base' leads out of the folder for trainings\."):
+    with pytest.raises(UserError, match=r"base: .*'\.\./base'"):
         within(options, Settings(training_folder=tmp_path))
 
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize(
-    ("data", "words", "status"),
-    [
-        ("foo,bar\n1,2\n", "title or body column", None),
-        ("nope\n{}\n", "posts.jsonl:1: not JSON", 1),
-    ],
+    ("data", "named", "status"),
+    [("foo,bar\n1,2\n", "foo, bar", None), ("nope\n{}\n", "posts.jsonl:1: ", 1)],
 )
-def test_a_file_without_posts_is_told_before_a_model_is_loaded(
+def test_rejects_a_file_without_posts_before_loading_a_model(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     data: str,
-    words: str,
+    named: str,
     status: int | None,
 ) -> None:
     monkeypatch.setattr(offline_commands, "load_model", Mock(side_effect=AssertionError))
     (tmp_path / "posts.jsonl").write_text(data)
-    said = CliRunner().invoke(app, ["classify", "posts.jsonl"])
-    assert words in f"{said.stderr}{said.exception}"
-    assert getattr(said.exception, "code", None) == status
+    done = CliRunner().invoke(app, ["classify", "posts.jsonl"])
+    assert named in f"{done.stderr}{done.exception}"
+    assert getattr(done.exception, "code", None) == status
 
 
-def test_ids_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """Results are looked for by them."""
+def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """Users look up results by these ids."""
     best = Mock(spec=Classification, label="food", scores={"food": 0.5})
     ids = ["1", f"text-{'a' * 32}", "2", "b" * 128]
     posts = [Post(id=post_id, title="Bread") for post_id in ids]
@@ -133,71 +129,70 @@ def test_ids_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline_commands._show_posts(zip(posts, outcomes, strict=True), as_json=False) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines] == ids
-    assert [line.partition(" ")[2].lstrip() for line in lines] == [
-        f"{'food 0.50':<48} Bread",
-        f"{'food 0.50':<48} Bread",
-        "failed: why",
-        f"{'food 0.50':<48} Bread",
-    ]
-    assert lines[2].startswith("2" + " " * 37 + "failed")
+    shown = [line.partition(" ")[2].lstrip() for line in lines]
+    assert [shown[place] for place in (0, 1, 3)] == [f"{'food 0.50':<48} Bread"] * 3
+    assert shown[2].endswith("why")
+    assert re.match(r"2 {37}\S", lines[2])
 
 
-def test_several_models_and_one_chart() -> None:
-    said = CliRunner().invoke(app, ["evaluate", "x", "--model", "a", "--model", "b", "--png", "x.png"]).exception
-    assert str(said) == "--png and --csv need a single model. Give one --model, or leave them out."
+def test_one_chart_needs_one_model() -> None:
+    error = CliRunner().invoke(app, ["evaluate", "x", "--model", "a", "--model", "b", "--png", "x.png"]).exception
+    assert isinstance(error, UserError)
+    assert all(flag in str(error) for flag in ("--png", "--csv", "--model"))
 
 
-def test_a_model_without_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "workers", None)
-    with pytest.raises(UserError, match=r"^This command needs the package workers"):
+    with pytest.raises(UserError, match=naming("workers", "feedmill[worker]")):
         offline_commands.load_model(Settings())
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "named"),
     [
-        (RequestRefused("labels: too many"), "some/model cannot serve this request: labels: too many."),
-        (DeviceLost("CUDA error"), "The device failed: CUDA error"),
+        (RequestRefused("labels: too many"), "labels: too many"),
+        (DeviceLost("CUDA error"), "CUDA error"),
     ],
 )
-def test_a_model_that_cannot(fault: FeedmillError, words: str) -> None:
-    with pytest.raises(UserError) as told, offline_commands.refusals_told(Settings(model="some/model")):
+def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
+    with pytest.raises(UserError, match=named), offline_commands.refusals_told(Settings(model="some/model")):
         raise fault
-    assert str(told.value) == words
 
 
-def test_a_device_that_fails_while_it_is_measured(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_reports_a_lost_device(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning.Tuning, "__init__", lambda *_: None)
     monkeypatch.setattr(tuning.Tuning, "steps", 1)
     monkeypatch.setattr(tuning.Tuning, "run", Mock(side_effect=DeviceLost("CUDA error")))
     error = run("tune")
     assert isinstance(error, ModelError)
-    assert str(error) == "The device failed, so larger batches were not measured: CUDA error"
+    assert "CUDA error" in str(error)
 
 
-def test_a_device_without_memory_for_any_size() -> None:
+def test_tune_reports_a_device_without_memory() -> None:
     found = Mock(curve=lambda _: SimpleNamespace(points=(), full=1), tokens=9)
-    with pytest.raises(ModelError, match=r" has no memory for .* and a batch of 1 posts\. Take a smaller model"):
+    with pytest.raises(ModelError, match="memory"):
         TuningReport(found, Mock(), 1)
 
 
-def test_posts_of_which_none_can_be_classified(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
     monkeypatch.setattr("workers.offline.classify", lambda *_: iter(outcomes))
     monkeypatch.setattr("workers.calibration.calibrate", lambda *_: None)
-    assert str(run("evaluate")) == "None of 1 posts can be classified; the first: scores that are not finite"
+    error = run("evaluate")
+    assert isinstance(error, FeedmillError)
+    assert "scores that are not finite" in str(error)
 
 
-def test_a_demo_whose_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_reports_a_worker_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("connect", "make_app"):
         monkeypatch.setattr(demo, name, Mock())
     monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
     monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
-    with pytest.raises(StackError, match=r"^the worker does not answer. See /data\.$"):
+    with pytest.raises(StackError, match=naming("worker", "/data")):
         demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), False, False)
 
 
-def test_up_prints_words_of_the_settings_as_they_are(
+def test_up_prints_markup_in_settings_literally(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stack:
@@ -214,7 +209,7 @@ def test_up_prints_words_of_the_settings_as_they_are(
     monkeypatch.setattr(cli, "Stack", Stack)
     folder = tmp_path / "[b]" / "[" / "x]"
     cli.up(folder)
-    said = capsys.readouterr().err
-    assert "✓ Flower at http://127.0.0.1:1, user [/x]\n" in said
-    assert f"Data and logs: {folder}." in said
-    assert "the worker [/x] ended\n" in said
+    printed = capsys.readouterr().err
+    assert "Flower at http://127.0.0.1:1, user [/x]\n" in printed
+    assert str(folder) in printed
+    assert "the worker [/x] ended\n" in printed

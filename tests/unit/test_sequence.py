@@ -1,4 +1,4 @@
-"""workers/classifiers/sequence.py: the scores are those of transformers' text-classification pipeline."""
+"""workers/classifiers/sequence.py: scores equal those of transformers' text-classification pipeline."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from shared.errors import ModelError, RequestRefused, SettingsError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_model
+from tests.support import naming
 from workers.classifiers.sequence import SequenceClassifier
 from workers.device import Device
 from workers.weights import Weights
@@ -45,15 +46,16 @@ def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_of_each_architecture(tmp_path: Path, architecture: str) -> None:
+def test_scores_match_for_each_architecture(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, LABELS)
     found = ours(loaded(folder), TEXTS)
     assert_equal(found, theirs(folder, TEXTS))
-    assert max(max(scores.values()) - min(scores.values()) for scores in found) > 0.05  # else nothing was compared
+    spread = max(max(scores.values()) - min(scores.values()) for scores in found)
+    assert spread > 0.05, "scores differ enough to compare"
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
-def test_tokenizers_that_pad_on_the_left(tmp_path: Path, architecture: str) -> None:
+def test_supports_left_padding_tokenizers(tmp_path: Path, architecture: str) -> None:
     folder = make_model(architecture, tmp_path, LABELS, padding_side="left")
     assert_equal(ours(loaded(folder), TEXTS), [theirs(folder, [text])[0] for text in TEXTS])
 
@@ -67,15 +69,15 @@ def test_tokenizers_that_pad_on_the_left(tmp_path: Path, architecture: str) -> N
         ({0: "stars"}, "regression"),
     ],
 )
-def test_what_the_configuration_says(tmp_path: Path, labels: dict[int, str], problem: str | None) -> None:
+def test_follows_the_configured_problem_type(tmp_path: Path, labels: dict[int, str], problem: str | None) -> None:
     folder = make_model("distilbert", tmp_path, labels, problem_type=problem)
     assert_equal(ours(loaded(folder), TEXTS), theirs(folder, TEXTS))
 
 
-def test_options_that_it_cannot_serve(tmp_path: Path) -> None:
+def test_rejects_options_of_zero_shot_models(tmp_path: Path) -> None:
     classifier = loaded(make_model("bert", tmp_path, LABELS))
     for options, reason in (
-        ({"labels": ["a"]}, "^labels: .* NEGATIVE, POSITIVE, MIXED"),
+        ({"labels": ["a"]}, "^labels: .*NEGATIVE, POSITIVE, MIXED"),
         ({"template": "It is {}."}, "^template: "),
         ({"multi_label": True}, "^multi_label: "),
     ):
@@ -83,39 +85,36 @@ def test_options_that_it_cannot_serve(tmp_path: Path) -> None:
             classifier.label_set(ClassifyOptions.parse(options))
 
 
-def test_its_own_labels_may_be_named(tmp_path: Path) -> None:
-    """What was sent for a zero-shot model is served by the one that was trained on its results."""
+def test_accepts_its_own_labels(tmp_path: Path) -> None:
+    """Messages for a zero-shot model also suit the model trained on its results."""
     own = ["MIXED", "NEGATIVE", "POSITIVE"]
     classifier = loaded(make_model("bert", tmp_path, LABELS), labels=",".join(own))
     assert classifier.label_set(ClassifyOptions.parse({"labels": own})) is classifier.label_set(ClassifyOptions())
 
 
-def test_labels_in_the_settings_are_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="^FEEDMILL_LABELS is set, but "):
+def test_rejects_the_labels_setting(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="FEEDMILL_LABELS"):
         loaded(make_model("bert", tmp_path, LABELS), labels="a,b")
 
 
-def test_two_labels_of_one_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="id2label"):
+def test_rejects_duplicate_label_names(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="label"):
         loaded(make_model("bert", tmp_path, {0: "same", 1: "same"}))
 
 
 @pytest.mark.parametrize(
     ("labels", "reason"),
     [
-        (dict(enumerate(map(str, range(1001)))), "has 1,001 labels; .* 1,000"),
-        (
-            {0: "fine", 1: "x" * 201},
-            r"a label of 201 characters; .* 200.* config\.json",
-        ),
+        (dict(enumerate(map(str, range(1001)))), naming("1,001", "1,000")),
+        ({0: "fine", 1: "x" * 201}, naming(201, 200, "config.json")),
     ],
 )
-def test_refuses_labels_that_would_fill_redis(tmp_path: Path, labels: dict[int, str], reason: str) -> None:
+def test_rejects_too_many_or_too_long_labels(tmp_path: Path, labels: dict[int, str], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         loaded(make_model("bert", tmp_path, labels))
 
 
-def test_serves_as_many_and_as_long_labels_as_allowed(tmp_path: Path) -> None:
+def test_accepts_the_maximum_of_labels(tmp_path: Path) -> None:
     labels = {number: f"{number:04}".ljust(200, "x") for number in range(1000)}
     classifier = loaded(make_model("bert", tmp_path, labels))
     assert classifier.label_set(ClassifyOptions()).labels == tuple(labels.values())

@@ -1,4 +1,4 @@
-"""shared/settings.py: where values come from, and what a bad one is answered with."""
+"""shared/settings.py: sources of values, and errors of invalid ones."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 from shared.errors import SettingsError
 from shared.settings import LOCK_FILE, STACK_FILE, Settings, load, unknown_variables
-from tests.support import announced
+from tests.support import announced, naming
 
 
-def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "100")
     assert load().token_budget == 100
     assert load(token_budget=200).token_budget == 200
@@ -18,49 +18,47 @@ def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "named"),
     [
-        ("FEEDMILL_TOKEN_BUDGET", "many", "FEEDMILL_TOKEN_BUDGET: input should be a valid integer"),
-        ("FEEDMILL_DTYPE", "fp8", "FEEDMILL_DTYPE: input should be 'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
-        ("FEEDMILL_DEVICE", "gpu", "FEEDMILL_DEVICE: should be auto, cpu, cuda, cuda:N or mps, not 'gpu'."),
-        ("FEEDMILL_DEVICE", "cuda:", "FEEDMILL_DEVICE: should be auto, cpu, "),
-        (
-            "FEEDMILL_DEVICES",
-            "0,",
-            "FEEDMILL_DEVICES: should be all, GPUs' numbers such as 0,2, cpu or cpu:N, not '0,'.",
-        ),
-        ("FEEDMILL_DEVICES", "1,1", "FEEDMILL_DEVICES: names the GPU 1 more than once"),
-        ("FEEDMILL_QUEUE", "my queue", "FEEDMILL_QUEUE: should be 1 to 64 letters, digits, dots, dashes or "),
-        ("FEEDMILL_REVISION", "a b", "FEEDMILL_REVISION: should be a branch, tag or commit, not 'a b'."),
-        ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),
-        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: begins as JSON, but is none: Unterminated string "),
-        ("FEEDMILL_LABELS", "[" * 100_000, "FEEDMILL_LABELS: begins as JSON, but is none: "),
-        ("FEEDMILL_LABELS", '{"a": ""}', "FEEDMILL_LABELS: a.0: string should have at least 1 character"),
-        ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: no {} in 'x'"),
-        ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: must look like redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", "FEEDMILL_REDIS_URL: must look like redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", "FEEDMILL_REDIS_URL: must look like redis://"),
-        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", "FEEDMILL_REDIS_URL: must look like redis://"),
-        ("FEEDMILL_DRAIN", "0", "FEEDMILL_DRAIN: "),
+        ("FEEDMILL_TOKEN_BUDGET", "many", ("integer",)),
+        ("FEEDMILL_DTYPE", "fp8", ("'auto', 'float32', 'bfloat16', 'float16' or 'int8'",)),
+        ("FEEDMILL_DEVICE", "gpu", ("cuda:N", "'gpu'")),
+        ("FEEDMILL_DEVICE", "cuda:", ("cuda:N",)),
+        ("FEEDMILL_DEVICES", "0,", ("cpu:N", "'0,'")),
+        ("FEEDMILL_DEVICES", "1,1", ("1",)),
+        ("FEEDMILL_QUEUE", "my queue", ("64",)),
+        ("FEEDMILL_REVISION", "a b", ("'a b'",)),
+        ("FEEDMILL_LABELS", "a,a", ("'a'",)),
+        ("FEEDMILL_LABELS", '["a', ("JSON", "Unterminated string")),
+        ("FEEDMILL_LABELS", "[" * 100_000, ("JSON",)),
+        ("FEEDMILL_LABELS", '{"a": ""}', ("a.0: ",)),
+        ("FEEDMILL_TEMPLATE", "x", ("{}",)),
+        ("FEEDMILL_REDIS_URL", "http://host", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", ("redis://",)),
+        ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:6379/zero", ("redis://",)),
+        ("FEEDMILL_DRAIN", "0", ()),
     ],
 )
-def test_a_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str) -> None:
+def test_invalid_value_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, named: tuple[str, ...]
+) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(SettingsError, match=naming(*named)) as error:
         load()
-    assert str(error.value).startswith(words)
+    assert str(error.value).startswith(f"{name}: ")
     assert "s3cret" not in str(error.value)
 
 
-def test_a_data_folder_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_folder_is_relative_to_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert load(data_folder="mill").data_folder == tmp_path / "mill"
 
 
-def test_a_bad_flag_is_named_as_a_flag() -> None:
+def test_invalid_flag_names_the_flag() -> None:
     with pytest.raises(SettingsError, match="^--posts-per-message: "):
         load(posts_per_message=0)
-    with pytest.raises(SettingsError, match="^--labels: begins as JSON, but is none: .* at column 10.$"):
+    with pytest.raises(SettingsError, match=r"^--labels: .*JSON.*column 10\b"):
         load(labels='{"a": "b"')
 
 
@@ -73,37 +71,39 @@ def test_a_bad_flag_is_named_as_a_flag() -> None:
         ('{"film": "movies, television"}', {"film": ("movies, television",)}),
     ],
 )
-def test_labels(monkeypatch: pytest.MonkeyPatch, text: str, labels: dict[str, tuple[str]]) -> None:
+def test_reads_labels_from_text_or_json(
+    monkeypatch: pytest.MonkeyPatch, text: str, labels: dict[str, tuple[str]]
+) -> None:
     assert load().labels is None
     assert load(labels=text).labels == labels
     monkeypatch.setenv("FEEDMILL_LABELS", text)
     assert load().labels == labels
 
 
-def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(unknown_variables()) == []
     monkeypatch.setenv("FEEDMILL_MODLE", "x")
     monkeypatch.setenv("FEEDMILL_XYZZY", "x")
-    assert list(unknown_variables()) == [
-        "FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?",
-        "FEEDMILL_XYZZY is no setting and has no effect",
-    ]
+    misspelt, unknown = unknown_variables()
+    assert "FEEDMILL_MODLE" in misspelt
+    assert "FEEDMILL_MODEL" in misspelt
+    assert "FEEDMILL_XYZZY" in unknown
 
 
-def test_the_password_is_never_shown() -> None:
+def test_masks_passwords() -> None:
     settings = Settings.model_validate({"redis_url": "redis://:hunter2@example.org:7000/3"})
     assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
     assert settings.redis_address == "example.org:7000/3"
     assert "hunter2" in settings.broker_url
 
 
-def test_a_running_stack_is_found(tmp_path: Path) -> None:
+def test_finds_a_running_stack(tmp_path: Path) -> None:
     settings = Settings.model_validate({"data_folder": tmp_path})
     assert settings.broker_url == "redis://127.0.0.1:6379/0"
     with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})) as file:
         assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
         file.write_text("{")
-        with pytest.raises(SettingsError, match=f"{STACK_FILE} should hold the address of the running `feedmill up`"):
+        with pytest.raises(SettingsError, match=STACK_FILE):
             _ = settings.broker_url
 
 
@@ -114,7 +114,7 @@ def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
     assert settings.broker_url == "redis://127.0.0.1:6379/0"
 
 
-def test_a_lock_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
+def test_rejects_an_unreadable_lock(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
-    with pytest.raises(SettingsError, match="Cannot look whether `feedmill up` runs: .* cannot be read"):
+    with pytest.raises(SettingsError, match=naming(tmp_path)):
         _ = Settings.model_validate({"data_folder": tmp_path}).broker_url

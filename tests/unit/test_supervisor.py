@@ -1,6 +1,7 @@
-"""feedmill/supervisor.py: when a worker is started again, what it is told, and how its lines are passed on."""
+"""feedmill/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def supervised(**settings: Any) -> Supervisor:
     )
 
 
-def test_pauses_double_until_the_device_is_given_up() -> None:
+def test_pauses_double_until_giving_up() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
@@ -30,7 +31,7 @@ def test_pauses_double_until_the_device_is_given_up() -> None:
     assert pauses == [1, 2, 4, 8, None]
 
 
-def test_after_a_minute_all_is_forgotten() -> None:
+def test_healthy_run_resets_the_pauses() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
@@ -41,7 +42,7 @@ def test_after_a_minute_all_is_forgotten() -> None:
     assert pauses == [1, 2, 4, 1, 2]
 
 
-def test_what_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_settings_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
     monkeypatch.setenv("feedmill_devices", "all")
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "7")
@@ -49,10 +50,10 @@ def test_what_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = supervised(metrics_port=9110)._workers
     assert (first.node, second.node) == ("mill-cuda:4@here", "mill-cuda:7@here")
     assert first._command == ["true", "--name", "mill-cuda:4@here"]
-    told = second._environment
-    assert {name: value for name, value in told.items() if name.upper().startswith(("FEEDMILL_", "CUDA"))} == {
-        "FEEDMILL_DATA_FOLDER": told["FEEDMILL_DATA_FOLDER"],
-        "FEEDMILL_CACHE_FOLDER": told["FEEDMILL_CACHE_FOLDER"],
+    environment = second._environment
+    assert {name: value for name, value in environment.items() if name.upper().startswith(("FEEDMILL_", "CUDA"))} == {
+        "FEEDMILL_DATA_FOLDER": environment["FEEDMILL_DATA_FOLDER"],
+        "FEEDMILL_CACHE_FOLDER": environment["FEEDMILL_CACHE_FOLDER"],
         "FEEDMILL_QUEUE": "mine",
         "FEEDMILL_MODEL": "m",
         "FEEDMILL_TOKEN_BUDGET": "9",
@@ -62,17 +63,17 @@ def test_what_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "FEEDMILL_METRICS_PORT": "9111",
         "CUDA_VISIBLE_DEVICES": "7",
     }
-    assert "NOTIFY_SOCKET" not in told
-    assert told["PATH"]
+    assert "NOTIFY_SOCKET" not in environment
+    assert environment["PATH"]
 
 
-def test_ports_that_there_are_not() -> None:
+def test_rejects_ports_beyond_65535() -> None:
     assert supervised(metrics_port=65534)
-    with pytest.raises(SettingsError, match="2 workers serve on ports from 65535 on, .* set 65534 or less"):
+    with pytest.raises(SettingsError, match=r"\b65534\b"):
         supervised(metrics_port=65535)
 
 
-def test_lines_stay_whole_and_bounded() -> None:
+def test_splits_output_into_bounded_lines() -> None:
     worker = Worker(GPUS[0], "node", [], {})
     assert worker.lines(b"one\ntw") == [b"one"]
     assert worker.lines(b"o\n\nthr") == [b"two", b""]
@@ -80,7 +81,7 @@ def test_lines_stay_whole_and_bounded() -> None:
     assert worker.lines(b"\n") == [b""]
 
 
-def test_lines_say_whose_they_are() -> None:
+def test_marks_lines_with_the_worker() -> None:
     text, as_json = supervised(), supervised(log_format="json")
     (worker, _) = text._workers
     assert text._marked(worker, "a line") == "cuda:4 | a line"
@@ -88,12 +89,18 @@ def test_lines_say_whose_they_are() -> None:
     assert json.loads(as_json._marked(worker, "{no JSON")) == {"worker": "mill-cuda:4@here", "message": "{no JSON"}
 
 
-def test_the_status_line() -> None:
+def test_status_line_shows_each_worker() -> None:
     supervisor = supervised()
     first, second = supervisor._workers
     first.told = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
     second.restarts = 2
-    said = "1 of 2 workers up · 1,500 rows wait · 2 restarts · cuda:4 1,234 posts/s, busy 0.99 · cuda:7 away"
-    assert supervisor._said(1) == said
+    workers, rows, restarts, fourth, seventh = supervisor._said(1).split(" · ")
+    assert "1 of 2" in workers
+    assert "1,500" in rows
+    assert "2" in restarts
+    assert re.search("cuda:4 .*1,234 posts/s.*0.99", fourth)
+    assert seventh.startswith("cuda:7 ")
     second.due = None
-    assert "cuda:7 given up" in supervisor._said(1)
+    *_, given_up = supervisor._said(1).split(" · ")
+    assert given_up.startswith("cuda:7 ")
+    assert given_up != seventh

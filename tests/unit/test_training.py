@@ -1,4 +1,4 @@
-"""Training on a tiny model: however it is divided, interrupted or short of memory, the same weights come of it."""
+"""Training a tiny model gives equal weights with accumulation, after an interruption, and short of memory."""
 
 import json
 import math
@@ -18,6 +18,7 @@ from shared.messages import Post
 from shared.settings import Settings
 from shared.training import TrainOptions
 from tests.fakes.models import make_model
+from tests.support import naming
 from workers.training import run
 from workers.training.examples import Dataset, Example
 from workers.training.model import loss_of_rows
@@ -45,13 +46,13 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def still(tmp_path: Path) -> Path:
-    """A base without dropout, which draws other numbers for rows that are divided otherwise."""
+    """A base without dropout, whose random numbers depend on the batch size."""
     return make_model("bert", tmp_path / "still", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Of so small a model several threads only wait for each other."""
+    """Use one thread, because threads only slow down so small a model."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +79,7 @@ def trained(
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """All but the keys' biases, which change nothing in a softmax: their gradients are what rounding leaves."""
+    """Return all weights except the keys' biases, which a softmax cancels: their gradients are rounding errors."""
     return {name: value for name, value in model.state_dict().items() if not name.endswith("key.bias")}
 
 
@@ -90,7 +91,7 @@ def assert_same(one: Any, other: Any, tolerance: float = 2e-5) -> None:
 
 
 def distance(one: Any, other: Any) -> float:
-    """Euclidean, over all weights."""
+    """Return the Euclidean distance over all weights."""
     expected = weights(other)
     return math.sqrt(sum(float((value - expected[name]).square().sum()) for name, value in weights(one).items()))
 
@@ -103,8 +104,8 @@ def moved(model: Any, base: Path) -> float:
 
 
 @pytest.mark.parametrize("length_grouping", [True, False])
-def test_accumulated_batches_are_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
-    """Also the last step's, which is not full: 100 posts are three steps of 32 and one of 4."""
+def test_accumulated_batches_equal_one_large_batch(still: Path, tmp_path: Path, length_grouping: bool) -> None:
+    """The last step is incomplete: 100 posts are three steps of 32 and one of 4."""
     given: dict[str, Any] = {"length_grouping": length_grouping, "precision": "float32"}
     whole = trained(still, tmp_path / "a", batch_size=32, **given)
     parts = trained(still, tmp_path / "b", batch_size=8, accumulation=4, **given)
@@ -113,8 +114,8 @@ def test_accumulated_batches_are_one_large_batch(still: Path, tmp_path: Path, le
     assert moved(whole.model, still) > 1e-3
 
 
-def test_accumulation_in_bfloat16_differs_less_than_bfloat16_itself(still: Path, tmp_path: Path) -> None:
-    """Rounding depends on a batch's shape, so equal weights are those of float32 alone."""
+def test_accumulation_adds_less_error_than_bfloat16(still: Path, tmp_path: Path) -> None:
+    """Rounding depends on the batch shape, so weights are equal only in float32."""
     exact = trained(still, tmp_path / "exact", batch_size=32, precision="float32")
     whole = trained(still, tmp_path / "whole", batch_size=32, precision="bfloat16")
     parts = trained(still, tmp_path / "parts", batch_size=8, accumulation=4, precision="bfloat16")
@@ -122,8 +123,8 @@ def test_accumulation_in_bfloat16_differs_less_than_bfloat16_itself(still: Path,
     assert apart < min(distance(whole.model, exact.model), distance(parts.model, exact.model))
 
 
-def test_resumed_is_uninterrupted(base: Path, tmp_path: Path) -> None:
-    """With dropout: what is drawn at random goes on where it was."""
+def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> None:
+    """The base has dropout, so the random state must be restored, too."""
     straight = trained(base, tmp_path / "straight")
 
     def stop(now: Progress) -> None:
@@ -139,7 +140,7 @@ def test_resumed_is_uninterrupted(base: Path, tmp_path: Path) -> None:
     assert_same(resumed.model, straight.model, tolerance=0.0)
 
 
-def test_where_memory_is_short_batches_are_halved_and_accumulated(
+def test_out_of_memory_shrinks_batches_and_accumulates(
     still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(still, tmp_path / "a", batch_size=4, accumulation=6, fit_head=False)
@@ -156,40 +157,43 @@ def test_where_memory_is_short_batches_are_halved_and_accumulated(
     assert [(plan.batch_size, plan.accumulation, plan.effective_batch) for plan in plans] == [(4, 6, 24)]
     assert_same(found.model, expected.model)
     monkeypatch.setattr(run, "loss_of_rows", lambda *_: short(torch.zeros(9), torch.zeros(9)))
-    with pytest.raises(UserError, match="out of memory training .* at --batch-size 1"):
+    with pytest.raises(UserError, match="memory"):
         trained(still, tmp_path / "c", fit_head=False)
 
 
-def test_short_of_memory_among_several_processes(still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_fails_with_several_processes(
+    still: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Training, "_train", full)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--batch-size .* --accumulation"):
+    with pytest.raises(UserError, match="--batch-size"):
         trained(still, tmp_path / "out", fit_head=False)
 
 
-def test_a_base_that_transformers_does_not_take(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_base_transformers_cannot_load(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
-    with pytest.raises(UserError, match="transformers cannot load .*: 'a kind'"):
+    with pytest.raises(UserError, match=naming("transformers", "a kind")):
         trained(base, tmp_path / "out")
 
 
-def test_tensorboard_that_is_not_there(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_needs_its_extra(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
-    with pytest.raises(UserError, match=r"^--tensorboard requires tensorboard"):
+    with pytest.raises(UserError, match=naming("--tensorboard", "feedmill[train]")):
         trained(base, tmp_path / "out", max_steps=1, tensorboard=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"), [((32, 1), (16, 2)), ((8, 4), (4, 8)), ((9, 2), (6, 3)), ((7, 1), (1, 7)), ((12, 3), (9, 4))]
+    ("larger", "expected"),
+    [((32, 1), (16, 2)), ((8, 4), (4, 8)), ((9, 2), (6, 3)), ((7, 1), (1, 7)), ((12, 3), (9, 4))],
 )
-def test_a_smaller_batch_keeps_the_effective_one(asked: tuple[int, int], found: tuple[int, int]) -> None:
-    assert smaller(*asked) == found
+def test_smaller_batch_keeps_the_effective_size(larger: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert smaller(*larger) == expected
 
 
-def test_order() -> None:
+def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:
     lengths = [random.Random(number).randrange(5, 100) for number in range(203)]
     order = Order(lengths, 16, seed=3, grouped=True)
     first, again = list(order), list(order)
@@ -205,8 +209,8 @@ def test_order() -> None:
     assert list(Order(lengths, 16, seed=4, grouped=True)) != first
 
 
-def test_the_head_is_fitted_to_what_the_base_says(base: Path, tmp_path: Path) -> None:
-    """With a rate of nothing only the fit counts: the words tell the labels apart."""
+def test_fits_the_head_before_training(base: Path, tmp_path: Path) -> None:
+    """The learning rate is near zero, so only the fit can learn the labels."""
     found = trained(base, tmp_path / "fitted", epochs=1, learning_rate=1e-9)
     assert share_right(found) > 0.7
     assert share_right(trained(base, tmp_path / "not", epochs=1, learning_rate=1e-9, fit_head=False)) < 0.6
@@ -220,19 +224,19 @@ def share_right(found: Trained) -> float:
     return sum(LABELS[place] == example.label for place, example in zip(best, some, strict=True)) / len(some)
 
 
-def test_soft_labels_are_learnt_as_they_are(base: Path, tmp_path: Path) -> None:
-    """A model that is always told 0.6, 0.3, 0.1 says so, to whatever it reads."""
+def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
+    """A model trained on the scores 0.6, 0.3, 0.1 predicts them for any text."""
     scores = dict(zip(LABELS, (0.6, 0.3, 0.1), strict=True))
     dataset = Dataset(LABELS, [each._replace(scores=scores) for each in examples(60)], [], [], {})
     options = options_of(base, tmp_path / "out", labels="soft", batch_size=8, accumulation=2, epochs=10)
     found = Training(dataset, options, Settings(device="cpu")).run()
     tokens = found.tokenizer(["the match of the team", "bread"], padding=True, return_tensors="pt")
     with torch.inference_mode():
-        said = found.model.eval()(**tokens).logits.softmax(-1)
-    torch.testing.assert_close(said, torch.tensor([[0.6, 0.3, 0.1]] * 2), atol=0.08, rtol=0)
+        predicted = found.model.eval()(**tokens).logits.softmax(-1)
+    torch.testing.assert_close(predicted, torch.tensor([[0.6, 0.3, 0.1]] * 2), atol=0.08, rtol=0)
 
 
-def test_rare_labels_weigh_more(base: Path, tmp_path: Path) -> None:
+def test_class_weights_balance_rare_labels(base: Path, tmp_path: Path) -> None:
     some = [example for example in examples(90) if example.label != "food"] + examples(9)
     training = Training(
         Dataset(LABELS, some, [], [], {}),
@@ -245,15 +249,15 @@ def test_rare_labels_weigh_more(base: Path, tmp_path: Path) -> None:
     assert sum(by_label[example.label] for example in some) == pytest.approx(len(some))
 
 
-def test_early_stopping_keeps_the_best(base: Path, tmp_path: Path) -> None:
-    """At such a rate it only gets worse after the fit."""
+def test_early_stopping_ends_training(base: Path, tmp_path: Path) -> None:
+    """The learning rate is so high that the loss only rises after the fit."""
     found = trained(base, tmp_path / "out", held_back=30, patience=1, epochs=30, learning_rate=0.3)
     losses = [point.validation_loss for point in found.curve if point.validation_loss is not None]
     assert len(losses) < 30
     assert losses[-1] >= min(losses)
 
 
-def test_what_is_saved_is_what_was_trained(base: Path, tmp_path: Path) -> None:
+def test_saves_the_trained_model(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = trained(base, out, max_steps=3, max_tokens=16, precision="bfloat16", gradient_checkpointing=True)
     assert (found.plan.steps, [point.step for point in found.curve]) == (3, [1, 2, 3])
@@ -270,7 +274,7 @@ def test_what_is_saved_is_what_was_trained(base: Path, tmp_path: Path) -> None:
     assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == 16
 
 
-def test_tensorboard(base: Path, tmp_path: Path) -> None:
+def test_writes_tensorboard_events(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     trained(base, tmp_path / "out", max_steps=2, tensorboard=True)
     assert list((tmp_path / "out" / "runs").glob("events.*"))

@@ -1,4 +1,4 @@
-"""What is learnt and what is tested: labels, repeated texts, splits; and reading them from exports and files."""
+"""Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ from shared.errors import InputError, UserError
 from shared.messages import Post
 from shared.settings import Settings
 from shared.training import TrainOptions
+from tests.support import naming
 from workers.training.examples import Example, make_dataset, split
 
 NOTES = Console(quiet=True)
@@ -42,21 +43,21 @@ def ids(examples: list[Example]) -> set[str]:
     return {each.post.id for each in examples}
 
 
-def test_a_text_counts_once() -> None:
+def test_drops_duplicate_texts() -> None:
     found = make_dataset([example(1), example(2, "b"), example(3, "b", "TEXT  1")], None, options_of())
     assert [each.post.id for each in found.train] == ["p1", "p2"]
     assert found.left_out == {"repeated text": 1}
     assert (found.labels, found.counts) == (("a", "b"), {"a": 1, "b": 1})
 
 
-def test_what_is_tested_is_not_learnt() -> None:
+def test_test_posts_are_not_trained_on() -> None:
     tested = [example(9, "a", "text 2"), example(10, "c"), example(11, "b")]
     found = make_dataset([example(1), example(2), example(3, "b")], tested, options_of())
     assert (ids(found.train), ids(found.test)) == ({"p1", "p3"}, {"p9", "p11"})
     assert found.left_out == {"also in the test": 1, "tests of another label": 1}
 
 
-def test_a_random_split_stays_as_it_is_while_posts_come() -> None:
+def test_random_split_is_stable_as_posts_are_added() -> None:
     train, test = split(many(1000), "random", 0.3, seed=7)
     assert 250 < len(test) < 350
     assert not ids(train) & ids(test)
@@ -66,7 +67,7 @@ def test_a_random_split_stays_as_it_is_while_posts_come() -> None:
     assert ids(split(many(1000), "random", 0.3, seed=8)[1]) != ids(test)
 
 
-def test_splits_by_time_and_subreddit() -> None:
+def test_splits_by_time_or_subreddit() -> None:
     train, test = split(many(100), "time", 0.25, seed=7)
     assert len(test) == 25
     assert max(each.post.created_utc or 0 for each in train) < min(each.post.created_utc or 0 for each in test)
@@ -76,7 +77,7 @@ def test_splits_by_time_and_subreddit() -> None:
     assert not sides[0] & sides[1]
 
 
-def test_early_stopping_holds_posts_back() -> None:
+def test_early_stopping_holds_back_posts() -> None:
     found = make_dataset(many(400), None, options_of(patience=2, split="random"))
     assert 10 < len(found.validation) < 60
     assert len(found.train) + len(found.validation) + len(found.test) == 400
@@ -84,42 +85,33 @@ def test_early_stopping_holds_posts_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("examples", "options", "words"),
+    ("examples", "options", "named"),
     [
-        ([], {}, "No post is left to train on"),
-        ([], {"labels": "soft"}, "No post is left to train on"),
-        ([example(1), example(2)], {}, "All posts have the label 'a'"),
-        (
-            [example(1), example(2), example(3, "b")],
-            {"min_posts": 2},
-            r"b \(1\); .* 2\. .* --min-posts",
-        ),
-        ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "No post is left to test on"),
-        ([example(1), example(2, "b")], {"split": "time"}, "--split time needs created_utc, which 2 posts lack"),
-        ([example(1), example(2, "b")], {"split": "subreddit"}, "--split subreddit .* 2 posts"),
-        ([example(1), example(2, "b")], {"patience": 1}, "--patience"),
+        ([], {}, "train"),
+        ([], {"labels": "soft"}, "train"),
+        ([example(1), example(2)], {}, "'a'"),
+        ([example(1), example(2), example(3, "b")], {"min_posts": 2}, naming("b (1)", 2)),
+        ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "test"),
+        ([example(1), example(2, "b")], {"split": "time"}, naming(2, "created_utc")),
+        ([example(1), example(2, "b")], {"split": "subreddit"}, naming(2, "subreddit")),
+        ([example(1), example(2, "b")], {"patience": 1}, "few|patience|validation"),
     ],
 )
-def test_what_cannot_be_learnt_is_refused(examples: list[Example], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_rejects_unsuitable_training_data(examples: list[Example], options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
         make_dataset(examples, None, options_of(**options))
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"epochs": 0}, "epochs: input should be greater than 0"),
-        ({"split": "luck"}, "split: input should be 'random'"),
-        ({"learning": 1}, "learning: extra inputs are not permitted"),
-        ({"out": None}, "out: field required"),
-    ],
+    ("given", "option"),
+    [({"epochs": 0}, "epochs"), ({"split": "luck"}, "split"), ({"learning": 1}, "learning"), ({"out": None}, "out")],
 )
-def test_bad_options_are_named(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_invalid_options_are_named(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(UserError, match=f"{option}: "):
         TrainOptions.parse({"from": "x", "out": "y"} | given)
 
 
-def test_flags_ask_for_the_same() -> None:
+def test_flags_express_the_options() -> None:
     options = options_of(out="a b", test="t.jsonl", compare=False, resume=True, epochs=2.5)
     assert options.flags() == [
         "--from=x", "--out=a b", "--min-posts=1", "--test=t.jsonl", "--split=none", "--no-compare", "--epochs=2.5",
@@ -158,12 +150,12 @@ def export(folder: Path, how: str) -> Path:
 
 
 def collected(path: Path, **options: Any) -> Collected:
-    nobody = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
-    return collect(options_of(**{"from": str(path)} | options), nobody, NOTES)
+    settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
+    return collect(options_of(**{"from": str(path)} | options), settings, NOTES)
 
 
 @pytest.mark.parametrize("how", ["csv", "jsonl", "parquet", "folder"])
-def test_labels_of_an_export(tmp_path: Path, how: str) -> None:
+def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
     found = collected(export(tmp_path, how), labels="zero-shot")
     assert [(each.post.id, each.post.title, each.label, each.scores) for each in found.examples] == [
         ("p1", "=text 1", "food", None),
@@ -180,7 +172,7 @@ def path_of(how: str) -> str:
     return "export" if how == "folder" else f"export.{how}"
 
 
-def test_a_file_of_posts_with_one_to_test_on(tmp_path: Path) -> None:
+def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     path, test = tmp_path / "posts.jsonl", tmp_path / "test.jsonl"
     path.write_text("".join(json.dumps({"id": n, "title": f"t{n}", "topic": "ab"[n % 2]}) + "\n" for n in range(4)))
     test.write_text('{"id": 9, "title": "t9", "topic": "a"}\n{"id": 10, "title": "t10"}\n')
@@ -192,38 +184,38 @@ def test_a_file_of_posts_with_one_to_test_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "words"),
+    ("text", "options", "named"),
     [
-        ('{"id": 1, "title": "t"}\n', {}, "None of 1 posts has a topic to learn"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "files of posts have none"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "There is no file /no/such"),
-        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, "posts.jsonl has a topic to be tested against."),
+        ('{"id": 1, "title": "t"}\n', {}, "topic"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "--labels|--min-score"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "/no/such"),
+        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, naming("posts.jsonl", "topic")),
     ],
 )
-def test_files_without_labels_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: dict[str, Any], words: str
+def test_rejects_files_without_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: dict[str, Any], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "posts.jsonl"
     path.write_text(text)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=named):
         collected(path, **options)
 
 
-def test_a_folder_that_is_no_export(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is a folder without parts of an export: name a file, or such a folder"):
+def test_rejects_a_folder_without_an_export(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=naming(tmp_path, "export")):
         collected(tmp_path)
 
 
-def test_an_export_with_a_row_that_is_none(tmp_path: Path) -> None:
+def test_rejects_an_export_with_an_invalid_row(tmp_path: Path) -> None:
     path = export(tmp_path, "parquet")
     table = pq.read_table(path)
     pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
-    with pytest.raises(InputError, match="is no row of an export: "):
+    with pytest.raises(InputError, match=naming(path)):
         collected(path, labels="zero-shot")
 
 
-def test_calibration() -> None:
+def test_calibration_error_of_known_bins() -> None:
     bins = bins_of([(0.95, True), (0.95, False), (0.55, True), (1.0, True)])
     assert [(each.least, each.posts) for each in bins] == [(0.5, 1), (0.9, 3)]
     assert bins[1].confidence == pytest.approx(2.9 / 3)

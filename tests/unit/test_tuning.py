@@ -1,4 +1,4 @@
-"""workers/tuning.py: what is put into which batches, what is kept of the rounds, and what is left out."""
+"""workers/tuning.py: forming batches, combining rounds, and skipping sizes that do not fit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from workers.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Curve, Measured, Siz
 
 
 class TwoRows(Device):
-    """Two rows a post, as entailment has them of two labels; keeps the lengths in each batch."""
+    """Two rows per post, as entailment has for two labels. Records the lengths in each batch."""
 
     def __init__(self) -> None:
         super().__init__(best=1024)
@@ -38,7 +38,7 @@ def texts(*words: int) -> list[str]:
 def measured(
     monkeypatch: pytest.MonkeyPatch, device: Device, posts: Sequence[str], rounds: int = 1, **settings: Any
 ) -> tuple[Tuning, list[Size]]:
-    """What was measured, and the sizes in their order."""
+    """Run the measurement. Return it and the sizes in measured order."""
     monkeypatch.setattr(tuning, "time", device)
     found = Tuning(device, posts, Settings(**settings), rounds)
     return found, list(found.run())
@@ -48,10 +48,10 @@ def values(curve: Curve) -> list[int]:
     return [point.value for point in curve.points]
 
 
-def test_a_batch_size_takes_posts_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_sizes_take_posts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     device = TwoRows()
     found, _ = measured(monkeypatch, device, texts(9, 1, 5, 2, 7, 3, 8))
-    # All rows of five posts, sorted by length; then of the two that are left.
+    # All rows of five posts, sorted by length; then those of the remaining two.
     assert [1, 2, 2, 3, 5, 6, 7, 8, 9, 10] in device.batches_of
     assert [3, 4, 8, 9] in device.batches_of
     assert values(found.curve(BATCH_SIZE)) == [5]
@@ -60,19 +60,19 @@ def test_a_batch_size_takes_posts_as_they_come(monkeypatch: pytest.MonkeyPatch) 
     assert point.padding_efficiency == found.tokens / (10 * 10 + 4 * 9)
 
 
-def test_a_token_budget_cuts_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_budgets_cut_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "CANDIDATES", {"cpu": (12,)})
     device = TwoRows()
     found, sizes = measured(monkeypatch, device, texts(20, 1, 5, 2, 2, 1), batch_rows=4)
     assert sizes[0] == Size(TOKEN_BUDGET, 12)
-    # Four rows at most; a row that is longer than the budget goes alone.
+    # At most four rows; a row longer than the budget is a batch by itself.
     assert device.batches_of[:5] == [[1, 1, 2, 2], [2, 2, 3, 3], [5, 6], [20], [21]]
     (point,) = found.curve(TOKEN_BUDGET).points
     assert point.padding_efficiency == found.tokens / (8 + 12 + 12 + 20 + 21)
     assert found.curve(TOKEN_BUDGET).unfilled is None
 
 
-def test_the_knee_is_where_the_device_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_knee_is_the_fastest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = measured(monkeypatch, Device(best=2048), texts(*[50] * 1000), rounds=3, batch_rows=4096)
     curve = found.curve(TOKEN_BUDGET)
     assert values(curve) == [512, 1024, 2048, 4096, 8192]
@@ -84,7 +84,7 @@ def test_the_knee_is_where_the_device_is_fastest(monkeypatch: pytest.MonkeyPatch
     assert sizes.knee.value == 40  # 40 posts of 50 tokens
 
 
-def test_every_other_round_goes_backwards_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternates_direction_and_keeps_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     posts = texts(*[50] * 200)
     undisturbed, once = measured(monkeypatch, Device(best=1024), posts)
     device = Device(best=1024)
@@ -101,7 +101,7 @@ def test_every_other_round_goes_backwards_and_medians_are_kept(monkeypatch: pyte
         assert [point.seconds for point in found.curve(kind).points] == pytest.approx(seconds)
 
 
-def test_what_the_device_has_no_memory_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_sizes_beyond_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(best=1024, memory=1100)
     found, _ = measured(monkeypatch, device, texts(*[50] * 1000), rounds=2)
     assert values(found.curve(BATCH_SIZE)) == [5, 10, 15, 20]
@@ -111,7 +111,7 @@ def test_what_the_device_has_no_memory_for_is_left_out(monkeypatch: pytest.Monke
     assert found.curve(TOKEN_BUDGET).settled
 
 
-def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_no_points_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = measured(monkeypatch, Device(best=1024, memory=10), texts(*[50] * 1000))
     assert not found.curve(TOKEN_BUDGET).points
     assert not found.curve(TOKEN_BUDGET).settled
@@ -120,8 +120,8 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("unfilled", "fastest", "settled"), [(None, 2048, True), (4096, 2048, False), (4096, 1024, True)]
 )
-def test_too_few_posts_leave_the_knee_open(unfilled: int | None, fastest: int, settled: bool) -> None:
-    """The fastest may be the largest only because the posts fill no larger one."""
+def test_knee_is_unsettled_with_too_few_posts(unfilled: int | None, fastest: int, settled: bool) -> None:
+    """The largest size may be the fastest only because the posts fill no larger one."""
     points = [
         Measured(TOKEN_BUDGET, value, 1.0, 1.0, 100.0 if value == fastest else 50.0, 1.0, None)
         for value in (512, 1024, 2048)
@@ -129,13 +129,13 @@ def test_too_few_posts_leave_the_knee_open(unfilled: int | None, fastest: int, s
     assert Curve(points, None, unfilled).settled is settled
 
 
-def test_few_posts_fill_no_large_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_posts_do_not_fill_large_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = measured(monkeypatch, Device(best=4096), texts(*[50] * 60))  # 3,000 tokens
     curve = found.curve(TOKEN_BUDGET)
     assert (values(curve), curve.unfilled, curve.settled) == ([512], 1024, False)
 
 
-def test_an_engine_that_packs_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_engines_compute_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     class Packing(Device):
         packed = True
 
@@ -143,13 +143,13 @@ def test_an_engine_that_packs_computes_no_padding(monkeypatch: pytest.MonkeyPatc
     assert [point.padding_efficiency for point in found.curve(BATCH_SIZE).points] == [1.0]
 
 
-def test_peak_memory_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peak_memory_is_none_if_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuning, "CLEAR_REFS", tmp_path / "no-proc" / "clear_refs")
     found, _ = measured(monkeypatch, Device(best=1024), texts(*[5] * 5))
     assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [None]
 
 
-def test_peak_memory_is_the_least_of_the_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peak_memory_is_the_lowest_of_all_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t   3000 kB\nVmRSS:\t 1 kB\n")
     monkeypatch.setattr(tuning, "CLEAR_REFS", tmp_path / "clear_refs")
     monkeypatch.setattr(tuning, "STATUS", tmp_path / "status")
@@ -157,7 +157,7 @@ def test_peak_memory_is_the_least_of_the_rounds(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(tuning, "time", device)
     found = Tuning(device, texts(*[5] * 5), Settings(), 2)
     for number, _ in enumerate(found.run()):
-        if number == found.steps // 2:  # every size has been measured once, but this
+        if number == found.steps // 2:  # every other size has been measured once
             (tmp_path / "status").write_text("VmHWM:\t   4000 kB\n")
     assert [point.peak_mb for point in found.curve(BATCH_SIZE).points] == [3.072]
     assert (tmp_path / "clear_refs").read_text() == "5"

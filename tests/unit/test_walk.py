@@ -1,4 +1,4 @@
-"""producers/reddit/walk.py: what a walk down a listing finds, and what it says was missed."""
+"""producers/reddit/walk.py: posts found and gaps reported by a walk down a listing."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,15 +19,16 @@ def item(number: int, subreddit: str = "a", created: float | None = None, sticki
 
 
 class Listing:
-    """Items, the newest first, a page at a time; it holds no more than `cap`, and `dead` anchors have nothing after."""
+    """Pages of items, newest first and at most `cap`. The page after a `dead` anchor is empty."""
 
     def __init__(self, items: Iterable[Item], cap: int = 1000, dead: Iterable[str] = ()) -> None:
         self._items = list(items)[:cap]
         self._dead = set(dead)
-        self.asked: list[str | None] = []
+        #: The `after` anchor of each request.
+        self.requests: list[str | None] = []
 
     def __call__(self, after: str | None) -> Page:
-        self.asked.append(after)
+        self.requests.append(after)
         if after in self._dead:
             return Page([], None)
         start = 0 if after is None else 1 + [each.fullname for each in self._items].index(after)
@@ -53,34 +54,34 @@ def names(tracks: Iterable[Track]) -> list[str]:
     return [track.name for track in tracks]
 
 
-def test_it_ends_on_the_page_with_a_known_post_and_gives_the_oldest_first() -> None:
+def test_ends_at_a_known_post_and_yields_oldest_first() -> None:
     listing = Listing(newest_first(1, 500))
     found = walk(listing, [known(1, 250)], OVERLAP, depth=100)
     assert found.missed == []
     assert fullnames(found.items) == [f"t3_{number}" for number in range(201, 501)]
-    assert len(listing.asked) == 3
+    assert len(listing.requests) == 3
 
 
-def test_any_known_post_will_do() -> None:
-    """The newest known ones were deleted on Reddit: where a single anchor would be lost."""
+def test_ends_at_any_known_post() -> None:
+    """The newest known posts were deleted on Reddit, so a single anchor would be lost."""
     left = [each for each in newest_first(1, 500) if not 100 < int(each.fullname[3:]) <= 250]
     listing = Listing(left)
     track = known(1, 250)
-    track.watermark = 90.0  # the time alone would not end it here
+    track.watermark = 90.0  # too early to end the walk here
     found = walk(listing, [track], OVERLAP, depth=100)
     assert found.missed == []
     assert "t3_251" in fullnames(found.items)
 
 
-def test_it_ends_where_time_is_known_though_no_known_post_is_left() -> None:
+def test_ends_at_the_watermark_without_known_posts() -> None:
     listing = Listing(newest_first(1, 500))
     track = Track("a", beginning=1.0, watermark=250.0, known={"t3_deleted": ""})
     found = walk(listing, [track], OVERLAP, depth=100)
     assert found.missed == []
-    assert len(listing.asked) == 3
+    assert len(listing.requests) == 3
 
 
-def test_a_listing_that_is_cut_before_known_ground_is_missed() -> None:
+def test_reports_a_gap_if_the_listing_ends_early() -> None:
     listing = Listing(newest_first(1, 3000))
     found = walk(listing, [known(1, 1500)], OVERLAP, depth=100)
     assert names(found.missed) == ["a"]
@@ -88,14 +89,14 @@ def test_a_listing_that_is_cut_before_known_ground_is_missed() -> None:
     assert len(found.items) == 1000
 
 
-def test_a_walk_that_uses_up_its_pages_is_missed() -> None:
+def test_reports_a_gap_if_the_pages_run_out() -> None:
     found = walk(Listing(newest_first(1, 900)), [known(1, 100)], OVERLAP, depth=100, pages=3)
     assert names(found.missed) == ["a"]
     assert found.oldest == 601.0
 
 
-def test_a_pinned_post_at_the_head_shows_nothing() -> None:
-    """It is known and old: where it ended the walk, all between would be lost."""
+def test_ignores_a_pinned_post_at_the_head() -> None:
+    """It is old and known, and ending the walk there would lose all posts in between."""
     pinned = item(5, stickied=True)
     listing = Listing([pinned, *newest_first(6, 500)])
     found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
@@ -103,14 +104,14 @@ def test_a_pinned_post_at_the_head_shows_nothing() -> None:
     assert found.missed == []
 
 
-def test_an_old_post_out_of_its_order_shows_nothing_either() -> None:
-    """As above, but not marked as pinned."""
+def test_ignores_an_old_post_out_of_order() -> None:
+    """Reddit does not always mark a pinned post."""
     listing = Listing([item(5), *newest_first(6, 500)])
     found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
     assert "t3_201" in fullnames(found.items)
 
 
-def test_of_joined_subreddits_each_has_to_be_met() -> None:
+def test_joined_walk_continues_until_each_subreddit_is_met() -> None:
     busy = newest_first(1, 800, "busy")
     quiet = [item(10_000 + number, "Quiet", created=float(number)) for number in (700, 650, 300, 20)]
     merged = sorted([*busy, *quiet], key=lambda each: -each.created_utc)
@@ -120,7 +121,7 @@ def test_of_joined_subreddits_each_has_to_be_met() -> None:
     assert found.missed == []
 
 
-def test_of_joined_subreddits_those_not_met_are_named() -> None:
+def test_joined_walk_reports_subreddits_with_gaps() -> None:
     busy = newest_first(1, 2000, "busy")
     quiet = [item(10_500, "quiet", created=500.0)]
     merged = sorted([*busy, *quiet], key=lambda each: -each.created_utc)
@@ -129,56 +130,56 @@ def test_of_joined_subreddits_those_not_met_are_named() -> None:
     assert names(found.missed) == ["quiet"]
 
 
-def test_it_goes_on_below_the_watermark_for_posts_that_appear_late() -> None:
+def test_overlap_reads_below_the_watermark() -> None:
     found = walk(Listing(newest_first(1, 500)), [known(1, 490)], overlap=250.0, depth=100)
     assert found.oldest <= 240.0
 
 
-def test_a_deep_walk_goes_to_the_end_of_the_listing() -> None:
+def test_infinite_overlap_reads_the_whole_listing() -> None:
     found = walk(Listing(newest_first(1, 700)), [known(1, 690)], overlap=math.inf, depth=100)
     assert len(found.items) == 700
     assert found.missed == []
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(1, 100), (100, 100), (250, 300), (1000, 500)])
-def test_a_first_walk_goes_as_deep_as_it_is_told(depth: int, expected: int) -> None:
+def test_first_walk_reads_to_the_given_depth(depth: int, expected: int) -> None:
     found = walk(Listing(newest_first(1, 500)), [Track("a")], OVERLAP, depth=depth)
     assert len(found.items) == expected
     assert found.missed == []
 
 
-def test_the_whole_of_a_short_listing_has_no_gap() -> None:
-    """All known posts were deleted; the listing shows that nothing is left of them."""
+def test_complete_short_listing_has_no_gap() -> None:
+    """The listing is complete without the known posts, which were all deleted."""
     track = Track("a", beginning=1.0, watermark=3.0, known={"t3_deleted": ""})
     found = walk(Listing(newest_first(10, 40)), [track], OVERLAP, depth=100)
     assert found.missed == []
 
 
-def test_a_dead_anchor_is_stepped_over() -> None:
+def test_skips_dead_anchors() -> None:
     listing = Listing(newest_first(1, 500), dead=["t3_401", "t3_402"])
     found = walk(listing, [known(1, 250)], OVERLAP, depth=100)
     assert fullnames(found.items) == [f"t3_{number}" for number in range(203, 501)]
-    assert listing.asked[:4] == [None, "t3_401", "t3_402", "t3_403"]
+    assert listing.requests[:4] == [None, "t3_401", "t3_402", "t3_403"]
 
 
-def test_dead_anchors_do_not_cost_the_end_of_a_listing() -> None:
-    """The last of its thousand items is pushed out by the next post: there is no second chance."""
+def test_dead_anchors_do_not_lose_the_listings_end() -> None:
+    """The next post pushes out the last of a thousand items, so it must be read now."""
     dead = ["t3_2901", "t3_2502", "t3_2201"]
     found = walk(Listing(newest_first(1, 3000), dead=dead), [known(1, 1500)], OVERLAP, depth=100)
     assert fullnames(found.items) == [f"t3_{number}" for number in range(2001, 3001)]
 
 
-def test_a_listing_that_breaks_off_is_a_fault_and_no_end() -> None:
+def test_many_dead_anchors_are_a_fault() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
-    with pytest.raises(Fault, match="ended early"):
+    with pytest.raises(Fault):
         walk(Listing(newest_first(1, 500), dead=dead), [known(1, 250)], OVERLAP, depth=100)
 
 
-def test_an_empty_listing_says_nothing() -> None:
+def test_empty_listing_is_marked_empty() -> None:
     assert walk(Listing([]), [known(1, 250)], OVERLAP, depth=100).empty
 
 
-def test_posts_that_come_while_it_walks_do_no_harm() -> None:
+def test_new_posts_during_a_walk_cause_no_gaps() -> None:
     items = newest_first(1, 300)
 
     def fetch() -> Callable[[str | None], Page]:
@@ -195,7 +196,7 @@ def test_posts_that_come_while_it_walks_do_no_harm() -> None:
     assert len(found.items) == len(set(fullnames(found.items)))
 
 
-def test_what_is_known_is_bounded_and_the_newest_stay() -> None:
+def test_known_posts_are_bounded_to_the_newest() -> None:
     track = Track("a")
     track.learn(reversed(newest_first(1, KNOWN + 500)))
     track.learn([item(501)])
@@ -204,7 +205,7 @@ def test_what_is_known_is_bounded_and_the_newest_stay() -> None:
     assert "t3_500" not in track.known
 
 
-def test_an_edited_post_has_another_digest() -> None:
+def test_edited_post_has_another_digest() -> None:
     before = item(1)
     after = before._replace(post=Post(id="t3_1", title="another"))
     assert before.text != after.text

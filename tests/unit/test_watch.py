@@ -1,4 +1,4 @@
-"""workers/watch.py on a clock of the test: what counts as hanging."""
+"""workers/watch.py on a simulated clock: steps that count as hung."""
 
 from typing import Any
 
@@ -28,23 +28,23 @@ def test_counts_a_step_that_outlasts_its_limit() -> None:
         assert [step.what for step in watch.longer_than(100.0)] == ["a step"]
 
 
-@pytest.mark.parametrize("looked", [False, True])
-def test_leaves_out_the_time_of_a_pause(looked: bool) -> None:
+@pytest.mark.parametrize("ticked", [False, True])
+def test_excludes_the_time_of_a_pause(ticked: bool) -> None:
     clock = Clock()
     watch = Watch(2.0, clock)
     with watch.step("a step", 5.0):
         clock.now += 3600.0
-        if looked:
+        if ticked:
             watch.tick()
         assert watch.longer_than(5.0) == []
     with watch.step("a step after the pause", 5.0):
         for _ in range(6):
             watch.tick()
             clock.now += 1.0
-        assert len(watch.longer_than(5.0)) == 1, "a pause delays nothing that comes after it"
+        assert len(watch.longer_than(5.0)) == 1, "a pause does not affect later steps"
 
 
-def test_a_pause_during_a_forward_pass_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_during_a_forward_pass_keeps_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
 
     class CountingWatch(Watch):
@@ -65,7 +65,7 @@ def test_a_pause_during_a_forward_pass_does_not_end_the_worker(monkeypatch: pyte
     wait_until(lambda: owner.pipeline._batch_loop._computing[0], "the forward pass began", 10)
     clock.now += 3600.0
     ticks = watch.ticks
-    wait_until(lambda: watch.ticks > ticks + 2 or owner.failures, "the watcher looked again", 10)
+    wait_until(lambda: watch.ticks > ticks + 2 or owner.failures, "the watcher checked again", 10)
     assert owner.pipeline.failure is None
     owner.classifier.gate.set()
     wait_until(lambda: message in owner.finished, "the message is finished", 10)

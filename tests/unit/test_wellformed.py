@@ -1,4 +1,4 @@
-"""workers/wellformed.py: what Celery could not run is told apart before Celery meets it."""
+"""workers/wellformed.py: rejecting messages that Celery cannot process."""
 
 from datetime import datetime
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from celery.exceptions import InvalidTaskError
 
 from tests.fakes.hostile_messages import good, protocol_1
+from tests.support import naming
 from workers.wellformed import check
 
 
@@ -16,35 +17,35 @@ def message(whole: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("start", [good, protocol_1])
-def test_a_good_message_passes(start: Any) -> None:
+def test_accepts_valid_messages(start: Any) -> None:
     check(message(start()))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "named"),
     [
-        ("id", None, "id should be a str, not a NoneType"),
-        ("id", ["a"], "id should be a str, not a list"),
-        ("shadow", [], "shadow should be a str"),
-        ("retries", "1", "retries should be a int"),
-        ("timelimit", 5, "timelimit should be a list"),
-        ("timelimit", [5], "timelimit should hold two numbers"),
-        ("stamps", [], "stamps should be a dict"),
-        ("stamped_headers", [["a"]], "stamped_headers should hold names"),
-        ("stamped_headers", "ab", "stamped_headers should be a list"),
-        ("eta", "9999-12-31T23:59:59-12:00", "eta is out of range: it cannot be converted to local time"),
-        ("eta", "0001-01-01T00:00:00+14:00", "eta is out of range"),
-        ("eta", 5, "eta should be a time in ISO 8601, not 5"),
-        ("eta", "", "eta should be a time in ISO 8601, not ''"),
-        ("eta", "2026-02-30", "eta should be a time in ISO 8601, not '2026-02-30'"),
-        ("expires", float("nan"), "expires should be a time in ISO 8601, not nan"),
-        ("expires", {}, "expires should be a time in ISO 8601, not {}"),
+        ("id", None, ("str", "NoneType")),
+        ("id", ["a"], ("str", "list")),
+        ("shadow", [], ("str",)),
+        ("retries", "1", ("int",)),
+        ("timelimit", 5, ("list",)),
+        ("timelimit", [5], ()),
+        ("stamps", [], ("dict",)),
+        ("stamped_headers", [["a"]], ()),
+        ("stamped_headers", "ab", ("list",)),
+        ("eta", "9999-12-31T23:59:59-12:00", ("range",)),
+        ("eta", "0001-01-01T00:00:00+14:00", ("range",)),
+        ("eta", 5, ("ISO 8601", "5")),
+        ("eta", "", ("ISO 8601", "''")),
+        ("eta", "2026-02-30", ("ISO 8601", "'2026-02-30'")),
+        ("expires", float("nan"), ("ISO 8601", "nan")),
+        ("expires", {}, ("ISO 8601", "{}")),
     ],
 )
-def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
+def test_rejects_headers_of_the_wrong_type(name: str, value: Any, named: tuple[str, ...]) -> None:
     whole = good()
     whole["headers"][name] = value
-    with pytest.raises(InvalidTaskError, match=words):
+    with pytest.raises(InvalidTaskError, match=naming(name, *named)):
         check(message(whole))
 
 
@@ -56,41 +57,41 @@ def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) 
         ("eta", datetime(2026, 11, 22)),
         ("eta", "0001-01-01T00:00:00"),
         ("eta", None),
-        # Compared, never converted.
+        # Celery compares these without converting them to local time.
         ("expires", "9999-12-31T23:59:59-12:00"),
         ("expires", "0001-01-01T00:00:00+14:00"),
         ("stamped_headers", ["a"]),
     ],
 )
-def test_a_time_that_celery_can_use_passes(name: str, value: Any) -> None:
+def test_accepts_times_celery_can_use(name: str, value: Any) -> None:
     whole = good()
     whole["headers"][name] = value
     check(message(whole))
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "named"),
     [
-        ([5, {}, {}], "args should be a list"),
-        ([[], "kwargs", {}], "kwargs should be a dict"),
-        ([[], {}, "callbacks"], "its body should hold"),
-        ([[], {}], "its body should hold"),
-        (5, "its body should hold"),
-        (None, "its body should hold"),
+        ([5, {}, {}], naming("args", "list")),
+        ([[], "kwargs", {}], naming("kwargs", "dict")),
+        ([[], {}, "callbacks"], "body"),
+        ([[], {}], "body"),
+        (5, "body"),
+        (None, "body"),
     ],
 )
-def test_a_body_of_another_shape_is_refused(body: Any, words: str) -> None:
-    with pytest.raises(InvalidTaskError, match=words):
+def test_rejects_bodies_of_the_wrong_shape(body: Any, named: str) -> None:
+    with pytest.raises(InvalidTaskError, match=named):
         check(message(good() | {"body": body}))
 
 
-def test_protocol_1_is_looked_at_too() -> None:
+def test_checks_protocol_1_messages() -> None:
     whole = protocol_1()
     whole["body"]["kwargs"] = 5
-    with pytest.raises(InvalidTaskError, match="kwargs should be a dict"):
+    with pytest.raises(InvalidTaskError, match=naming("kwargs", "dict")):
         check(message(whole))
 
 
-def test_what_names_no_task_is_left_to_celery() -> None:
+def test_leaves_messages_without_a_task_to_celery() -> None:
     for body in ({"id": 5}, 5, [1, 2, 3]):
         check(message({"headers": {}, "body": body}))

@@ -1,4 +1,4 @@
-"""workers/window.py: no row lost or taken twice, none starves, the budget holds, little padding."""
+"""workers/window.py: each row is taken once, no row starves, the token budget holds, and padding is low."""
 
 import random
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def filled(lengths: list[int]) -> tuple[Window[Row], list[Row]]:
 
 
 @given(lengths, budgets, limits)
-def test_every_row_is_taken_once(lengths: list[int], budget: int, limit: int) -> None:
+def test_takes_every_row_once(lengths: list[int], budget: int, limit: int) -> None:
     window, rows = filled(lengths)
     taken: list[Row] = []
     while batch := window.take(budget, limit):
@@ -50,7 +50,7 @@ def test_every_row_is_taken_once(lengths: list[int], budget: int, limit: int) ->
 
 
 @given(lengths, budgets, limits)
-def test_the_budget_holds_unless_one_row_exceeds_it(lengths: list[int], budget: int, limit: int) -> None:
+def test_keeps_the_budget_unless_one_row_exceeds_it(lengths: list[int], budget: int, limit: int) -> None:
     window, _ = filled(lengths)
     while batch := window.take(budget, limit):
         assert len(batch) <= limit
@@ -58,7 +58,7 @@ def test_the_budget_holds_unless_one_row_exceeds_it(lengths: list[int], budget: 
 
 
 @given(lengths.filter(bool), budgets, limits, st.data())
-def test_the_oldest_row_is_in_the_next_batch(lengths: list[int], budget: int, limit: int, data: st.DataObject) -> None:
+def test_next_batch_has_the_oldest_row(lengths: list[int], budget: int, limit: int, data: st.DataObject) -> None:
     window, rows = filled(lengths)
     waiting = list(rows)
     while waiting:
@@ -73,7 +73,7 @@ def test_the_oldest_row_is_in_the_next_batch(lengths: list[int], budget: int, li
 
 
 @given(lengths, budgets, limits)
-def test_a_batch_is_of_neighbouring_lengths(lengths: list[int], budget: int, limit: int) -> None:
+def test_batch_has_neighbouring_lengths(lengths: list[int], budget: int, limit: int) -> None:
     window, rows = filled(lengths)
     batch = window.take(budget, limit)
     if batch:
@@ -82,13 +82,13 @@ def test_a_batch_is_of_neighbouring_lengths(lengths: list[int], budget: int, lim
         assert all(row in batch for row in between)
 
 
-def test_an_empty_window_gives_nothing() -> None:
+def test_empty_window_yields_no_batch() -> None:
     window: Window[Row] = Window(Clock())
     assert window.take(100, 10) == []
     assert window.oldest_age() == 0.0
 
 
-def test_the_age_is_that_of_the_oldest_row() -> None:
+def test_age_is_that_of_the_oldest_row() -> None:
     clock = Clock()
     window: Window[Row] = Window(clock)
     window.add(Row(10))
@@ -106,8 +106,8 @@ def test_the_age_is_that_of_the_oldest_row() -> None:
     bodies=st.floats(0.0, 0.5),
     spread=st.floats(0.3, 0.6),
 )
-def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
-    """Titles are log-normal, with a median of 16 tokens; a share of the posts has a body, with a median of 98 more."""
+def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
+    """Titles are log-normal with a median of 16 tokens. A share of the posts has a body with a median of 98 tokens."""
     source = random.Random(seed)
     window: Window[Row] = Window(Clock())
 
@@ -117,8 +117,8 @@ def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: flo
         return min(256, title + body)
 
     tokens = padded = 0
-    # As many as the worker's window holds unless it is set otherwise: half as many pad more than this where long posts
-    # are rare (0.924 where one in two hundred has a body).
+    # The default window. With half as many rows, efficiency drops below the limit if long posts are rare (0.924 if
+    # one post in 200 has a body).
     for _ in range(Settings().window_rows):
         window.add(Row(length()))
     for _ in range(200):
@@ -133,9 +133,7 @@ def test_a_full_window_of_reddit_like_lengths_pads_little(seed: int, bodies: flo
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0, 3, 6, 9])), min_size=1, max_size=60), budgets, limits
 )
-def test_the_next_batch_holds_the_oldest_row_of_the_most_urgent_priority(
-    arriving: list[tuple[int, int]], budget: int, limit: int
-) -> None:
+def test_next_batch_has_the_oldest_most_urgent_row(arriving: list[tuple[int, int]], budget: int, limit: int) -> None:
     clock = Clock()
     window: Window[Row] = Window(clock)
     waiting = []
@@ -151,7 +149,7 @@ def test_the_next_batch_holds_the_oldest_row_of_the_most_urgent_priority(
     assert len(window) == 0
 
 
-def test_urgent_rows_go_together_and_others_fill_what_room_they_leave() -> None:
+def test_other_rows_fill_batches_of_urgent_ones() -> None:
     window: Window[Row] = Window(Clock())
     for _ in range(10):
         window.add(Row(10), priority=9)
@@ -161,7 +159,7 @@ def test_urgent_rows_go_together_and_others_fill_what_room_they_leave() -> None:
         window.add(row)
     assert [row in urgent for row in window.take(44, 100)] == [True] * 4
     second = window.take(44, 100)
-    assert [row.length for row in second] == [10, 10, 11, 11]  # none that is longer than the urgent ones
+    assert [row.length for row in second] == [10, 10, 11, 11]  # no row longer than the urgent ones
     assert [row.length for row in window.take(44, 100)] == [10] * 4
     assert len(window) == 14
 
@@ -174,10 +172,10 @@ def test_counts_rows_while_another_thread_adds_a_priority() -> None:
     assert set(interleavings(make)) <= {3, 4}
 
 
-def test_counts_suspects_while_another_thread_takes_some() -> None:
+def test_counts_isolated_rows_while_another_thread_takes_some() -> None:
     def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        quarantine: Quarantine[Row] = Quarantine()
-        quarantine.add([Row(1)] * 3)
-        return quarantine.__len__, lambda: quarantine.take(1, 1)
+        queue: Quarantine[Row] = Quarantine()
+        queue.add([Row(1)] * 3)
+        return queue.__len__, lambda: queue.take(1, 1)
 
     assert set(interleavings(make)) <= {2, 3}

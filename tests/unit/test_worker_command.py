@@ -1,4 +1,4 @@
-"""`feedmill worker`: what its flags come to; what it would run is a stand-in."""
+"""`feedmill worker`: the effect of its flags, with a stand-in for the worker."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from workers import run
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What a worker, or a supervisor of several, is started with."""
+    """The arguments that each worker or supervisor is started with."""
     found: list[tuple[Any, ...]] = []
 
     class Supervisor:
@@ -46,16 +46,16 @@ def invoke(*arguments: str) -> None:
         {"--engine": "logged:LoggedEngine"},
     ],
 )
-def test_flags(started: list[tuple[Any, ...]], flags: dict[str, str]) -> None:
+def test_flags_set_settings(started: list[tuple[Any, ...]], flags: dict[str, str]) -> None:
     invoke(*(word for flag in flags.items() for word in flag))
     assert started == [
         (Settings.model_validate({flag.removeprefix("--"): value for flag, value in flags.items()}), None)
     ]
 
 
-def test_several_devices(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_start_a_supervisor(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (0, 1)]
-    monkeypatch.setattr(cli, "shares", lambda said: gpus if said == "all" else [])
+    monkeypatch.setattr(cli, "shares", lambda devices: gpus if devices == "all" else [])
     invoke("--devices", "all", "--metrics-port", "9110")
     ((settings, found, name, command, flags),) = started
     assert (settings.devices, settings.metrics_port, found, name) == ("all", 9110, gpus, None)
