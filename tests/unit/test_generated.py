@@ -1,20 +1,20 @@
-"""Generated documentation is up to date."""
+"""The generated parts of the documentation equal the code."""
 
 from shared import keys
 from shared.settings import Settings
 from tests.generated import END, FOLDERS, PACKAGES, PARTS, ROOT, commented, files, first_sentence
 
 
-def test_generated_pages_are_up_to_date() -> None:
+def test_pages_equal_the_code() -> None:
     assert [str(path.relative_to(ROOT)) for path, text in files() if path.read_text() != text] == [], "run `make docs`"
 
 
-def test_pages_have_one_generated_section() -> None:
+def test_each_page_has_one_generated_part() -> None:
     for page in PARTS:
         assert (ROOT / page).read_text().count(END) == 1, page
 
 
-def test_tree_lists_every_folder() -> None:
+def test_tree_has_every_folder() -> None:
     ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert folders - ignored == set(FOLDERS)
@@ -24,7 +24,7 @@ def test_every_setting_has_a_comment() -> None:
     assert [name for _, name, _ in commented(Settings)] == list(Settings.model_fields)
 
 
-def test_every_redis_key_has_a_comment() -> None:
+def test_every_key_has_a_comment() -> None:
     declared = {name for _, name, _ in commented(keys)}
     names = {name for name, value in vars(keys).items() if name.isupper() and isinstance(value, str)}
     assert names <= declared
@@ -33,4 +33,4 @@ def test_every_redis_key_has_a_comment() -> None:
 def test_every_module_has_a_docstring() -> None:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            assert docstring(path), path
+            assert first_sentence(path).endswith((".", "?")), path
