@@ -262,7 +262,7 @@ def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
 ) -> None:
     # An empty variable is an unset one.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert f"{MEASURING}, once for this device and model" in worker.text()
+        assert MEASURING in worker.text()
         measured = re.search(r"token budget (\d+), the best of \(tokens/s\): \d+ at 512, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:

@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").touch()
     settings = Settings(cache_folder=tmp_path / "file" / "cache")
     assert calibrate(on(monkeypatch, 1024), settings).tokens == 1024
-    assert "cannot be written" in caplog.text
+    assert f"cannot write {settings.cache_folder}" in caplog.text
 
 
 def test_a_budget_without_a_file_is_lowered_too() -> None:
