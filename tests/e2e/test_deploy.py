@@ -107,7 +107,7 @@ def test_a_worker_goes_over_and_all_who_ask_are_told(house: House) -> None:
     tuned = str(house.folder / "tuned")
     status, said, complaints = house.run("deploy", "tuned")
     assert (status, complaints) == (0, ""), said
-    assert f"  done      {tuned} is at work, " in said
+    assert f"  done      {tuned} is active " in said
     assert said.endswith("\n1 workers of queue feedmill have switched.\n")
     assert house.at_work() == "tuned"
     wait_until(lambda: known(house.redis.client)["feedmill"].model == tuned, "senders are told")
@@ -128,7 +128,7 @@ def test_one_that_fails_changes_nothing(house: House) -> None:
     before = wanted(house.redis.client, "feedmill")
     status, said, _ = house.run("deploy", "broken")
     assert status == 1
-    assert f"{house.folder / 'tuned'} stays at work: {house.folder / 'broken'} gives scores that are none" in said
+    assert f"{house.folder / 'tuned'} stays active: {house.folder / 'broken'} gives invalid scores" in said
     assert said.endswith("0 of 1 workers of queue feedmill have switched: what was wanted before is wanted again.\n")
     assert wanted(house.redis.client, "feedmill") == before
     assert house.at_work() == "tuned"

@@ -177,7 +177,7 @@ def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
         redis.client.config_set("maxmemory", 1)
         wait_until(lambda: time.monotonic() > until, "it has expired")
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: "Redis does not take its result" in said(), "its end is refused on arrival")
+        wait_until(lambda: "cannot store the result of" in said(), "its end is refused on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert len(busy.get(timeout=10)) == 10
@@ -221,7 +221,7 @@ def test_messages_for_later_keep_nothing_that_is_due_waiting(
     with standing_in(redis, tmp_path):
         wait_until(lambda: store.counters().stored == 64, "what is due is classified")
         wait_until(lambda: store.dead_letters(9), "one message is too much")
-        assert "messages for later would take more than" in store.dead_letters(1)[0].reason
+        assert "messages with an ETA would take more than" in store.dead_letters(1)[0].reason
 
 
 def test_a_new_worker_leaves_messages_of_many_posts_to_others(

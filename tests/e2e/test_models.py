@@ -84,7 +84,7 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
             {"FEEDMILL_CLASSIFIER": "nli"},
             "has no weights for classifier.bias, classifier.weight: it was not trained for this, to classify",
         ),
-        ({"FEEDMILL_DTYPE": "int8"}, "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
+        ({"FEEDMILL_DTYPE": "int8"}, "FEEDMILL_DTYPE: int8"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_one_sentence(tmp_path: Path, environment: dict[str, str], words: str) -> None:

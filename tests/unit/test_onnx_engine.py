@@ -168,8 +168,8 @@ def test_tensorrt_is_asked_for_by_documented_options(tmp_path: Path, cache: Path
 @pytest.mark.parametrize(
     ("dtype", "engine", "words"),
     [
-        ("int8", "torch", "int8 is for FEEDMILL_ENGINE=onnx on a CPU"),
-        ("bfloat16", "onnx", "FEEDMILL_DTYPE: ONNX Runtime takes float32 or int8 on cpu, not bfloat16"),
+        ("int8", "torch", "FEEDMILL_DTYPE: int8 requires FEEDMILL_ENGINE=onnx"),
+        ("bfloat16", "onnx", "FEEDMILL_DTYPE: ONNX Runtime supports float32 or int8 on cpu, not bfloat16"),
     ],
 )
 def test_precisions_that_an_engine_does_not_have(dtype: str, engine: str, words: str) -> None:
