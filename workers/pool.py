@@ -54,7 +54,7 @@ from workers.calibration import calibrate
 from workers.delivery import came_from, times_delivered
 from workers.deploy import Deployer, load_wanted, settle
 from workers.message import Message
-from workers.metrics import TURN, WorkerMetrics
+from workers.metrics import TURN_INTERVAL_S, WorkerMetrics
 from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
@@ -184,7 +184,7 @@ class DevicePool(BasePool):
             loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
         ]
         if self._metrics:
-            self._ticking.append(loop.call_repeatedly(TURN, self._metrics.turn))
+            self._ticking.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.turn))
 
     def _announce(self) -> None:
         """Say which queues are served with which model (shared/serving.py); that can wait for Redis, and for rights."""

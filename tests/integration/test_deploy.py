@@ -332,7 +332,7 @@ def test_a_hung_trial_ends_the_worker(house: House) -> None:
     held.gate.clear()
     house.deploy("/held", lambda: held)
     wait_until(lambda: house.owner.failures, "the failure is told", 10)
-    assert str(house.owner.pipeline.failure) == "the trial of held has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)"
+    assert str(house.owner.pipeline.failure) == "the test of held has hung for 0 s (FEEDMILL_FORWARD_TIMEOUT)"
     held.gate.set()
 
 

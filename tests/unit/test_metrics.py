@@ -192,7 +192,7 @@ def test_every_figure_of_the_tables_is_told(
 def test_a_worker_from_loading_to_its_end(worker: worker_metrics.WorkerMetrics, clock: Clock) -> None:
     assert (worker.unhealthy(), worker.unready()) == ([], ["the model is being loaded"])
     pipeline = loaded(worker)
-    assert worker.unready() == ["it is not connected to the queue yet"]
+    assert worker.unready() == ["not connected to the queue yet"]
     worker.turn()
     (away,) = worker.unready()
     assert away.startswith("Redis at 127.0.0.1:1/0 does not answer (")
@@ -204,7 +204,7 @@ def test_a_worker_from_loading_to_its_end(worker: worker_metrics.WorkerMetrics, 
     clock.now += 60.0
     assert (worker.unhealthy(), worker.unready()) == ([], []), "after an outage the consumer has time to come back"
     clock.now += 62.0
-    assert worker.unhealthy() == worker.unready() == ["the consumer has not come round for 122 s"]
+    assert worker.unhealthy() == worker.unready() == ["the consumer's event loop has not run for 122 s"]
     worker.turn()
     assert worker.unhealthy() == []
     pipeline.failure = AssertionError("a bug")
