@@ -138,7 +138,7 @@ def test_a_worker_that_starts_later_loads_what_is_wanted_or_does_not_start(house
     assert house.run("deploy", "tuned")[0] == 0
     elsewhere = {"FEEDMILL_REDIS_URL": house.redis.url, "FEEDMILL_MODEL": str(house.folder / "own")}
     with working(house.redis, house.folder, name="later", FEEDMILL_MODEL=elsewhere["FEEDMILL_MODEL"]) as later:
-        assert later.says(f"{house.folder / 'tuned'} classifies by sequence")
+        assert later.says(f"model {house.folder / 'tuned'} (sequence) loaded in")
         status, said, _ = house.run("deploy", "--own", "--json")
         assert status == 0, said
         assert json.loads(said.splitlines()[-1])["said"] == "2 workers of queue feedmill have switched."

@@ -36,7 +36,7 @@ def test_entailment_in_a_worker(redis: RedisServer, tmp_path: Path, engine: str)
     ) as worker:
         one, bad, other = ask(redis, labels=LABELS)
         (first, *_) = ask(redis, labels=LABELS, multi_label=True)
-        assert worker.says("classifies by nli")
+        assert worker.says(" (nli) loaded in")
         assert worker.says("device cpu in float32")
     assert bad == {"id": "b", "error": "neither title nor body holds any text"}
     zero_shot = pipeline("zero-shot-classification", model=str(folder))

@@ -122,7 +122,7 @@ def test_celery_worker(redis: RedisServer, settings: Settings, environment: dict
         wait_until(worker.ready, "the worker is ready")
         pool = classifies(redis)
         assert (pool["implementation"], pool["max-concurrency"]) == ("workers.pool:DevicePool", 1)
-        assert "the device is one slot: concurrency 4 is taken as 1" in worker.output.read_text()
+        assert "ignoring concurrency 4" in worker.output.read_text()
         is_stopped_while_it_works(redis, settings, worker.end)
 
 

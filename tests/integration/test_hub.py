@@ -381,7 +381,7 @@ def refused(status: int) -> HfHubHTTPError:
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            "The disk is full: .* does not fit in the cache .*, or set HF_HOME",
+            "The disk is full: .* does not fit in the cache .* HF_HOME",
         ),
         (RuntimeError("xet: No space left on device (os error 28)"), "The disk is full: .* set HF_HOME"),
         (PermissionError(errno.EACCES, "Permission denied"), "Cannot write the model .* to the cache .* Set HF_HOME"),
