@@ -58,7 +58,7 @@ from workers.metrics import TURN_INTERVAL_S, WorkerMetrics
 from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
-from workers.task import IN_HAND, ClassifyTask, named
+from workers.task import CURRENT_MESSAGE, ClassifyTask, named
 from workers.ticket import BACKEND_AWAY, Ticket, is_of_message
 
 logger = logging.getLogger(__name__)
@@ -317,11 +317,11 @@ class DevicePool(BasePool):
                 self._leave_replica(fault)
                 raise
 
-        token = IN_HAND.set(message)
+        token = CURRENT_MESSAGE.set(message)
         try:
             self.pipeline.until_taken(trace)
         finally:
-            IN_HAND.reset(token)
+            CURRENT_MESSAGE.reset(token)
 
     def _leave_replica(self, fault: BaseException) -> None:
         """Reconnect Celery's result backend if Redis has become a replica, because the master is elsewhere."""

@@ -79,7 +79,7 @@ def test_a_folder_is_loaded_whatever_the_settings_say_of_their_own_model(folder:
 @pytest.mark.parametrize(
     ("changes", "settings", "words"),
     [
-        ({"model": "/srv/none"}, {}, f"There is no folder /srv/none on {socket.gethostname()}. Copy the model "),
+        ({"model": "/srv/none"}, {}, f"/srv/none on {socket.gethostname()}. Copy the model to that path"),
         ({"model": "someone/model"}, {}, "There is no folder someone/model on"),
         ({"model": "/" + "x" * 5000}, {}, "There is no folder /xxxx"),
         ({"model": "/\0\x1b"}, {}, r"There is no folder /\\x00\\x1b on"),

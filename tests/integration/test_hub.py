@@ -276,6 +276,7 @@ def test_no_network(locate: Locate) -> None:
     address = gone.url.replace("://", "://me:my-password@")
     error = str(locate(address, environment={"HF_TOKEN": TOKEN}).error)
     assert error.startswith(f"The hub at {gone.url} is unreachable (")
+    assert "Check the network, HF_ENDPOINT" in error
     assert "FEEDMILL_OFFLINE=true" in error
     assert "my-password" not in error
 

@@ -314,7 +314,7 @@ def test_a_message_of_too_many_rows_is_refused() -> None:
 def test_offline_a_post_that_cannot_be_prepared_fails_alone() -> None:
     posts = [Post(id="a", title="explode"), Post(id="b", title="fine")]
     (_, failed), (_, good) = classify(posts, StandIn(), Settings(), TokenBudget(64))
-    assert failed == PostError(id="a", error="it cannot be prepared: RuntimeError: the tokenizer is broken")
+    assert failed == PostError(id="a", error="the post cannot be prepared: RuntimeError: the tokenizer is broken")
     assert isinstance(good, Classification)
 
 
@@ -346,7 +346,7 @@ def test_a_panic_of_the_tokenizer_is_one_posts_affair(owner: Owner) -> None:
     found = owner.results("fine", "panic", "fine")
     assert [outcome.get("error", "good") for outcome in found] == [
         "good",
-        "it cannot be prepared: Panic: index out of bounds",
+        "the post cannot be prepared: Panic: index out of bounds",
         "good",
     ]
     assert owner.failures == 0
@@ -558,7 +558,7 @@ def test_a_strict_message_fails_when_any_does_and_the_good_are_stored(owner: Own
         ({"posts": [{"id": "1", "title": "x"}], "labels": ["unservable"]}, "labels: this model"),
         (
             {"posts": [{"id": "1", "title": "x"}], "labels": ["unreadable"]},
-            "its posts cannot be prepared: RuntimeError",
+            "the posts cannot be prepared: RuntimeError",
         ),
         ({"posts": [{"id": "1", "title": "x"}], "top_k": 0}, "top_k: "),
     ],
