@@ -54,7 +54,7 @@ from workers.delivery import arguments_of, came_from, id_of, times_delivered, ti
 from workers.events import EventBatches, keep_client
 from workers.message import Message, traced, without_posts
 from workers.pool import DevicePool
-from workers.ticket import BACKEND_AWAY
+from workers.ticket import BACKEND_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Consumer(consumer.Consumer):
             return
         try:
             on_task_request(request)
-        except BACKEND_AWAY as fault:
+        except BACKEND_ERRORS as fault:
             again = partial(self._hand_over, on_task_request, request)
             self._retry_later(str(request), fault, request.message, again)
         except BaseException:
@@ -191,7 +191,7 @@ class Consumer(consumer.Consumer):
                 put_off(message)  # does nothing if the pool has claimed it
             except (InvalidTaskError, *MALFORMED) as error:
                 return self.on_invalid_task(None, message, error)
-            except BACKEND_AWAY as fault:
+            except BACKEND_ERRORS as fault:
                 self._retry_later(f"message {_quoted(id_of(message))}", fault, message, partial(take_again, message))
 
         def take_again(message: Any) -> None:
@@ -270,7 +270,7 @@ class Consumer(consumer.Consumer):
         logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
         try:
             discard()
-        except (*MALFORMED, *BACKEND_AWAY) as fault:  # the reply address is missing or malformed, or Redis is full
+        except (*MALFORMED, *BACKEND_ERRORS) as fault:  # the reply address is missing or malformed, or Redis is full
             logger.warning("cannot notify the sender of message %s (%s)", _quoted(id_of(message)), type(fault).__name__)
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub

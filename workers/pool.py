@@ -59,7 +59,7 @@ from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
 from workers.task import CURRENT_MESSAGE, ClassifyTask, named
-from workers.ticket import BACKEND_AWAY, Ticket, is_of_message
+from workers.ticket import BACKEND_ERRORS, Ticket, is_of_message
 
 logger = logging.getLogger(__name__)
 
@@ -398,11 +398,11 @@ class DevicePool(BasePool):
             try:
                 ending()
             except Exception as error:  # links that the sender attached may raise anything
-                if isinstance(error, BACKEND_AWAY) and not is_of_message(error):
+                if isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
                     raise
                 logger.exception("Celery cannot finish %s", ticket.request)
                 self._give_up(ticket.request)
-        except BACKEND_AWAY as fault:
+        except BACKEND_ERRORS as fault:
             self._leave_replica(fault)
             logger.warning(
                 "cannot finish %s in Redis (%s); retrying in %.0f s", ticket.request, fault, RETRY_INTERVAL_S

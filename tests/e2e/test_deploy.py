@@ -169,7 +169,7 @@ def test_without_a_worker_it_is_wanted_all_the_same(house: House) -> None:
         ([], "Give one of these: the FOLDER of a model, --own, or --show."),
         (["tuned", "--own"], "Give one of these: "),
         (["none"], "none: give that of a model, as save_pretrained writes it."),
-        (["."], "has no config.json, and so is none of transformers"),
+        (["."], "has no config.json and is not a transformers model"),
         (["tuned", "--queue", "feedmil"], "--queue: no worker has served 'feedmil' yet"),
         (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "Redis at 127.0.0.1:1/0 does not answer"),
     ],

@@ -318,9 +318,9 @@ def test_a_token_that_is_none(hub: Hub, locate: Locate) -> None:
     ("missing", "words"),
     [
         ("config_DOT_json", "has no config.json"),
-        ("tokenizer_DOT_json", "has no tokenizer.json, nor files"),
-        ("model_DOT_safetensors", "only there as pytorch_model.bin: a pickle"),
-        ("2_Dense__model_DOT_safetensors", "only there as 2_Dense/pytorch_model.bin: a pickle"),
+        ("tokenizer_DOT_json", "has no tokenizer.json and no files"),
+        ("model_DOT_safetensors", "only as a pickle (pytorch_model.bin)"),
+        ("2_Dense__model_DOT_safetensors", "only as a pickle (2_Dense/pytorch_model.bin)"),
     ],
 )
 def test_repositories_that_lack_something(
@@ -364,7 +364,7 @@ def test_a_file_that_comes_incomplete(hub: Hub, locate: Locate) -> None:
 def test_a_file_that_comes_damaged(hub: Hub, locate: Locate) -> None:
     hub.damaged = {"model.safetensors"}
     error = str(locate(hub).error)
-    assert "is not the file that the hub announced" in error
+    assert "its SHA-256 differs from the one announced" in error
     hub.damaged = set()
     assert locate(hub).error == error
     damaged = re.search(r"Delete (\S+) and start again", error)

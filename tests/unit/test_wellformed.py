@@ -23,22 +23,22 @@ def test_a_good_message_passes(start: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("id", None, "id should be a str, not a NoneType"),
-        ("id", ["a"], "id should be a str, not a list"),
-        ("shadow", [], "shadow should be a str"),
-        ("retries", "1", "retries should be a int"),
-        ("timelimit", 5, "timelimit should be a list"),
-        ("timelimit", [5], "timelimit should hold two numbers"),
-        ("stamps", [], "stamps should be a dict"),
-        ("stamped_headers", [["a"]], "stamped_headers should hold names"),
-        ("stamped_headers", "ab", "stamped_headers should be a list"),
+        ("id", None, "id must be a str, not a NoneType"),
+        ("id", ["a"], "id must be a str, not a list"),
+        ("shadow", [], "shadow must be a str"),
+        ("retries", "1", "retries must be a int"),
+        ("timelimit", 5, "timelimit must be a list"),
+        ("timelimit", [5], "timelimit must have two values"),
+        ("stamps", [], "stamps must be a dict"),
+        ("stamped_headers", [["a"]], "stamped_headers must contain"),
+        ("stamped_headers", "ab", "stamped_headers must be a list"),
         ("eta", "9999-12-31T23:59:59-12:00", "eta is out of range: it cannot be converted to local time"),
         ("eta", "0001-01-01T00:00:00+14:00", "eta is out of range"),
-        ("eta", 5, "eta should be a time in ISO 8601, not 5"),
-        ("eta", "", "eta should be a time in ISO 8601, not ''"),
-        ("eta", "2026-02-30", "eta should be a time in ISO 8601, not '2026-02-30'"),
-        ("expires", float("nan"), "expires should be a time in ISO 8601, not nan"),
-        ("expires", {}, "expires should be a time in ISO 8601, not {}"),
+        ("eta", 5, "eta must be a time in ISO 8601, not 5"),
+        ("eta", "", "eta must be a time in ISO 8601, not ''"),
+        ("eta", "2026-02-30", "eta must be a time in ISO 8601, not '2026-02-30'"),
+        ("expires", float("nan"), "expires must be a time in ISO 8601, not nan"),
+        ("expires", {}, "expires must be a time in ISO 8601, not {}"),
     ],
 )
 def test_a_header_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
@@ -71,12 +71,12 @@ def test_a_time_that_celery_can_use_passes(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ([5, {}, {}], "args should be a list"),
-        ([[], "kwargs", {}], "kwargs should be a dict"),
-        ([[], {}, "callbacks"], "its body should hold"),
-        ([[], {}], "its body should hold"),
-        (5, "its body should hold"),
-        (None, "its body should hold"),
+        ([5, {}, {}], "args must be a list"),
+        ([[], "kwargs", {}], "kwargs must be a dict"),
+        ([[], {}, "callbacks"], "its body must be a list"),
+        ([[], {}], "its body must be a list"),
+        (5, "its body must be a list"),
+        (None, "its body must be a list"),
     ],
 )
 def test_a_body_of_another_shape_is_refused(body: Any, words: str) -> None:
@@ -87,7 +87,7 @@ def test_a_body_of_another_shape_is_refused(body: Any, words: str) -> None:
 def test_protocol_1_is_looked_at_too() -> None:
     whole = protocol_1()
     whole["body"]["kwargs"] = 5
-    with pytest.raises(InvalidTaskError, match="kwargs should be a dict"):
+    with pytest.raises(InvalidTaskError, match="kwargs must be a dict"):
         check(message(whole))
 
 
