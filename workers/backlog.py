@@ -1,9 +1,9 @@
-"""The backlog: rows, by model, that wait for the device. One lock guards all of it.
+"""The backlog: rows that wait for the device, per model. One lock guards all of it.
 
 Micro-batches never mix rows of two models. Suspected poison posts (workers/suspects.py) run in isolation, while every
-other lane is idle. The first micro-batch of a new model also waits for idle lanes. The backlog checks that a message is
-still wanted when a lane takes the first of its rows, as late as possible. A job is work other than a micro-batch that
-runs between two micro-batches.
+other lane is idle, and so does the first micro-batch of a new model. A lane checks whether a message is still wanted as
+late as possible: when it takes the message's first row. Jobs, which are not micro-batches, run between two
+micro-batches.
 
 Thread-safe. Computes nothing and never talks to Redis.
 """
@@ -22,7 +22,7 @@ from workers.suspects import Quarantine
 from workers.watch import Watch
 from workers.window import Window
 
-#: Rows added to the window per acquisition of the lock, so that lanes waiting for it can get in between.
+#: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
 ROWS_PER_LOCK = 256
 
 
@@ -229,10 +229,7 @@ class Backlog:
         return (at_work.quarantine or at_work.window).take(at_work.budget.tokens, self._batch_rows)
 
     def _starts(self, message: Message) -> bool:
-        """Mark a message as started if it is still wanted, else as dropped.
-
-        Return True if this call started it.
-        """
+        """Start a message if it is still wanted, else drop it. Return True if this call started it."""
         if message.started or message.dropped:
             return False
         message.started = self._admits(message)
@@ -255,7 +252,7 @@ class Backlog:
         Return False if it was dropped or is no longer wanted.
         """
         with self._ready:
-            starting = self._starts(message)  # for a message of which no post needed a forward pass
+            starting = self._starts(message)  # only for a message that needed no forward pass
             if message.dropped:
                 return False
             message.finished = True

@@ -1,9 +1,9 @@
 """The batch loop: take the next micro-batch, run the forward pass, hand over the outputs.
 
-It runs on the device threads and must never wait for other work, which happens on other threads meanwhile. A GPU gets
-its next micro-batch while the previous one still runs. A CPU has one device thread, a lane, per core, and their forward
-passes run side by side; a micro-batch that finds all other lanes idle gets all cores. A micro-batch that fails is split
-in half until the failing post is found.
+It runs on the device threads, which must never wait: all other work happens on other threads meanwhile. A GPU gets its
+next micro-batch while the previous one still runs. A CPU has one device thread, called a lane, per core. Their forward
+passes run side by side, and a micro-batch that finds all other lanes idle gets all cores. A micro-batch that fails is
+split in half, repeatedly, until the failing post is found.
 """
 
 import logging
@@ -71,7 +71,7 @@ class BatchLoop:
             for rows, outputs in parts:
                 self._hand_over(Computed(batch.loaded, rows, outputs, 1 / batch.passes))
             self._backlog.done()
-            del batch  # while this thread waits, the reference would keep a replaced model in memory
+            del batch  # drop the reference before waiting, so that a replaced model can be freed
 
     def hanging(self, seconds: float) -> int | None:
         """Return a lane whose forward pass has run for more than `seconds`, or None. For the watcher thread."""
@@ -132,7 +132,7 @@ class BatchLoop:
         """Run `_forward` on suspected poison posts while nothing else is on the device."""
         if (computing := self._computing[lane]) and computing[1]:
             self._wait_for(computing[1])
-        # Show that the device works at all, before a failure counts against the posts.
+        # Check that the device works at all, before a failure counts against the posts.
         self._wait_for(self._compute(batch.loaded, batch.loaded.proof, lane))
         parts = self._forward(batch.loaded, batch.rows, lane)
         for _, outputs in parts:

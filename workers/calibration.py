@@ -38,7 +38,7 @@ CLOSE_ENOUGH = 0.98
 STOP_RATIO = 0.85
 #: Lengths of the generated rows in tokens: log-normal, like those of posts.
 MEDIAN_LENGTH, SPREAD = 32, 0.9
-#: Maximum rows in the window that batches are cut from.
+#: Maximum rows in the window from which the trial cuts its batches.
 WINDOW_ROWS = 1024
 
 
@@ -164,7 +164,10 @@ def best(rates: dict[int, float]) -> int:
 
 
 def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
-    """Measure tokens per second by budget, up to the budget that is too slow or too large for the device's memory."""
+    """Measure tokens per second for each budget, smallest first.
+
+    Stop at a budget that is much slower than the best or does not fit in the device's memory.
+    """
     candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):

@@ -1,7 +1,6 @@
-"""Celery's consumer, adapted to a pool that holds many messages at a time: prefetch, dead letters, events and
-statistics.
+"""Celery's consumer, adapted to a pool that holds many messages at a time: what it fetches and what it reports.
 
-A message that no task can process becomes a dead letter. Celery alone discards it.
+A message that no task can process becomes a dead letter. Celery alone would discard it.
 
 Relies on these internals of Celery 5.7 and kombu 5.7:
 
@@ -82,13 +81,13 @@ MAX_QUOTE_CHARS = 200
 
 
 class Consumer(consumer.Consumer):
-    """Celery's consumer, with Redis errors explained, faster reconnects, and an exit on permanent errors."""
+    """Celery's consumer with clear Redis errors, fast reconnects, and an exit on permanent errors."""
 
     app: Application
 
     #: Seconds between connection attempts, initial and maximum. Celery's own delay grows to 30 s after each error.
     RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.5, 2.0
-    #: Seconds between checks whether a message with an ETA that needs isolation can be delivered.
+    #: Retry interval, in seconds, for delivering a message with an ETA in isolation.
     ALONE_INTERVAL_S = 0.1
 
     def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
@@ -170,7 +169,7 @@ class Consumer(consumer.Consumer):
             raise
 
     def _retry_later(self, what: str, fault: Exception, message: Any, again: Callable[[], None]) -> None:
-        """Hold a revoked or expired message until Redis stores its result."""
+        """Hold a revoked or expired message until Redis stores its result. again: the call to repeat."""
         claim(message)
         logger.warning("cannot store the result of %s (%s); retrying in %.1f s", what, fault, self.MAX_RETRY_DELAY_S)
         self.timer.call_after(self.MAX_RETRY_DELAY_S, again)
@@ -310,7 +309,7 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str, unre
 
 
 def _quoted(value: object) -> str:
-    """Return untrusted text, shortened and on one line."""
+    """Return untrusted text, shortened to one printable line."""
     try:
         text = str(value)
     except MALFORMED:

@@ -218,7 +218,7 @@ class Deployer:
         return budget
 
     def _largest(self, classifier: Classifier, tokens: int) -> list[Row]:
-        """Return a micro-batch of the largest possible size."""
+        """Return the rows of the largest micro-batch that fits the budget `tokens`."""
         label_set = classifier.label_set(ClassifyOptions())
         length = classifier.prepare([LONG_POST], label_set)[0][0].length
         count = max(1, min(self._settings.batch_rows, tokens // length))

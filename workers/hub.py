@@ -141,7 +141,7 @@ class Repository:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the library does not wrap every error of network, disk and server
+        except Exception as error:  # the library does not wrap every error
             raise ModelError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:

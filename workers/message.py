@@ -169,9 +169,10 @@ class Message:
         ]
 
     def check(self) -> None:
-        """Raise the reason for which the message was given up or rejected, or MessageFailed.
+        """Raise the reason for which the message was given up or refused, if any. Raise MessageFailed if its posts
+        failed.
 
-        A message fails when all of its posts failed, or, if it is strict, when any did.
+        A message fails when all of its posts failed. With the option `strict`, one failed post is enough.
         """
         if self.fault:
             raise self.fault
@@ -207,8 +208,9 @@ def without_posts(
     attempts: int,
     queue: str | None = None,
 ) -> DeadLetter:
-    """Return the dead letter of a message without recognizable posts. body: the message's body, undecoded if
-    possible.
+    """Return the dead letter of a message in which no posts are found.
+
+    body: the message's body, undecoded if possible.
     """
     start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
     return DeadLetter(

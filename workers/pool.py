@@ -193,8 +193,8 @@ class DevicePool(BasePool):
             self._timers.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.turn))
 
     def _announce(self) -> None:
-        """Register the worker and its model with the served queues (shared/serving.py). Skipped while Redis is
-        unreachable.
+        """Register the worker and its model with the served queues (shared/serving.py). After a Redis error, retry next
+        period.
         """
         self._deployer.look()
         model = self.pipeline.classifier.weights.name
@@ -281,7 +281,7 @@ class DevicePool(BasePool):
         return self._still_wanted(message.ticket)
 
     def _still_wanted(self, ticket: Ticket) -> bool:
-        """Return whether a request is still to be run. If not, have Celery revoke it."""
+        """Return whether a request is still to run. If it was revoked or has expired, have Celery end it."""
         if not withdrawn(ticket.request):
             return True
         self._deliver(partial(self._finish, ticket, partial(tell_withdrawn, ticket.request)))
@@ -385,7 +385,7 @@ class DevicePool(BasePool):
             return
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
         if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
-            ticket.timed_out(True, limit)  # says so in the log
+            ticket.timed_out(True, limit)  # logs the soft time limit
 
     def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
         """Finish a request. If Redis does not accept its ending, retry later. If Celery fails, return it to the

@@ -125,7 +125,7 @@ class Recording:
             try:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
-                with suppress(RedisFault):  # the next iteration or write retries
+                with suppress(RedisFault):  # retried by the next iteration or write
                     self._store.catch_up()
                 continue
             if isinstance(finished, Computed | Message):

@@ -1,14 +1,14 @@
 """The task `feedmill.classify`, and the base class of tasks whose posts are classified in micro-batches.
 
-The task's body just returns one outcome per post. In Feedmill's own pool, the device has computed the outcomes before
-the body runs. Elsewhere (called directly, with `apply`, with `task_always_eager` or on a stock worker) the same
-pipeline computes them in the calling process.
+A task's body only returns one outcome per post. In Feedmill's own pool, the device has computed the outcomes before the
+body runs. Elsewhere (called directly, with `apply`, with `task_always_eager` or on a stock worker) the same pipeline
+computes them in the calling process.
+
+A custom task keeps all of Celery's task features. A worker loads it with the setting `include`:
 
     @shared_task(bind=True, base=ClassifyTask, autoretry_for=(MessageFailed,), max_retries=3, rate_limit="10/s")
     def careful(self, *args, **kwargs):
         return self.outcomes()
-
-defines a custom task with all of Celery's task features. A worker loads it with the setting `include`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def named(args: object, kwargs: object) -> dict[str, Any]:
     return dict(zip(POSITIONS, args, strict=False)) | surplus | dict(kwargs)
 
 
-class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alone
+class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
     """Base class of tasks whose posts are classified in micro-batches. A task's body calls `outcomes`."""
 
     abstract = True
@@ -51,7 +51,9 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
 
     @property
     def queue(self) -> str | None:
-        """The task's queue in an application other than Feedmill's, which has it as the default."""
+        """The setting `queue` in another application. Feedmill's own application already uses it as its default
+        queue.
+        """
         return None if isinstance(self.app, Application) else load().queue
 
     def outcomes(self) -> list[dict[str, Any]]:
@@ -72,7 +74,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
         return message.summary() if unread and not request.is_eager else message.result()
 
     def _message(self) -> Message:
-        """Return the message with the outcome of each of its posts."""
+        """Return the message with an outcome for each of its posts."""
         request = self.request
         message = None if request.called_directly or request.is_eager else CURRENT_MESSAGE.get()
         return message or self._classify_here(named(request.args, request.kwargs))
@@ -98,7 +100,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic in the stubs alon
 @shared_task(bind=True, base=ClassifyTask, name=CLASSIFY_TASK)  # type: ignore[arg-type]  # the stub wants no `*surplus`
 def classify(
     self: ClassifyTask,
-    posts: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG001 - the signature documents the arguments, which the message has parsed
+    posts: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG001 - documents the arguments, which the message parses
     labels: Mapping[str, Any] | Sequence[str] | str | None = None,  # noqa: ARG001
     template: str | None = None,  # noqa: ARG001
     multi_label: bool = False,  # noqa: ARG001
