@@ -341,8 +341,8 @@ class ConsumerFit(bootsteps.StartStopStep):
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
 
     def info(self, parent: Any) -> Any:
-        """Return how Redis is reached, for `inspect stats` and Flower, without any of the three passwords. Celery masks
-        only two.
+        """Return how Redis is reached, for `inspect stats` and Flower. Omits all three passwords; Celery masks only
+        two.
         """
         if not parent.connection:
             return {}

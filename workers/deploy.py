@@ -123,7 +123,7 @@ class Deployer:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread. A model that is being loaded is dropped."""
+        """End the thread, waiting at most JOIN_TIMEOUT_S for it. Drop a model that is still loading."""
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive():
@@ -200,7 +200,8 @@ class Deployer:
             except DeviceFull:
                 if len(rows) == 1:
                     raise ModelError(
-                        f"{classifier.device.name} has too little memory for {name} beside the active model."
+                        f"{classifier.device.name} has too little memory for {name} beside the active model. "
+                        "Restart the worker to load the new model only."
                     ) from None
                 tokens = len(rows) * rows[0].length // 2
                 logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
@@ -251,7 +252,7 @@ class Deployer:
 
 
 class _Stopping(Exception):  # noqa: N818 - not an error
-    """Abandon a deployment because the worker stops."""
+    """Signal to abandon a deployment, because the worker stops."""
 
 
 def settle(device: Device) -> None:

@@ -29,8 +29,8 @@ class Device(NamedTuple):
     def name(self) -> str:
         """The device's name in results: cpu, mps or cuda:2.
 
-        If CUDA_VISIBLE_DEVICES is set, a GPU has the name it has there. torch numbers only the visible GPUs, and each
-        of several workers on a machine sees a single one.
+        If CUDA_VISIBLE_DEVICES is set, a GPU's number is taken from there. torch itself numbers only the visible GPUs,
+        from 0, so the only GPU of each of several workers would be cuda:0.
         """
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.torch.index or 0
@@ -42,13 +42,13 @@ class Device(NamedTuple):
     def lanes(self) -> int:
         """Number of parallel forward passes: up to one per core on a CPU, otherwise one.
 
-        Two cores that share a pass wait for each other at the end of each operation, and for any other work on either
-        core.
+        Passes are not split across cores, because cores that share a pass wait for the slowest one after every
+        operation.
         """
         return min(CORES, MAX_LANES) if self.torch.type == "cpu" else 1
 
     def take_share(self, passes: int) -> None:
-        """Limit the calling thread's operations to the cores of one out of `passes` forward passes."""
+        """Limit the calling thread to its share of the cores while `passes` forward passes run in parallel."""
         if self.torch.type == "cpu":
             torch.set_num_threads(max(1, CORES // passes))
 
@@ -113,11 +113,13 @@ def _device(wanted: str) -> tuple[torch.device, str]:
         count = torch.cuda.device_count()
         index = int(wanted.partition(":")[2] or 0)
         if index >= count:
-            raise SettingsError(f"FEEDMILL_DEVICE: {wanted} is not available: torch finds {count} CUDA devices.")
+            raise SettingsError(
+                f"FEEDMILL_DEVICE: {wanted} is not available, torch finds {count} CUDA devices. Set auto or cpu."
+            )
         return torch.device("cuda", index), torch.cuda.get_device_name(index)
     if wanted == "mps" or (wanted == "auto" and torch.backends.mps.is_available()):
         if not torch.backends.mps.is_available():
-            raise SettingsError("FEEDMILL_DEVICE: mps is not available: torch finds no Apple GPU.")
+            raise SettingsError("FEEDMILL_DEVICE: mps is not available, torch finds no Apple GPU. Set auto or cpu.")
         return torch.device("mps"), "Apple GPU"
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EventBatches:
-    """Sends task events in batches. Celery alone sends one or two at each iteration of its event loop."""
+    """Send task events in batches. Celery alone sends one or two at each iteration of its event loop."""
 
     #: Maximum seconds that an event waits for others. Flower shows whole seconds.
     FLUSH_DELAY_S = 0.1

@@ -45,8 +45,9 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Relay(logging.Handler):
-    """Repeat the library's log records in one line each, without secrets. By itself it prints several lines with signed
-    URLs.
+    """Repeat each of the library's log records in one line, without secrets.
+
+    The library's own handler prints several lines per event, with signed URLs.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -96,7 +97,7 @@ class Repository:
         self.sizes = self._list()
 
     def fetch(self, files: Collection[str]) -> None:
-        """Download those of the files that are missing in `folder`."""
+        """Download the files that `folder` lacks."""
         total = sum(self.sizes[file] for file in files if not (self.folder / file).exists())
         if self._offline or not total:
             self._download(files, None)  # raises ModelError if one is missing
@@ -225,9 +226,9 @@ def announced_sha256(file: Path) -> str | None:
 class Progress:
     """Log the start, progress and end of a download.
 
-    name: of the download.
+    name: the download's name in the log.
     detail: its revision.
-    total: bytes.
+    total: its size in bytes.
     """
 
     def __init__(self, name: str, detail: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:

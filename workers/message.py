@@ -124,8 +124,8 @@ class Message:
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
         """Return a dead letter for each post of a complete message that has no classification.
 
-        A message with too many posts gets a single letter without a post, because its size is unbounded. So does a
-        message whose posts are not a list, with the value sent instead.
+        A message with too many posts gets a single letter without a post, because its size is unbounded. A message
+        whose posts are not a list gets a single letter with the value that was sent.
         """
         if self.sent_again or not self.failed():
             return []
@@ -252,8 +252,9 @@ def _known_fields(raw: object) -> object:
 
 
 def _as_json(value: object, limit: int) -> str | None:
-    """Return a value as JSON with characters that UTF-8 cannot encode replaced. None if too long, too deep or
-    not JSON.
+    """Return a value as JSON, with characters replaced that UTF-8 cannot encode.
+
+    None if it is too long, nested too deeply, or not serializable.
     """
     try:
         written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

@@ -118,7 +118,7 @@ class WorkerMetrics:
         self._loaded = pipeline, held
 
     def turn(self) -> None:
-        """Record an iteration of the consumer's event loop, or a wait that is not its fault."""
+        """Record that the consumer's event loop is running, or waits for an unreachable Redis."""
         self._turned = time.monotonic()
 
     def samples(self) -> Iterator[Sample]:

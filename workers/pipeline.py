@@ -157,7 +157,7 @@ class Pipeline:
         self._backlog.run(Job(job, what, limit))
 
     def end_as_hanging(self, what: str) -> None:
-        """Fail because a job on the device thread hangs. what: the reason, for the log."""
+        """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
         self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
 
     def run_on_writer_thread(self, job: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ class Pipeline:
         self._recording.run(job)
 
     def until_taken(self, write: Callable[[], object]) -> bool:
-        """Retry a write of the owner's on the writer thread; see Recording.until_taken."""
+        """Retry the owner's write to Redis until it succeeds; see Recording.until_taken."""
         return self._recording.until_taken(write)
 
     def stop(self, seconds: float = 5.0) -> None:
@@ -259,7 +259,7 @@ class Pipeline:
         self._fail(ForwardHangs(what), what)
 
     def _on_replaced(self, loaded: Loaded) -> None:
-        """Reset the speed, which was the old model's, once the writer has stored the old model's results."""
+        """Reset the speed and notify the owner, once the writer thread has stored the old model's results."""
 
         def switch() -> None:
             self.statistics.forget_speed()

@@ -74,9 +74,7 @@ POSTS_TO_LEARN = 256
 
 
 class DevicePool(BasePool):
-    """Passes each request's posts to the pipeline and, once their outcomes are known, lets Celery finish the
-    request.
-    """
+    """Pass each request's posts to the pipeline and, once their outcomes are known, let Celery finish the request."""
 
     #: Closing waits for the device, which a signal handler must not do.
     signal_safe = False
@@ -166,8 +164,9 @@ class DevicePool(BasePool):
         gc.set_threshold(GC_THRESHOLD)
 
     def _wanted(self) -> Wanted | None:
-        """Return the model wanted for the queue; None while Redis is unreachable, and a later check finds it. Raises
-        UserError.
+        """Return the model wanted for the queue. Raises UserError.
+
+        None while Redis is unreachable; a later check finds it.
         """
         try:
             return wanted(self._redis, self.settings.queue)
@@ -388,8 +387,8 @@ class DevicePool(BasePool):
             ticket.timed_out(True, limit)  # logs the soft time limit
 
     def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
-        """Finish a request. If Redis does not accept its ending, retry later. If Celery fails, return it to the
-        queue.
+        """Finish a request. If Redis does not accept its ending, retry later. If Celery fails, return the message to
+        the queue.
         """
         for timer in ticket.timers:
             timer.cancel()

@@ -30,7 +30,7 @@ MAX_ROWS_PER_MESSAGE = 32_000
 
 
 class Preparation:
-    """Prepares messages in order of arrival.
+    """Prepare messages in order of arrival.
 
     hand_over: called with each message that needs no forward pass.
     stopping: ends the thread.
@@ -119,8 +119,8 @@ class Preparation:
             label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
-                f"posts: {len(posts)} of {label_set.rows} rows each are {rows_in_all:,} rows; at most "
-                f"{MAX_ROWS_PER_MESSAGE:,} in one message"
+                f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows, and a message may "
+                f"have {MAX_ROWS_PER_MESSAGE:,}; send fewer posts in a message"
             )
         at_work = []
         for index, post in enumerate(posts):

@@ -55,7 +55,7 @@ class Store(Protocol):
 
 
 class Recording:
-    """Stores results and finishes messages.
+    """Store results and finish messages.
 
     worker: name recorded in results.
     on_finished, on_recorded: see workers/pipeline.py.
@@ -226,7 +226,7 @@ class Recording:
             # An error's text may quote a post, so the log shows only its type, the last word of the traceback.
             why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
             first = printable(f"{dead[0].id}: {why}")
-            logger.warning("%d posts failed, the first being %s", len(dead), first)
+            logger.warning("%d posts failed, first %s", len(dead), first)
         for message in done:
             if message.deaths and self._suspects:
                 self._suspects.clear(message.task_id)

@@ -67,17 +67,19 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 
 
 class Suspects:
-    """Records the posts in flight of one worker, and reads the records of dead workers. Thread-safe."""
+    """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
-        """Use a Redis client with short timeouts, because the device waits for it. A record that fails is skipped."""
+        """Register the scripts. redis: a client with short timeouts, because the device waits for it."""
         self._redis = redis
         self._count: Any = redis.register_script(COUNT_SCRIPT)
         self._note: Any = redis.register_script(NOTE_SCRIPT)
         self._worker = uuid4().hex
 
     def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
-        """Record the posts, as (message id, index), of the pass that this lane starts now."""
+        """Record the posts, as (message id, index), of the pass that this lane starts now. Skip the record on a Redis
+        error.
+        """
         noted: dict[str | None, list[int]] = {}
         for message, index in dict.fromkeys(posts):
             noted.setdefault(message, []).append(index)

@@ -51,8 +51,8 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
 
     @property
     def queue(self) -> str | None:
-        """The setting `queue` in another application. Feedmill's own application already uses it as its default
-        queue.
+        """The queue to send to: the setting `queue` in other applications, None in Feedmill's own, whose
+        default it is.
         """
         return None if isinstance(self.app, Application) else load().queue
 

@@ -56,8 +56,8 @@ class Ticket:
     def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
         """Yield each time limit, in seconds from acceptance, with the error for exceeding it.
 
-        The message's limit comes first, then the task's, then the worker's. The task's current limit applies, while a
-        stock worker keeps the one from its start.
+        The message's own limit takes precedence over the task's, and that over the worker's. A stock worker keeps the
+        task's limit from its start; this uses the current one.
         """
         hard, soft = self.request.time_limits
         soft = soft or self.request.task.soft_time_limit or worker_soft
@@ -100,8 +100,8 @@ class Ticket:
 def is_of_message(error: BaseException) -> bool:
     """Return whether the message itself causes the error, so that every retry on every worker fails too.
 
-    Celery sends a failed message's errbacks with the options that the sender set. kombu turns most errors of sending,
-    such as an unknown compression or a queue named like a key of another type, into OperationalError.
+    Celery sends a failed message's errbacks with the options that the sender set. kombu turns most errors of sending
+    into OperationalError, such as an unknown compression, or a queue whose name is a Redis key of another type.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) and cause not in causes:

@@ -89,10 +89,10 @@ class Curve(NamedTuple):
 
 
 class Tuning:
-    """Measures each size once per round, every other round in reverse order, because machines drift. Use `run`, then
+    """Measure each size once per round, every other round in reverse order, because machines drift. Use `run`, then
     `curve`.
 
-    texts: of the posts, in order.
+    texts: the posts' texts, in order.
 
     Raises RequestRefused if the model does not support the configured labels.
     """

@@ -63,7 +63,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class Weights(NamedTuple):
-    """A model's folder, with the identity of its content."""
+    """A model's folder, with its name, revision and checksum."""
 
     name: str
     folder: Path
@@ -190,8 +190,9 @@ def _is_needed(name: str, remote_code: bool) -> bool:
 
 
 def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
-    """Verify a model's folder and return its weights. cached: the folder is in the hub's cache, which knows the files'
-    digests.
+    """Verify a model's folder and return its weights.
+
+    cached: whether the folder is in the hub's cache, which knows the files' digests.
     """
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}

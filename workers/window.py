@@ -32,7 +32,10 @@ _Entry: TypeAlias = tuple[int, int, R]
 
 
 class _Waiting(NamedTuple, Generic[R]):
-    """The rows of one priority, sorted by length, and as arrival number -> (length, time of arrival), oldest first."""
+    """The rows of one priority, sorted by length and by age.
+
+    by_age: arrival number -> (length, time of arrival), oldest first.
+    """
 
     by_length: list[_Entry[R]]
     by_age: OrderedDict[int, tuple[int, float]]

@@ -305,7 +305,9 @@ def test_a_message_of_too_many_rows_is_refused() -> None:
     many = LabelSet(LABELS.labels, False, "recipe", rows=MAX_ROWS_PER_MESSAGE)
     owner.classifier.label_set = Mock(return_value=many)  # type: ignore[method-assign]
     try:
-        with pytest.raises(RequestRefused, match=r"posts: 2 of 32000 rows each are 64,000 rows; at most 32,000"):
+        with pytest.raises(
+            RequestRefused, match=r"posts: 2 posts with 32000 rows each make 64,000 rows, and a message may have 32,000"
+        ):
             owner.results("one", "two")
     finally:
         owner.pipeline.stop()
