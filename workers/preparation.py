@@ -119,8 +119,8 @@ class Preparation:
             label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
-                f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows, and a message may "
-                f"have {MAX_ROWS_PER_MESSAGE:,}; send fewer posts in a message"
+                f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows; a message may "
+                f"have {MAX_ROWS_PER_MESSAGE:,}, so send fewer posts in a message"
             )
         at_work = []
         for index, post in enumerate(posts):

@@ -37,7 +37,9 @@ def test_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert choose() == Device(torch.device("cuda", 0), torch.float16, "GPU number 0; GPUs compute in half precision")
     assert choose("cuda:1").name == "cuda:1"
-    with pytest.raises(SettingsError, match="FEEDMILL_DEVICE: cuda:2 is not available, torch finds 2 "):
+    with pytest.raises(
+        SettingsError, match="FEEDMILL_DEVICE: cuda:2 is not available, torch finds 2 CUDA devices. Set "
+    ):
         choose("cuda:2")
 
 

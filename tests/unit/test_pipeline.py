@@ -306,7 +306,7 @@ def test_a_message_of_too_many_rows_is_refused() -> None:
     owner.classifier.label_set = Mock(return_value=many)  # type: ignore[method-assign]
     try:
         with pytest.raises(
-            RequestRefused, match=r"posts: 2 posts with 32000 rows each make 64,000 rows, and a message may have 32,000"
+            RequestRefused, match=r"posts: 2 posts with 32000 rows each make 64,000 rows; a message may have 32,000"
         ):
             owner.results("one", "two")
     finally:

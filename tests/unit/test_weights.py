@@ -11,6 +11,7 @@ import pytest
 
 from shared.errors import ModelError
 from workers import hub, weights
+from workers.tokenizer import Tokenizer
 from workers.weights import EMBEDDED, EMBEDDED_FILES, Weights, locate, parameters
 
 THREE_FORMS = r"Set FEEDMILL_MODEL to a folder .* package:NAME .* a model on the hub"
@@ -227,6 +228,12 @@ def test_weights_that_came_incomplete(tmp_path: Path, change: int) -> None:
 
 def test_weights_of_a_test_have_no_parameters(tmp_path: Path) -> None:
     assert parameters(Weights("made by hand", tmp_path, None, "00")) == 0
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    (model(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=f"transformers cannot load the tokenizer in {tmp_path}"):
+        Tokenizer(locate(str(tmp_path)), 128)
 
 
 def test_files_that_vanish(tmp_path: Path) -> None:
