@@ -38,7 +38,7 @@ def test_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose() == Device(torch.device("cuda", 0), torch.float16, "GPU number 0; GPUs compute in half precision")
     assert choose("cuda:1").name == "cuda:1"
     with pytest.raises(
-        SettingsError, match="FEEDMILL_DEVICE: cuda:2 is not available, torch finds 2 CUDA devices. Set "
+        SettingsError, match="FEEDMILL_DEVICE: cuda:2 is not available, torch finds 2 CUDA devices. Set auto"
     ):
         choose("cuda:2")
 
