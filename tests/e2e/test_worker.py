@@ -322,7 +322,7 @@ sys.exit(run_worker(settings, "choosy"))
     ("environment", "words"),
     [
         ({"FEEDMILL_MODEL": "/no/such/model"}, "There is no model folder '/no/such/model'"),
-        ({"FEEDMILL_DEVICE": "cuda:99"}, "FEEDMILL_DEVICE: cuda:99 is wanted"),
+        ({"FEEDMILL_DEVICE": "cuda:99"}, "FEEDMILL_DEVICE: cuda:99"),
         ({"FEEDMILL_DTYPE": "fp8"}, "FEEDMILL_DTYPE: "),
     ],
 )
