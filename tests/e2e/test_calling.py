@@ -266,7 +266,7 @@ def best(self, posts, **options):
     ("variable", "value", "words"),
     [
         ("FEEDMILL_MODEL", "/no/such/model", "ModelError: There is no model folder '/no/such/model'"),
-        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99 is wanted"),
+        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99"),
         ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: input should be 'auto', 'float32', "),
     ],
 )
