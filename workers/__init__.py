@@ -1,1 +1,1 @@
-"""Where posts are classified, and models trained. Knows nothing of where they come from."""
+"""Workers: classify posts and train models. Independent of where posts come from."""

@@ -1,6 +1,6 @@
-"""The worker's Celery application: its tasks, and the pool that runs them.
+"""The worker's Celery application: its tasks and its pool.
 
-`feedmill worker` starts it; `celery -A workers.app worker` does too, since the pool is named in its configuration.
+`feedmill worker` starts it. So does `celery -A workers.app worker`, because the configuration names the pool.
 """
 
 from typing import Any
@@ -8,12 +8,15 @@ from typing import Any
 from shared.broker import Application, make_app, reserve
 from shared.errors import SettingsError
 from shared.settings import Settings, load
-from workers import task  # noqa: F401 - a shared task: whatever application is made next has it
+from workers import task  # noqa: F401 - registers the shared task with every application
 from workers.plugins import imported
 
 
 def make_worker_app(settings: Settings) -> Application:
-    """The application with its tasks and the pool, for one worker on one device. Raises SettingsError."""
+    """Return the application, with tasks and pool, for one worker on one device.
+
+    Raises SettingsError.
+    """
     app = make_app(settings)
     reserve(app)
     app.conf.update(
@@ -21,10 +24,11 @@ def make_worker_app(settings: Settings) -> Application:
         worker_concurrency=1,
         worker_consumer="workers.consumer:Consumer",
         worker_autoscaler="workers.consumer:Scaler",
-        # In messages, as if each held one row; the pool's gate counts rows, and closes before this does.
+        # Counts messages, as if each held one row. The pool's own limit counts rows and is reached first.
         worker_prefetch_multiplier=settings.window_rows,
-        # Messages for later are fetched and kept besides; without a limit a worker would take the whole queue. With as
-        # many it fetches nothing more, so the limit is far off; workers/consumer.py bounds their memory.
+        # Messages with an ETA are prefetched on top of that. Without a limit, a worker would take the whole queue; at
+        # the limit, it stops prefetching altogether. So the limit is high, and workers/consumer.py bounds the memory of
+        # these messages.
         worker_eta_task_limit=20 * settings.window_rows,
         task_track_started=settings.track_started,
     )
@@ -36,10 +40,10 @@ def make_worker_app(settings: Settings) -> Application:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, for `celery -A workers.app`: made when asked for, so that importing reads no settings."""
+    """Create `app` for `celery -A workers.app` on first access, so that importing this module reads no settings."""
     if name == "app":
         try:
             return make_worker_app(load())
-        except SettingsError as error:  # of any Exception the `celery` command shows the traceback
+        except SettingsError as error:  # for an Exception, the `celery` command would print the traceback
             raise SystemExit(f"feedmill: {error}") from None
     raise AttributeError(name)

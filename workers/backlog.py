@@ -1,9 +1,11 @@
-"""What waits for the device, for each model that is loaded, and whose turn it is: all of it under one lock.
+"""The backlog: rows that wait for the device, per model. One lock guards all of it.
 
-Rows of a model share no micro-batch with those of another. Suspects (workers/suspects.py) go on the device alone,
-while every lane is idle, and so does the first micro-batch of another model. A message is asked for at the last moment
-whether it is still wanted: when the first of its rows is taken. What runs between two micro-batches, and is none, is a
-job. Any thread may call any of this; nothing here computes, or talks to Redis.
+Micro-batches never mix rows of two models. Suspected poison posts (workers/suspects.py) run in isolation, while every
+other lane is idle, and so does the first micro-batch of a new model. A lane checks whether a message is still wanted as
+late as possible: when it takes the message's first row. Jobs, which are not micro-batches, run between two
+micro-batches.
+
+Thread-safe. Computes nothing and never talks to Redis.
 """
 
 import threading
@@ -20,49 +22,50 @@ from workers.suspects import Quarantine
 from workers.watch import Watch
 from workers.window import Window
 
-#: Rows that enter the window while the device's lanes wait for it.
-ROWS_AT_ONCE = 256
+#: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
+ROWS_PER_LOCK = 256
 
 
 class Loaded:
-    """A model that is loaded: what computes with it, how many tokens its micro-batches hold, and what waits for it."""
+    """A loaded model: its classifier, its token budget, and the rows that wait for it."""
 
     def __init__(
         self, classifier: Classifier, budget: TokenBudget, on_at_work: Callable[[], None] = lambda: None
     ) -> None:
         self.classifier = classifier
         self.budget = budget
-        #: Called, on the writer thread, when all that came before is stored.
+        #: Called on the writer thread once all results of the previous model are stored.
         self.on_at_work = on_at_work
         self.window: Window[Row] = Window(time.monotonic)
         self.quarantine: Quarantine[Row] = Quarantine()
         label_set = classifier.label_set(ClassifyOptions())
-        #: A row of no message: what the device must be able to compute.
+        #: A row that belongs to no message. Computing it shows that the device works.
         self.proof = classifier.prepare(["A first post."], label_set)[0]
-        #: Rows of a post, with the labels that are set.
+        #: Rows of one post with the configured labels.
         self.rows_each = label_set.rows
 
     def __len__(self) -> int:
-        """Rows that wait."""
+        """Return the number of waiting rows."""
         return len(self.window) + len(self.quarantine)
 
 
 class Batch(NamedTuple):
-    """A micro-batch that a lane has taken."""
+    """A micro-batch taken by a lane."""
 
     loaded: Loaded
     #: Sorted by length; not empty.
     rows: Sequence[Row]
-    #: How many micro-batches share the device, itself counted.
+    #: Number of micro-batches that share the device, including this one.
     passes: int
-    #: Whether its rows are suspects'.
+    #: True if it consists of suspected poison posts, which run in isolation.
     apart: bool
 
 
 class Job(NamedTuple):
-    """Something to run between two micro-batches.
+    """Work to run between two micro-batches.
 
-    what, limit: for the log, and seconds after which it counts as hanging; see Watch.
+    what: its name in the log.
+    limit: seconds after which it counts as hung; see Watch.
     """
 
     run: Callable[[], None]
@@ -71,11 +74,13 @@ class Job(NamedTuple):
 
 
 class Backlog:
-    """See the module's first lines.
+    """Rows and jobs that wait for the device's lanes.
 
-    lanes: of the device. batch_rows: rows of a micro-batch, at most. admits: whether a message whose turn has come is
-    still wanted; called with the lock held. on_started: told of each message whose first row was taken, by the thread
-    that took it. on_replaced: told, with the lock held, that nothing waits any more for the model before this one.
+    lanes: number of lanes of the device.
+    batch_rows: maximum rows of a micro-batch.
+    admits: returns whether a message is still wanted; called with the lock held, when its first row is taken.
+    on_started: called with each message whose first row was taken, on the thread that took it.
+    on_replaced: called with a new model once no rows wait for the previous one; called with the lock held.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class Backlog:
         on_replaced: Callable[[Loaded], None],
         watch: Watch,
     ) -> None:
-        #: The model at work, and those that are to replace it, in turn. Replaced as a whole, and the first of them only
+        #: The active model, followed by its successors in order. Always replaced as a whole. The first one changes only
         #: while no lane has a micro-batch.
         self._models: tuple[Loaded, ...] = (loaded,)
         self._lanes = lanes
@@ -97,74 +102,74 @@ class Backlog:
         self._on_started = on_started
         self._on_replaced = on_replaced
         self._watch = watch
-        #: Guards all of this, and every message's `started`, `finished` and `dropped`.
+        #: Guards this object and the `started`, `finished` and `dropped` of every message.
         self._ready = threading.Condition()
         self._jobs: deque[Job] = deque()
-        #: Lanes that have a micro-batch.
+        #: Number of lanes that have a micro-batch.
         self._busy = 0
-        #: Whether suspects are on the device: then nothing else may be.
-        self._apart = False
+        #: True while suspected poison posts are on the device; nothing else may run then.
+        self._isolating = False
         self._closed = False
 
     def __len__(self) -> int:
-        """Rows that wait."""
+        """Return the number of waiting rows."""
         return sum(map(len, self._models))
 
     @property
     def at_work(self) -> Loaded:
-        """The model whose rows are computed now."""
+        """The active model, whose rows the lanes compute."""
         return self._models[0]
 
     @property
     def latest(self) -> Loaded:
-        """The model for which what comes now is to wait."""
+        """The model for which new rows are to wait."""
         return self._models[-1]
 
     def oldest_age(self) -> float:
-        """Seconds that the oldest row has waited."""
+        """Return how long the oldest row has waited, in seconds."""
         with self._ready:
             return max(loaded.window.oldest_age() for loaded in self._models)
 
-    # What comes.
+    # Adding work.
 
     def load(self, loaded: Loaded) -> None:
-        """Have a model follow those that are here."""
+        """Append a model. It becomes active once no rows wait for its predecessors."""
         with self._ready:
             self._models += (loaded,)
             self._ready.notify_all()
 
     def add(self, loaded: Loaded, rows: Sequence[Row], priority: int) -> None:
-        """Let rows wait for a model."""
-        for at in range(0, len(rows), ROWS_AT_ONCE):
+        """Add rows that wait for a model."""
+        for at in range(0, len(rows), ROWS_PER_LOCK):
             with self._ready:
-                for row in rows[at : at + ROWS_AT_ONCE]:
+                for row in rows[at : at + ROWS_PER_LOCK]:
                     loaded.window.add(row, priority)
                 self._ready.notify_all()
 
     def add_suspect(self, loaded: Loaded, rows: Sequence[Row]) -> None:
-        """Let the rows of one post wait for a model, and for the device to be idle."""
+        """Add the rows of one suspected poison post. They wait until every lane is idle."""
         with self._ready:
             loaded.quarantine.add(rows)
             self._ready.notify_all()
 
     def run(self, job: Job) -> None:
-        """Have the first lane run something that is no micro-batch: jobs and micro-batches take turns."""
+        """Queue a job for the first lane, which alternates between jobs and micro-batches."""
         with self._ready:
             self._jobs.append(job)
             self._ready.notify_all()
 
     def close(self) -> None:
-        """Nobody is given a micro-batch any more."""
+        """Stop handing out micro-batches."""
         with self._ready:
             self._closed = True
             self._ready.notify_all()
 
-    # What a lane takes.
+    # Taking work, on the device threads.
 
     def next_batch(self, lane: int) -> Batch | None:
-        """The lane's next micro-batch, once there is one; None when all ends. `done` follows each.
+        """Wait for the lane's next micro-batch and return it; None after `close`.
 
-        The first lane runs a job after each micro-batch.
+        Call `done` after each micro-batch. The first lane runs a job, if one waits, before each micro-batch.
         """
         while not self._closed:
             if not lane:
@@ -176,7 +181,7 @@ class Backlog:
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if not row.owner.message.dropped]
                 alone = not self._busy and not self.at_work.window
-                self._apart = apart = self._apart and bool(rows)
+                self._isolating = apart = self._isolating and bool(rows)
                 self._busy += bool(rows)
                 batch = Batch(self.at_work, rows, 1 if alone or apart else self._lanes, apart) if rows else None
             for message in starting:
@@ -186,10 +191,10 @@ class Backlog:
         return None
 
     def done(self) -> None:
-        """A lane has handed on the outputs of its micro-batch."""
+        """Mark the lane's micro-batch as finished, once its outputs are handed over."""
         with self._ready:
             self._busy -= 1
-            self._apart = False
+            self._isolating = False
             self._ready.notify_all()
 
     def _run_job(self) -> None:
@@ -199,39 +204,42 @@ class Backlog:
             with self._watch.step(job.what, job.limit):
                 job.run()
 
-    # All of these with the lock held.
+    # Called with the lock held.
 
     def _is_due(self) -> bool:
-        """Whether a lane may take a micro-batch. Suspects, and another model, wait for all lanes."""
+        """Return whether a lane may take a micro-batch.
+
+        Suspected poison posts and a new model wait until all lanes are idle.
+        """
         if self.at_work.quarantine or self._is_replaced():
             return not self._busy
-        return bool(self.at_work.window) and not self._apart
+        return bool(self.at_work.window) and not self._isolating
 
     def _is_replaced(self) -> bool:
-        """Whether nothing waits for the model at work any more, nor will."""
+        """Return whether the active model has a successor and no rows left."""
         return len(self._models) > 1 and not self.at_work
 
     def _take(self) -> list[Row]:
-        """The next micro-batch, of suspects where there are any."""
+        """Return the rows of the next micro-batch. Suspected poison posts go first."""
         while self._is_replaced():
             self._models = self._models[1:]
             self._on_replaced(self.at_work)
         at_work = self.at_work
-        self._apart = bool(at_work.quarantine)
+        self._isolating = bool(at_work.quarantine)
         return (at_work.quarantine or at_work.window).take(at_work.budget.tokens, self._batch_rows)
 
     def _starts(self, message: Message) -> bool:
-        """Whether the message's turn has come with this, and it is still wanted; drops it where it is not."""
+        """Start a message if it is still wanted, else drop it. Return True if this call started it."""
         if message.started or message.dropped:
             return False
         message.started = self._admits(message)
         message.dropped = not message.started
         return message.started
 
-    # How a message ends.
+    # Ending messages.
 
     def drop(self, message: Message) -> bool:
-        """Compute nothing more of a message; False where it is too late for that."""
+        """Stop computing a message. Return False if it is already finished or dropped."""
         with self._ready:
             if message.finished or message.dropped:
                 return False
@@ -239,9 +247,12 @@ class Backlog:
         return True
 
     def finish(self, message: Message) -> bool:
-        """Whether a message that has all its outcomes is to be finished: it was not dropped, and is still wanted."""
+        """Mark a message that has all its outcomes as finished.
+
+        Return False if it was dropped or is no longer wanted.
+        """
         with self._ready:
-            starting = self._starts(message)  # nothing of it needed a forward pass
+            starting = self._starts(message)  # only for a message that needed no forward pass
             if message.dropped:
                 return False
             message.finished = True

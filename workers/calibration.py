@@ -1,8 +1,8 @@
-"""How many tokens a micro-batch holds: measured once for this device and model, and remembered.
+"""Calibration: find the best token budget for this device and model, once, and remember it.
 
-The best budget is the device's own: a CPU is fastest while a batch stays in its caches, a GPU once a batch fills it,
-and both depend on model, precision and libraries. So the first start tries budgets on made-up rows and writes the
-best to a file; it is measured again when any of those changes. The setting `token_budget` overrides it.
+The best budget depends on the device (a CPU is fastest while a batch fits its caches, a GPU once a batch fills it), the
+model, the precision and the libraries. So the first start tries several budgets on generated rows and writes the best
+to a file. A change of any of these triggers a new measurement. The setting `token_budget` overrides the result.
 """
 
 import fcntl
@@ -24,34 +24,35 @@ from workers.window import Window
 
 logger = logging.getLogger(__name__)
 
-#: In the cache folder: what was measured, by what it was measured on.
-FILE = "calibration.json"
-#: Budgets that are tried, smallest first, by the kind of device.
+#: Name of the file in the cache folder that maps each identity (device, model, …) to its measurements.
+CALIBRATION_FILE = "calibration.json"
+#: Budgets to try, smallest first, by device type.
 CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
 OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
-#: Each is tried for at least this many seconds, in each of so many rounds; its best round counts, since others
-#: of a shared machine's processes can only slow it down.
-SECONDS, ROUNDS = 0.5, 2
-#: The smallest budget that comes this close to the fastest is taken: it waits less, and pads less.
+#: Minimum seconds per trial of a budget, and rounds of trials. A budget's best round counts, because other processes on
+#: a shared machine can only slow it down.
+MIN_TRIAL_S, ROUNDS = 0.5, 2
+#: Take the smallest budget that reaches this share of the best rate: it waits less and pads less.
 CLOSE_ENOUGH = 0.98
-#: Larger budgets are not tried once one is this much slower than the best before it.
-FALLEN = 0.85
-#: Lengths of the made-up rows, in tokens: log-normal like those of posts.
+#: Stop trying larger budgets once one falls below this share of the best rate.
+STOP_RATIO = 0.85
+#: Lengths of the generated rows in tokens: log-normal, like those of posts.
 MEDIAN_LENGTH, SPREAD = 32, 0.9
-#: Rows that they are cut from, at most.
+#: Maximum rows in the window from which the trial cuts its batches.
 WINDOW_ROWS = 1024
 
 
 class TokenBudget:
-    """Tokens of one micro-batch, at most: its longest row times its rows.
+    """Maximum tokens of a micro-batch: its longest row times its number of rows.
 
-    file, key: where a budget that was lowered is remembered; None remembers nothing. While the budget is shared, which
-    means that another model is loaded beside this one, lowering it is temporary.
+    file, key: where to remember a lowered budget; None remembers nothing.
+
+    The budget is shared while a second model is loaded on the device. Lowering a shared budget is temporary.
     """
 
     def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
         self.tokens = tokens
-        #: The budget without the other model; None while there is none.
+        #: The budget without the second model; None while there is no second model.
         self._alone: int | None = None
         self._file = file
         self._key = key
@@ -59,27 +60,28 @@ class TokenBudget:
 
     @property
     def shared(self) -> bool:
+        """True while a second model is loaded on the device."""
         return self._alone is not None
 
     @property
     def alone(self) -> int:
-        """The budget without another model on the device."""
+        """The budget without a second model on the device."""
         return self.tokens if self._alone is None else self._alone
 
     def share(self, tokens: int) -> None:
-        """Hold micro-batches to `tokens`, and lower this temporarily, until `end_sharing`."""
+        """Limit micro-batches to `tokens` and make `lower` temporary, until `end_sharing`."""
         with self._lock:
             self._alone, self.tokens = self.alone, tokens
 
     def end_sharing(self) -> None:
-        """Return to the budget without another model, whose memory is free again."""
+        """Restore the budget that applies without a second model."""
         with self._lock:
             self._alone, self.tokens = None, self.alone
 
     def lower(self, tokens: int, shared: bool = False) -> None:
-        """Hold at most `tokens` from now on: the device had no memory for twice as many.
+        """Lower the budget to `tokens`, after the device ran out of memory with twice as many.
 
-        shared: the budget was shared when the memory ran out. If it no longer is, nothing changes.
+        shared: whether the budget was shared at that time. If it no longer is, do nothing.
         """
         with self._lock:
             if shared and not self.shared:
@@ -98,7 +100,7 @@ class TokenBudget:
 
 
 def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:
-    """The budget that is set, else the remembered one."""
+    """Return the configured budget, else the remembered one, else None."""
     if settings.token_budget:
         return TokenBudget(settings.token_budget)
     file, key = _place(classifier, settings)
@@ -109,10 +111,10 @@ def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | No
 
 
 def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
-    """The budget that is set, else the remembered one, else the best of a sweep, which takes some seconds."""
+    """Return the configured budget, else the remembered one, else measure the best, which takes several seconds."""
     if known := known_budget(classifier, settings):
         return known
-    logger.info("measuring the token budget, once for this device and model …")
+    logger.info("measuring the token budget for this device and model; later starts reuse the result")
     classifier.device.take_share(classifier.device.lanes)
     rates = sweep(classifier, settings.batch_rows)
     remember(classifier, settings, rates)
@@ -120,12 +122,12 @@ def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
 
 
 def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
-    """Where the budget of this device, model and settings is remembered: the file, and the key in it."""
-    return settings.cache_folder / FILE, digest(*identity(classifier, settings).values())
+    """Return the file and the key under which the budget for this device, model and settings is remembered."""
+    return settings.cache_folder / CALIBRATION_FILE, digest(*identity(classifier, settings).values())
 
 
 def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
-    """What the best budget depends on; the digest of the values is the key that it is remembered under."""
+    """Return everything the best budget depends on. A digest of the values is the key under which it is remembered."""
     return {
         "device": classifier.device.hardware,
         "lanes": str(classifier.device.lanes),
@@ -142,25 +144,30 @@ def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
 
 
 def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]) -> bool:
-    """Let workers of this device, model and settings start with the best budget, whatever they had before.
+    """Write the best budget to the calibration file, for later starts with this device, model and settings.
 
-    rates: tokens per second by budget. False where the file cannot be written, which the log then tells.
+    rates: tokens per second by budget.
+
+    Replaces an earlier entry. Logs a warning and returns False if the file cannot be written.
     """
     tokens, identified = best(rates), identity(classifier, settings)
     by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
     logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
     measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
     entry = identified | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
-    return _write(settings.cache_folder / FILE, digest(*identified.values()), entry)
+    return _write(settings.cache_folder / CALIBRATION_FILE, digest(*identified.values()), entry)
 
 
 def best(rates: dict[int, float]) -> int:
-    """The smallest budget that comes close to the fastest."""
+    """Return the smallest budget whose rate comes close to the best."""
     return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
 
 
 def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
-    """Tokens per second by budget, as far as the device's memory and patience go."""
+    """Measure tokens per second for each budget, smallest first.
+
+    Stop at a budget that is much slower than the best or does not fit in the device's memory.
+    """
     candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):
@@ -172,20 +179,20 @@ def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
                 candidates = tuple(other for other in candidates if other < budget)
                 break
             rates[budget] = max(rate, rates.get(budget, 0.0))
-            if rate < FALLEN * max(rates.values()):
+            if rate < STOP_RATIO * max(rates.values()):
                 candidates = tuple(other for other in candidates if other <= budget)
                 break
     return rates or {candidates[0] if candidates else 1: 0.0}
 
 
 def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> float:
-    """Real tokens per second in batches cut from a window of made-up rows."""
+    """Return real tokens per second (without padding) in batches cut from a window of generated rows."""
     lengths = random.Random(budget)
     label_set = classifier.label_set(ClassifyOptions())
     window: Window[Row] = Window(time.monotonic)
     tokens = waiting = 0
     spent = 0.0
-    while spent < SECONDS:
+    while spent < MIN_TRIAL_S:
         while waiting < 4 * budget and len(window) < WINDOW_ROWS:
             text = "post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH))
             for row in classifier.prepare([text], label_set)[0]:
@@ -206,7 +213,7 @@ def _remembered(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read (%s); it is made anew", file, error)
+        logger.warning("cannot read %s (%s); starting a new file", file, error)
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -217,7 +224,7 @@ def _entry(file: Path, key: str) -> dict[str, Any]:
 
 
 def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
-    """Written beside it and renamed: a reader sees the old file or the new one. One writer at a time."""
+    """Update the calibration file atomically, one writer at a time. Return False if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_suffix(".lock").open("w") as lock:
@@ -226,6 +233,6 @@ def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
             fresh.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
             fresh.replace(file)
     except OSError as error:
-        logger.warning("%s cannot be written (%s); the next start measures again", file, error)
+        logger.warning("cannot write %s (%s); the next start measures again", file, error)
         return False
     return True

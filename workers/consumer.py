@@ -1,21 +1,21 @@
-"""Fits Celery's consumer to a pool that holds many messages at a time: what it fetches, and what it tells.
+"""Celery's consumer, adapted to a pool that holds many messages at a time: what it fetches and what it reports.
 
-A message that no task can take, whatever is wrong with it, becomes a dead letter; Celery alone throws it away.
+A message that no task can process becomes a dead letter. Celery alone would discard it.
 
-What it leans on in Celery 5.7 and kombu 5.7:
+Relies on these internals of Celery 5.7 and kombu 5.7:
 
-- `QoS.room` and `Channel.room_bytes` say how much the transport fetches (shared/transport.py); `can_consume`, whether
-  it fetches at all: Celery's own worker_disable_prefetch replaces it too.
-- `Consumer`'s first argument takes each request to the pool, whatever held it up before; it raises what the result
-  backend does where the request was revoked or has expired.
-- `Consumer.ensure_connected` waits for the broker; the two `on_connection_error_…` are told of each error that the next
-  connection may mend. `create_task_handler` makes what each message is handed to; `on_decode_error`,
-  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` are told of one that it throws away, and what they log
-  of it begins with UNKNOWN_FORMAT and its like (celery/worker/consumer/consumer.py).
-- `Mingle.send_hello` asks every worker, and leaves out who answers by our own name, which before Control has started is
-  another worker (celery/worker/consumer/mingle.py).
-- What a step's `info` returns goes into `inspect stats`, in place of what an earlier step's did (celery/bootsteps.py).
-- `Autoscaler.maybe_scale` is asked at each message, and `update` by the remote command (celery/worker/autoscale.py).
+- `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (shared/transport.py); `can_consume` decides
+  whether it fetches at all. Celery's worker_disable_prefetch replaces it too.
+- `Consumer`'s first argument passes each request to the pool, after any delay. It raises the result backend's errors if
+  the request was revoked or has expired.
+- `Consumer.ensure_connected` waits for the broker. The two `on_connection_error_…` methods receive each error that a
+  new connection may solve. `create_task_handler` returns the callback for incoming messages. `on_decode_error`,
+  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery discards, and log it in
+  a format such as UNKNOWN_FORMAT (celery/worker/consumer/consumer.py).
+- `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
+  Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
+- The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
+- `Autoscaler` calls `maybe_scale` at each message, and `update` on the remote command (celery/worker/autoscale.py).
 """
 
 import logging
@@ -53,19 +53,20 @@ from workers.delivery import arguments_of, came_from, id_of, times_delivered, ti
 from workers.events import EventBatches, keep_client
 from workers.message import Message, traced, without_posts
 from workers.pool import DevicePool
-from workers.ticket import BACKEND_AWAY
+from workers.ticket import BACKEND_ERRORS
 
 logger = logging.getLogger(__name__)
 
-#: Of what kombu tells of a connection, what has passwords in it: Redis' own, Sentinels' addresses, the Sentinels' own.
-WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
-#: The stubs hold little of what is inside.
+#: Fields of kombu's connection info that contain passwords: those of Redis, in Sentinel addresses, and of the
+#: Sentinels.
+FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
+#: The type stubs cover little of this module.
 celery_consumer: Any = _celery_consumer
 
-#: What a message can bring about in Celery that expects another one: not what Redis, or its connection, can.
+#: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-#: What Celery logs of a message that it throws away, each with the beginning of its body: somebody's post.
-TELLS_TOO_MUCH = frozenset(
+#: Celery's log formats for discarded messages. Each quotes the start of the body, which is a user's post.
+FORMATS_THAT_QUOTE_BODIES = frozenset(
     {
         celery_consumer.UNKNOWN_FORMAT,
         celery_consumer.UNKNOWN_TASK_ERROR,
@@ -73,47 +74,48 @@ TELLS_TOO_MUCH = frozenset(
         celery_consumer.MESSAGE_DECODE_ERROR,
     }
 )
-#: Bytes of memory that messages for later may take in a worker.
-MAX_LATER = 128 * 2**20
-#: Characters of an error's text, or of a task's name, that a dead letter quotes.
-LONGEST_QUOTE = 200
+#: Maximum bytes of memory for messages with an ETA in a worker.
+MAX_ETA_BYTES = 128 * 2**20
+#: Maximum characters of an error's text, or of a task's name, quoted in a dead letter.
+MAX_QUOTE_CHARS = 200
 
 
 class Consumer(consumer.Consumer):
-    """Celery's, which says what is wrong with Redis, knocks again soon, and ends where no waiting helps."""
+    """Celery's consumer with clear Redis errors, fast reconnects, and an exit on permanent errors."""
 
     app: Application
 
-    #: Seconds between two tries to connect, at first and at most. Celery's go up to 30, after each fault.
-    PAUSE, LONGEST_PAUSE = 0.5, 2.0
-    #: Seconds between two looks whether a message for later that has to be handled alone can be.
+    #: Seconds between connection attempts, initial and maximum. Celery's own delay grows to 30 s after each error.
+    RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.5, 2.0
+    #: Retry interval, in seconds, for delivering a message with an ETA in isolation.
     ALONE_INTERVAL_S = 0.1
 
     def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
-        # Briefly: the event loop waits for it.
+        # Uses a client with short timeouts, because the event loop waits for it.
         self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
-        celery_consumer.logger.addFilter(_tells_not_too_much)
+        celery_consumer.logger.addFilter(_quotes_no_body)
         for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
             if isinstance(step, Mingle):
-                step.send_hello = self._hellos  # type: ignore[method-assign, assignment]  # the stub's returns nothing
+                step.send_hello = self._greet_workers  # type: ignore[method-assign, assignment]  # the stub's returns nothing
 
     def ensure_connected(self, conn: Any) -> Any:
-        """Wait for Redis, for as long as it takes; each thing that is wrong is said once."""
-        said: set[str] = set()
+        """Wait until Redis is reachable. Log each distinct error once."""
+        logged: set[str] = set()
 
         def failed(error: Exception, *_: Any) -> None:
             self._end_if_denied(error)
-            if (what := plainly(error, self.app.settings) or repr(error)) not in said:
-                said.add(what)
-                logger.error("%s Trying again.", what)
+            if (what := plainly(error, self.app.settings) or repr(error)) not in logged:
+                logged.add(what)
+                logger.error("%s Retrying.", what)
 
-        conn.as_uri = lambda **_: self.app.settings.redis_address  # of a transport by class path it knows no URL
+        # kombu has no URL for a transport that is given by class path.
+        conn.as_uri = lambda **_: self.app.settings.redis_address
         connected = conn.ensure_connection(
             failed,
-            interval_start=self.PAUSE,
-            interval_step=self.PAUSE,
-            interval_max=self.LONGEST_PAUSE,
+            interval_start=self.RETRY_DELAY_S,
+            interval_step=self.RETRY_DELAY_S,
+            interval_max=self.MAX_RETRY_DELAY_S,
             callback=maybe_shutdown,
         )
         self.first_connection_attempt = False
@@ -125,39 +127,41 @@ class Consumer(consumer.Consumer):
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         self._end_if_denied(exc)
-        if isinstance(exc, ResponseError):  # Celery names no more than its kind
+        if isinstance(exc, ResponseError):  # Celery logs only its type
             logger.warning("%s", plainly(exc, self.app.settings) or repr(exc))
-        with warnings.catch_warnings():  # what it advises would cancel what the device is busy with
+        with warnings.catch_warnings():  # its advice would cancel tasks that are on the device
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
 
-    def _hellos(self, _: Any) -> dict[str, Any]:
-        """What other workers answer to each connection. At the first, one that bears this one's name ends this one."""
+    def _greet_workers(self, _: Any) -> dict[str, Any]:
+        """Return the other workers' answers to Mingle's hello.
+
+        On the first connection, end this worker if another one has the same node name.
+        """
         asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
         answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
         if self.hostname in answers and not self.restart_count:
             logger.critical(
-                "another worker of this Redis is called %s, and remote control and Flower would take the two for one: "
-                "end that one, or give this one another --name",
+                "node name %s is taken by another worker on this Redis, and remote control cannot tell them apart: "
+                "stop that worker, or start this one with another --name",
                 self.hostname,
             )
             raise WorkerShutdown(EX_FAILURE)
         return answers
 
     def _hand_over(self, on_task_request: Callable[[Any], None], request: Any) -> None:
-        """Give a request to the pool, which ends it even if the connection is lost meanwhile.
+        """Give a claimed request to the pool, which finishes it even if the connection is lost.
 
-        Celery drops the other requests that it has (those for later, and those that a rate limit holds up) with the
-        connection: they are not claimed, and go back to the queue.
+        A lost connection returns unclaimed requests (with an ETA, or held back by a rate limit) to the queue.
         """
         if not is_held(request.message):
-            return  # it went back while it waited
+            return  # it returned to the queue while it waited
         if not claim(request.message):
             self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
             return
         try:
             on_task_request(request)
-        except BACKEND_AWAY as fault:
+        except BACKEND_ERRORS as fault:
             again = partial(self._hand_over, on_task_request, request)
             self._retry_later(str(request), fault, request.message, again)
         except BaseException:
@@ -165,15 +169,15 @@ class Consumer(consumer.Consumer):
             raise
 
     def _retry_later(self, what: str, fault: Exception, message: Any, again: Callable[[], None]) -> None:
-        """Hold a message that was revoked or has expired until Redis takes that as its result."""
+        """Hold a revoked or expired message until Redis stores its result. again: the call to repeat."""
         claim(message)
-        logger.warning("%s: Redis does not take its result (%s); next try in %.1f s", what, fault, self.LONGEST_PAUSE)
-        self.timer.call_after(self.LONGEST_PAUSE, again)
+        logger.warning("cannot store the result of %s (%s); retrying in %.1f s", what, fault, self.MAX_RETRY_DELAY_S)
+        self.timer.call_after(self.MAX_RETRY_DELAY_S, again)
 
-    # What no task takes.
+    # Messages that no task can process.
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Any:
-        """Celery's, which a message of odd types alone cannot end the worker with."""
+        """Return Celery's message handler, guarded against malformed messages, which would end the worker."""
         handle = super().create_task_handler(*args, **kwargs)
 
         def on_task_received(message: Any) -> Any:
@@ -183,10 +187,10 @@ class Consumer(consumer.Consumer):
                 wellformed.check(message)
                 self._bound_later(message)
                 handle(message)
-                put_off(message)  # unless the pool has it
+                put_off(message)  # does nothing if the pool has claimed it
             except (InvalidTaskError, *MALFORMED) as error:
                 return self.on_invalid_task(None, message, error)
-            except BACKEND_AWAY as fault:
+            except BACKEND_ERRORS as fault:
                 self._retry_later(f"message {_quoted(id_of(message))}", fault, message, partial(take_again, message))
 
         def take_again(message: Any) -> None:
@@ -196,38 +200,38 @@ class Consumer(consumer.Consumer):
         return on_task_received
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
-        what = f"its body cannot be read as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
+        what = f"cannot decode its body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
         self._refuse(message, what, message.ack, exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
-        what = "neither its headers nor its body name a task: it is no message of Celery's"
+        what = "not a Celery message: neither its headers nor its body name a task"
         self._refuse(message, what, partial(super().on_unknown_message, body, message))
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        what = f"this worker knows no task of the name {_quoted(exc)}; one of your own is loaded with {PREFIX}INCLUDE"
+        what = f"this worker has no task {_quoted(exc)}; set {PREFIX}INCLUDE to load your own tasks"
         self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        def let_go() -> None:
+        def discard() -> None:
             super(Consumer, self).on_invalid_task(body, message, exc)
             task_id, properties = message.headers.get("id"), message.properties
             if isinstance(task_id, str) and not message.headers.get("ignore_result"):  # as for an unknown task
                 asked = Context(reply_to=properties.get("reply_to"), correlation_id=properties.get("correlation_id"))
                 self.app.backend.store_result(task_id, exc, FAILURE, request=asked)
 
-        self._refuse(message, "Celery cannot take it", let_go, exc)
+        self._refuse(message, "invalid Celery message", discard, exc)
 
     def _bound_later(self, message: Any) -> None:
-        """Raise InvalidTaskError where messages for later would take the memory of those that are due."""
+        """Raise InvalidTaskError if a message with an ETA would exceed the memory limit for such messages."""
         leases = getattr(message.channel, "leases", None)
-        if leases and leases.bytes_later > MAX_LATER:
-            fields = message.payload if isinstance(message.payload, dict) else {}  # of protocol 1
+        if leases and leases.bytes_later > MAX_ETA_BYTES:
+            fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
             if message.headers.get("eta") or fields.get("eta"):
-                raise InvalidTaskError(f"messages for later would take more than {MAX_LATER:,} bytes of this worker")
+                raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
 
     def _refuse_fatal(self, message: Any) -> None:
-        """Refuse, unread, a message that one worker after the other vanished with."""
-        fatal = f"{times_fatal(message)} workers vanished while they handled nothing else"
+        """Write a dead letter, without decoding the body, for a message that several workers died with."""
+        fatal = f"{times_fatal(message)} workers died while handling it in isolation"
         what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
 
@@ -240,17 +244,18 @@ class Consumer(consumer.Consumer):
         self,
         message: Any,
         what: str,
-        let_go: Callable[[], None],
+        discard: Callable[[], None],
         error: Exception | None = None,
         unread: bool = False,
     ) -> None:
-        """Keep a message as dead letters, then have Celery tell who waits for it, and let it go.
+        """Write a message's dead letters, have Celery notify its sender, and acknowledge it.
 
-        what: is wrong with it; the error's own words may be a post's, and are kept out of the log. While Redis takes
-        nothing the message stays with this worker. Should the connection be lost meanwhile, nobody refers to it any
-        more, and it comes again.
+        what: the reason. The error's own text may quote a post and stays out of the log.
+        discard: Celery's handler for such a message.
+        unread: do not decode the body, because decoding may be what ended other workers.
 
-        unread: its body is not decoded, which may be what ended other workers.
+        While Redis takes no writes, the worker keeps the message and retries. If the connection is lost meanwhile, the
+        message is redelivered.
         """
         if message.acknowledged:
             return
@@ -258,37 +263,38 @@ class Consumer(consumer.Consumer):
             self._store.write([], _letters(message, what, error, self.hostname, unread))
         except RedisFault as fault:
             self._end_if_denied(fault)
-            logger.warning("a dead letter waits for Redis (%s); next try in %.1f s", fault, self.LONGEST_PAUSE)
-            self.timer.call_after(self.LONGEST_PAUSE, self._refuse, (message, what, let_go, error, unread))
+            logger.warning("cannot write a dead letter (%s); retrying in %.1f s", fault, self.MAX_RETRY_DELAY_S)
+            self.timer.call_after(self.MAX_RETRY_DELAY_S, self._refuse, (message, what, discard, error, unread))
             return
         logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
         try:
-            let_go()
-        except (*MALFORMED, *BACKEND_AWAY) as fault:  # its sender is not named, or in odd types, or Redis is full
-            logger.warning(
-                "the sender of message %s cannot be told (%s)", _quoted(id_of(message)), type(fault).__name__
-            )
+            discard()
+        except (*MALFORMED, *BACKEND_ERRORS) as fault:  # the reply address is missing or malformed, or Redis is full
+            logger.warning("cannot notify the sender of message %s (%s)", _quoted(id_of(message)), type(fault).__name__)
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
 
     def catch_up(self) -> None:
-        """Write dead letters again that Redis may have lost, and let go of those that it cannot lose any more."""
-        with suppress(RedisFault):  # the next look tries again
+        """Rewrite recent dead letters that Redis may have lost, and forget those that are safe."""
+        with suppress(RedisFault):  # the next call retries
             self._store.catch_up()
 
     def _end_if_denied(self, error: Exception) -> None:
-        """A user's rights do not come back by themselves, and another connection has no others."""
+        """End the worker if Redis denies it access: no new connection changes its permissions."""
         if is_denied(error):
             logger.critical("%s", plainly(error, self.app.settings))
             raise WorkerShutdown(EX_FAILURE) from None
 
 
-def _tells_not_too_much(record: logging.LogRecord) -> bool:
-    return record.msg not in TELLS_TOO_MUCH
+def _quotes_no_body(record: logging.LogRecord) -> bool:
+    return record.msg not in FORMATS_THAT_QUOTE_BODIES
 
 
 def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
-    """One for each post that can be made out in a message of kombu's; else, or if unread, one in all with its body."""
+    """Return a dead letter for each post found in a kombu message.
+
+    If there are none, or if unread, return a single one with the message's body.
+    """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None
     now, task_id = time.time(), id_of(message)
@@ -303,29 +309,29 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str, unre
 
 
 def _quoted(value: object) -> str:
-    """Somebody else's words, short, on one line."""
+    """Return untrusted text, shortened to one printable line."""
     try:
         text = str(value)
     except MALFORMED:
         return f"<{type(value).__name__}>"
-    return printable(text[:LONGEST_QUOTE])
+    return printable(text[:MAX_QUOTE_CHARS])
 
 
 class ConsumerFit(bootsteps.StartStopStep):
-    """Fits Celery's consumer to a pool that holds many messages at a time; anew after each lost connection."""
+    """Bootstep that connects Celery's consumer to the pool, again after each lost connection."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     def start(self, parent: Any) -> None:
         if not isinstance(parent.pool, DevicePool):
-            return  # another pool was asked for on the command line
+            return  # the command line selects another pool
         channel = parent.task_consumer.channel
         credit, most = channel.qos.room, channel.room_bytes
         channel.qos.room = lambda: (
             min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
         )
         channel.room_bytes = lambda: min(parent.pool.room_bytes(), most())
-        with suppress(ResponseError):  # a Redis that is full takes nothing again; a lost connection starts this again
+        with suppress(ResponseError):  # Redis is full; after a lost connection, this step runs again
             parent._store.catch_up()
         with suppress(ResponseError):
             parent.pool.adopt(parent.event_dispatcher)
@@ -335,33 +341,35 @@ class ConsumerFit(bootsteps.StartStopStep):
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
 
     def info(self, parent: Any) -> Any:
-        """How Redis is reached, for `inspect stats` and Flower: of three passwords Celery leaves out but two."""
+        """Return how Redis is reached, for `inspect stats` and Flower. Omits all three passwords; Celery masks only
+        two.
+        """
         if not parent.connection:
             return {}
-        told = parent.connection.info()
-        return {"broker": {name: value for name, value in told.items() if name not in WITH_PASSWORDS}}
+        connection_info = parent.connection.info()
+        return {"broker": {name: value for name, value in connection_info.items() if name not in FIELDS_WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
-        """What waits goes to the dispatcher, which hands what it cannot send to its successor."""
+        """Flush pending events to the dispatcher, which passes unsent ones to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
 
 
 @control_command()
 def feedmill_deploy(state: Any) -> dict[str, Any]:
-    """Look which model is wanted for this worker's queue, and say how the latest asking goes."""
+    """Schedule a deployment check of this worker's queue and return the latest status."""
     pool = state.consumer.pool
     return pool.deploy() if isinstance(pool, DevicePool) else {}
 
 
 class Scaler(Autoscaler):
-    """Celery's, for another pool. The device stays one slot: what `--autoscale` asks of it is said, not done."""
+    """Celery's autoscaler, disabled for DevicePool, which always has one slot."""
 
     def __init__(self, pool: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(pool, *args, **kwargs)
         self._fixed = isinstance(pool, DevicePool)
         if self._fixed:
-            logger.warning("the device is one slot: --autoscale has no effect")
+            logger.warning("ignoring --autoscale: a worker has one device")
 
     def maybe_scale(self, req: Any = None) -> None:
         if not self._fixed:
@@ -369,5 +377,5 @@ class Scaler(Autoscaler):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         if self._fixed:
-            raise NotImplementedError("the pool is one device, which cannot be scaled: start a worker for another one")
+            raise NotImplementedError("the pool is one device and cannot be scaled: start a worker for another device")
         return super().update(*args, **kwargs)

@@ -1,12 +1,12 @@
-"""Puts the model that is wanted for a worker's queue to work, while the one before goes on.
+"""Hot swap: load the model wanted for a worker's queue and activate it while the previous one keeps running.
 
-`feedmill deploy` notes a folder and the hash of its weights in Redis (shared/serving.py), and has the workers look.
-What is wanted is read there alone: a worker that the command did not reach looks each minute, and at each connection.
-The new model is loaded beside the one at work, on a thread of this file's, and tried; then the pipeline goes over to it
-between two micro-batches. Whatever fails on the way leaves the one at work where it is.
+`feedmill deploy` stores a folder and the hash of its weights in Redis (shared/serving.py) and tells the workers to
+check. Workers trust only what they read there. A worker that misses the command checks every minute and at each
+connection. It loads the new model beside the active one, on a separate thread, and tests it. The pipeline then switches
+between two micro-batches. Any failure on the way leaves the active model in place.
 
-Nothing of what is wanted is trusted further than that: it is a folder of this machine, below `models_folder` where that
-is set, of safetensors with that hash, and no code that it brings along is run. Knows nothing of Celery.
+A deployment can only select a folder on this machine, below `models_folder` if that is set, with safetensors of that
+hash. Code in the folder never runs. Independent of Celery.
 """
 
 import gc
@@ -40,63 +40,63 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Short and long, plain and odd: each must get a score for each label before a model is put to work.
+#: Test posts: short and long, plain and unusual. A model must score every label of each before it is activated.
 CANARY = (
     "A first post.",
     "The keeper saved two penalties\n\nand nobody in the stadium could believe it",
     "¿Qué? 🙂 <b>&amp;</b> https://example.org/?a=b " + "x" * 200,
     "no",
 )
-#: A post as long as any that is read: of these the largest micro-batch is made.
-LONGEST = "post " * 10_000
-#: Seconds that a worker which ends waits for this thread.
-PATIENCE = 5.0
+#: A post beyond every truncation length, for building the largest possible micro-batch.
+LONG_POST = "post " * 10_000
+#: Seconds that `stop` waits for the thread.
+JOIN_TIMEOUT_S = 5.0
 
 
 def load_wanted(asked: Wanted | None, settings: Settings, device: Device) -> Classifier:
-    """The classifier of the model that is wanted, loaded; of the settings', where none is.
+    """Load the wanted model and return its classifier. Without one, load the model of the settings.
 
     Raises ModelError or SettingsError.
     """
     if asked is None or asked.model is None:
         return load_classifier(settings, device)
     folder = _folder(asked.model, settings)
-    # What the settings say of their own model says nothing of this one.
+    # Settings specific to the configured model do not apply to this one.
     others = {"model": str(folder), "revision": None, "classifier": "auto", "trust_remote_code": False}
     classifier = load_classifier(settings.model_copy(update=others), device)
     if classifier.weights.sha256 != asked.weights:
         raise ModelError(
-            f"{folder} on {socket.gethostname()} holds other weights ({classifier.weights.sha256[:12]}) than were "
-            f"deployed ({printable(str(asked.weights)[:12])}). Copy that model there, and deploy it again."
+            f"{folder} on {socket.gethostname()} has weights {classifier.weights.sha256[:12]}, but "
+            f"{printable(str(asked.weights)[:12])} were deployed. Copy the deployed model there and deploy it again."
         )
     return classifier
 
 
 def _folder(model: str, settings: Settings) -> Path:
-    """The folder that is meant, where it is here and may be loaded."""
+    """Return the model's folder. Raises ModelError if it is missing or may not be loaded."""
     folder, host = Path(model), socket.gethostname()
     try:
         there = folder.is_absolute() and folder.is_dir()
         allowed = settings.models_folder is None or folder.resolve().is_relative_to(settings.models_folder.resolve())
-    except (OSError, ValueError):  # a name that none can have, or a folder that this user may not look into
+    except (OSError, ValueError):  # an impossible path, or a folder without read permission
         there = allowed = False
     if there and not allowed:
         raise ModelError(
-            f"{printable(model)} is not below {settings.models_folder}, where {PREFIX}MODELS_FOLDER of {host} has the "
-            "models that may be deployed."
+            f"{printable(model)} is outside {settings.models_folder}, the {PREFIX}MODELS_FOLDER of {host}. Move the "
+            "model into that folder and deploy it from there."
         )
     if not there:
         raise ModelError(
-            f"There is no folder {printable(model):.300} on {host}. Copy the model there, under that name, and deploy "
-            "it again."
+            f"There is no folder {printable(model):.300} on {host}. Copy the model to that path and deploy it again."
         )
     return folder
 
 
 class Deployer:
-    """The thread that looks what is wanted, and puts it to work.
+    """The thread that checks which model is wanted and activates it.
 
-    at_work: what was wanted when the worker started. on_replaced: told, on this thread, when another model is at work.
+    at_work: the deployment that the worker loaded at startup, if any.
+    on_replaced: called on this thread after another model is activated.
     """
 
     def __init__(
@@ -108,86 +108,87 @@ class Deployer:
         self._redis = redis
         self._at_work = self._tried = self._latest = at_work
         self._on_replaced = on_replaced
-        #: How the latest asking goes; None where nobody has asked.
-        self.report = at_work and Report(at_work.at, Stage.DONE, "loaded at its start")
-        self._told = threading.Event()
-        self._ending = False
+        #: Status of the latest deployment; None if there was none.
+        self.report = at_work and Report(at_work.at, Stage.DONE, "loaded at startup")
+        self._wake = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="deployer", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def look(self) -> None:
-        """Look soon what is wanted; returns at once."""
-        self._told.set()
+        """Schedule a check of the wanted model. Returns at once."""
+        self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, unless it is in the midst of loading; whatever that was is dropped."""
-        self._ending = True
-        self._told.set()
+        """End the thread, waiting at most JOIN_TIMEOUT_S for it. Drop a model that is still loading."""
+        self._stopped = True
+        self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(PATIENCE)
+            self._thread.join(JOIN_TIMEOUT_S)
 
     def _loop(self) -> None:
-        while not self._ending:
-            self._told.wait()
-            self._told.clear()
-            asked = self._asked()
-            if asked and asked not in (self._at_work, self._tried) and not self._ending:
+        while not self._stopped:
+            self._wake.wait()
+            self._wake.clear()
+            asked = self._read_wanted()
+            if asked and asked not in (self._at_work, self._tried) and not self._stopped:
                 self._tried = asked
                 self._pipeline.budget.share(self._pipeline.budget.tokens)
-                self._put_to_work(asked)
-                settle(self._pipeline.classifier.device)  # nothing above refers any more to what was dropped
-                self._pipeline.budget.end_sharing()  # of whichever model stayed
+                self._deploy(asked)
+                settle(self._pipeline.classifier.device)  # by now, no reference to the dropped model is left
+                self._pipeline.budget.end_sharing()  # applies to the active model, old or new
 
-    def _asked(self) -> Wanted | None:
-        """What is wanted now; where that cannot be told, what was before: the next look will tell."""
+    def _read_wanted(self) -> Wanted | None:
+        """Return the wanted model. While Redis is unreachable, return the last known one."""
         try:
             self._latest = wanted(self._redis, self._settings.queue)
         except RedisFault as fault:
-            logger.debug("what is wanted cannot be told (%s)", fault)
+            logger.debug("cannot read which model is wanted (%s)", fault)
         except UserError as error:
             logger.error("%s", error)
         return self._latest
 
-    def _put_to_work(self, asked: Wanted) -> None:
+    def _deploy(self, asked: Wanted) -> None:
         device, before = self._pipeline.classifier.device, self._pipeline.classifier.weights.name
         name = printable(asked.model or self._settings.model)
         began = time.monotonic()
         try:
-            self._tell(asked, Stage.LOADING, f"{name} beside {before}")
+            self._report(asked, Stage.LOADING, f"{name} beside {before}")
             device.take_share(device.lanes)
             classifier = load_wanted(asked, self._settings, device)
-            self._tell(asked, Stage.TRYING, f"{name}, loaded in {time.monotonic() - began:.1f} s")
-            budget = self._try(classifier)
-            if self._asked() != asked:
-                self._told.set()
-                raise UserError("something else is wanted by now.")
-            self._tell(asked, Stage.SWITCHING, f"to {name} when what was fetched before is done")
+            self._report(asked, Stage.TRYING, f"{name}, loaded in {time.monotonic() - began:.1f} s")
+            budget = self._validate(classifier)
+            if self._read_wanted() != asked:
+                self._wake.set()
+                raise UserError("another model is wanted by now.")
+            self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")
             replaced: Future[None] = Future()
             self._pipeline.replace(classifier, budget, partial(replaced.set_result, None))
             del classifier
             self._wait(replaced)
         except UserError as error:
-            self._tell(asked, Stage.FAILED, f"{before} stays at work: {error}", logging.ERROR)
-        except _Ending:
+            self._report(asked, Stage.FAILED, f"{before} stays active: {error}", logging.ERROR)
+        except _Stopping:
             return
-        except BaseException as error:  # whatever a model's files bring about; a panic, in Rust, is no Exception
-            logger.error("%s cannot be put to work:\n%s", name, traced(error))
-            self._tell(
-                asked, Stage.FAILED, f"{before} stays at work: {type(error).__name__}: {printable(str(error)):.300}"
+        except BaseException as error:  # a model's files can raise anything; a Rust panic is not an Exception
+            logger.error("cannot activate %s:\n%s", name, traced(error))
+            self._report(
+                asked, Stage.FAILED, f"{before} stays active: {type(error).__name__}: {printable(str(error)):.300}"
             )
         else:
             self._at_work = asked
-            self._tell(asked, Stage.DONE, f"{name} is at work, {time.monotonic() - began:.1f} s after it was told")
+            self._report(asked, Stage.DONE, f"{name} is active after {time.monotonic() - began:.1f} s")
             self._on_replaced()
 
-    def _try(self, classifier: Classifier) -> TokenBudget:
-        """See that it computes, on the device thread, between the micro-batches of the one at work.
+    def _validate(self, classifier: Classifier) -> TokenBudget:
+        """Test the model on the device thread, between micro-batches of the active model, and return its token budget.
 
-        Return the budget that is set, or was measured before; else that of the one at work: measuring would keep the
-        device for ten seconds, and is left to the next start. The budget is shared, and as small as both models leave
-        room for. Raises ModelError.
+        The budget is the configured or previously measured one, else that of the active model: a measurement would
+        block the device for ten seconds and is left to the next start. It is shared, and lowered until both models fit
+        in memory. Raises ModelError.
         """
         name, label_set = classifier.weights.name, classifier.label_set(ClassifyOptions())
         budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.alone)
@@ -199,10 +200,11 @@ class Deployer:
             except DeviceFull:
                 if len(rows) == 1:
                     raise ModelError(
-                        f"{classifier.device.name} has no memory for {name} beside the one at work."
+                        f"{classifier.device.name} has too little memory for {name} beside the active model. "
+                        "Restart the worker to load the new model only."
                     ) from None
                 tokens = len(rows) * rows[0].length // 2
-                logger.warning("micro-batches of %s hold at most %d tokens beside the one at work", name, tokens)
+                logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
             else:
                 break
         window: Window[Row] = Window(time.monotonic)
@@ -212,52 +214,51 @@ class Deployer:
         while rows := window.take(tokens, self._settings.batch_rows):
             for _, scores in self._compute(classifier, rows):
                 if set(scores) != set(label_set.labels) or not all(map(math.isfinite, scores.values())):
-                    raise ModelError(f"{name} gives scores that are none, of {len(scores)} labels: {scores!r:.200}")
+                    raise ModelError(f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}")
         budget.share(tokens)
         return budget
 
     def _largest(self, classifier: Classifier, tokens: int) -> list[Row]:
-        """A micro-batch as large as any that may come."""
+        """Return the rows of the largest micro-batch that fits the budget `tokens`."""
         label_set = classifier.label_set(ClassifyOptions())
-        length = classifier.prepare([LONGEST], label_set)[0][0].length
+        length = classifier.prepare([LONG_POST], label_set)[0][0].length
         count = max(1, min(self._settings.batch_rows, tokens // length))
-        posts = classifier.prepare([LONGEST] * math.ceil(count / label_set.rows), label_set)
+        posts = classifier.prepare([LONG_POST] * math.ceil(count / label_set.rows), label_set)
         return [row for of_post in posts for row in of_post][:count]
 
     def _compute(self, classifier: Classifier, rows: Sequence[Row]) -> list[tuple[Row, Scores]]:
-        """The scores of the posts whose last rows these are."""
+        """Run rows on the device thread. Return the scores of each post whose last row is among them."""
         computed: Future[list[tuple[Row, Scores]]] = Future()
 
         def compute() -> None:
             try:
                 computed.set_result(classifier.finish(rows, classifier.forward(rows)))
-            except BaseException as error:  # it is for who waits
+            except BaseException as error:  # raised again on the waiting thread
                 computed.set_exception(error)
 
-        what = f"the trial of {classifier.weights.name}"
+        what = f"the test of {classifier.weights.name}"
         self._pipeline.run_on_device_thread(compute, what, self._settings.forward_timeout)
         return self._wait(computed)
 
     def _wait(self, future: Future[T]) -> T:
         while not wait([future], timeout=1).done:
-            if self._ending or self._pipeline.failure:
-                raise _Ending
+            if self._stopped or self._pipeline.failure:
+                raise _Stopping
         return future.result()
 
-    def _tell(self, asked: Wanted, stage: Stage, said: str, level: int = logging.INFO) -> None:
+    def _report(self, asked: Wanted, stage: Stage, said: str, level: int = logging.INFO) -> None:
         self.report = Report(asked.at, stage, said)
         logger.log(level, "deploy: %s: %s", stage, said)
 
 
-class _Ending(Exception):  # noqa: N818 - nothing is wrong
-    """The worker ends, and so does what it was about to load."""
+class _Stopping(Exception):  # noqa: N818 - not an error
+    """Signal to abandon a deployment, because the worker stops."""
 
 
 def settle(device: Device) -> None:
-    """Give back what a model left that is no longer there, and have what is there left alone by the search for garbage.
+    """Free the old model and exempt live objects from garbage collection.
 
-    The libraries and the model are here to stay: looking through them for garbage, again and again, took an eighth of a
-    worker's time.
+    The libraries and the model stay in memory. Scanning them in every collection took an eighth of a worker's time.
     """
     gc.unfreeze()
     gc.collect()

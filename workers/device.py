@@ -1,4 +1,4 @@
-"""Which device this worker is, in which precision it computes, and why."""
+"""Choose the worker's device and precision, and say why."""
 
 import os
 import platform
@@ -9,17 +9,17 @@ import torch
 
 from shared.errors import SettingsError, UserError
 
-#: Cores that torch computes with, unless OMP_NUM_THREADS says otherwise.
+#: Cores that torch uses. OMP_NUM_THREADS overrides the default.
 CORES = torch.get_num_threads()
-#: Forward passes side by side on a CPU, at most: each needs Python's lock between its operations.
-MOST_LANES = 4
+#: Maximum parallel forward passes on a CPU. Each needs Python's global interpreter lock between operations.
+MAX_LANES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-#: Precisions that ONNX Runtime is given, by the kind of device; the first is its own choice.
+#: Precisions that ONNX Runtime supports, by device type; the default first.
 ONNX_DTYPES = {"cpu": ("float32", "int8"), "cuda": ("float16", "float32")}
 
 
 class Device(NamedTuple):
-    """A torch device with its precision; `reason` says how it was chosen."""
+    """A torch device and its precision. `reason` says how both were chosen."""
 
     torch: torch.device
     dtype: torch.dtype
@@ -27,9 +27,10 @@ class Device(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As results bear it: cpu, mps, cuda:2; a GPU as CUDA_VISIBLE_DEVICES names it, where that is set.
+        """The device's name in results: cpu, mps or cuda:2.
 
-        torch counts those that it is shown, and of several workers on one machine each is shown one.
+        If CUDA_VISIBLE_DEVICES is set, a GPU's number is taken from there. torch itself numbers only the visible GPUs,
+        from 0, so the only GPU of each of several workers would be cuda:0.
         """
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.torch.index or 0
@@ -39,18 +40,20 @@ class Device(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Forward passes that run side by side: on a CPU one a core, since two cores that share one wait for each
-        other at the end of each of its operations, and for whatever else a core is given to do.
+        """Number of parallel forward passes: up to one per core on a CPU, otherwise one.
+
+        Passes are not split across cores, because cores that share a pass wait for the slowest one after every
+        operation.
         """
-        return min(CORES, MOST_LANES) if self.torch.type == "cpu" else 1
+        return min(CORES, MAX_LANES) if self.torch.type == "cpu" else 1
 
     def take_share(self, passes: int) -> None:
-        """From now on the calling thread's operations use the cores that one of so many forward passes has."""
+        """Limit the calling thread to its share of the cores while `passes` forward passes run in parallel."""
         if self.torch.type == "cpu":
             torch.set_num_threads(max(1, CORES // passes))
 
     def give_back(self) -> None:
-        """Let others have the memory that no tensor uses any more."""
+        """Release cached memory that no tensor uses."""
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
         elif self.torch.type == "mps":
@@ -58,7 +61,7 @@ class Device(NamedTuple):
 
     @property
     def hardware(self) -> str:
-        """What it is made of: the processor's or the GPU's name, and a CPU's threads."""
+        """The name of the processor or GPU; for a CPU, with its number of threads."""
         if self.torch.type == "cuda":
             return torch.cuda.get_device_name(self.torch)
         if self.torch.type == "mps":
@@ -70,15 +73,15 @@ class Device(NamedTuple):
 
 
 def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> Device:
-    """The device for the settings `device`, `dtype` and `engine`.
+    """Return the device for the settings `device`, `dtype` and `engine`.
 
-    Raises SettingsError where the machine does not have it, or the engine does not compute in that precision.
+    Raises SettingsError if the machine lacks the device, or the engine does not support the precision.
     """
     found, why_device = _device(device)
     if engine == "onnx":
         precision, why_dtype = _onnx_precision(found, dtype)
     elif dtype == "int8":
-        raise SettingsError("FEEDMILL_DTYPE: int8 is for FEEDMILL_ENGINE=onnx on a CPU.")
+        raise SettingsError("FEEDMILL_DTYPE: int8 requires FEEDMILL_ENGINE=onnx on a CPU.")
     elif dtype == "auto":
         precision, why_dtype = _half_precision(found)
     else:
@@ -87,13 +90,13 @@ def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> 
 
 
 def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str]:
-    """(precision of the forward and backward passes, why); weights and their changes are float32 in any case.
+    """Return the precision of the forward and backward passes, and the reason.
 
-    Half precision without bfloat16 takes loss scaling, which float16 needs. Raises UserError where the device does not
-    train in what is wanted.
+    Weights and their updates are always float32. float16 needs loss scaling, bfloat16 does not. Raises UserError if the
+    device does not support training in the wanted precision.
     """
     if wanted == "float16" and device.torch.type != "cuda":
-        raise UserError(f"--precision: float16 trains on a GPU alone, with loss scaling; {device.name} takes bfloat16.")
+        raise UserError(f"--precision: float16 needs a CUDA GPU for loss scaling. Use bfloat16 on {device.name}.")
     if wanted != "auto":
         return DTYPES[wanted], "precision as set"
     if device.torch.type == "cuda":
@@ -102,7 +105,7 @@ def for_training(device: Device, wanted: str = "auto") -> tuple[torch.dtype, str
         return torch.float16, "this GPU has no bfloat16; the loss is scaled"
     if device.torch.type == "cpu":
         return _half_precision(device.torch)
-    return torch.float32, "mixed precision was not tried on Apple GPUs"
+    return torch.float32, "mixed precision is untested on Apple GPUs"
 
 
 def _device(wanted: str) -> tuple[torch.device, str]:
@@ -110,11 +113,13 @@ def _device(wanted: str) -> tuple[torch.device, str]:
         count = torch.cuda.device_count()
         index = int(wanted.partition(":")[2] or 0)
         if index >= count:
-            raise SettingsError(f"FEEDMILL_DEVICE: {wanted} is wanted, but torch sees {count} CUDA devices here.")
+            raise SettingsError(
+                f"FEEDMILL_DEVICE: {wanted} is not available, torch finds {count} CUDA devices. Set auto or cpu."
+            )
         return torch.device("cuda", index), torch.cuda.get_device_name(index)
     if wanted == "mps" or (wanted == "auto" and torch.backends.mps.is_available()):
         if not torch.backends.mps.is_available():
-            raise SettingsError("FEEDMILL_DEVICE: mps is wanted, but torch finds no Apple GPU here.")
+            raise SettingsError("FEEDMILL_DEVICE: mps is not available, torch finds no Apple GPU. Set auto or cpu.")
         return torch.device("mps"), "Apple GPU"
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
 
@@ -131,14 +136,14 @@ def _processor() -> str:
 def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]:
     possible = ONNX_DTYPES.get(device.type)
     if possible is None:
-        raise SettingsError(f"FEEDMILL_ENGINE: onnx runs on CUDA or on the CPU, not on {device}.")
+        raise SettingsError(f"FEEDMILL_ENGINE: onnx supports CUDA GPUs and the CPU, not {device}.")
     if dtype not in ("auto", *possible):
-        raise SettingsError(f"FEEDMILL_DTYPE: ONNX Runtime takes {' or '.join(possible)} on {device}, not {dtype}.")
+        raise SettingsError(f"FEEDMILL_DTYPE: ONNX Runtime supports {' or '.join(possible)} on {device}, not {dtype}.")
     return (DTYPES[possible[0]], "ONNX Runtime") if dtype == "auto" else (DTYPES[dtype], "precision as set")
 
 
 def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:
-    """Half precision where the hardware computes in it; emulated it would be slower than float32."""
+    """Return half precision if the hardware supports it. Emulation would be slower than float32."""
     if device.type != "cpu":
         return torch.float16, "GPUs compute in half precision"
     capabilities = torch.cpu.get_capabilities()

@@ -1,7 +1,8 @@
-"""Models on the Hugging Face hub: one commit of a repository, downloaded into the hub's cache.
+"""Models on the Hugging Face hub: download one commit of a repository into the hub's cache.
 
-huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads, and keeps the cache, which every program shares that
-uses it. Here its errors become sentences, its progress lines of the log. Knows nothing of what files a model needs.
+huggingface_hub does the work: it reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads, and manages the cache, which every
+program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. It does
+not know which files a model needs.
 """
 
 import errno
@@ -34,31 +35,34 @@ from shared.errors import ModelError, printable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two lines on a download, at least; more where it is slow: a line then comes with each tenth of it,
-#: or after PATIENCE.
-QUIET = 5.0
-#: Seconds after which a download that moves slowly is heard of all the same.
-PATIENCE = 60.0
-#: What an error of the library may quote and nobody else should read: tokens, passwords in addresses, signatures.
+#: Minimum seconds between two progress lines of a download. A slow download logs one line per tenth of its size.
+LOG_INTERVAL_S = 5.0
+#: Maximum seconds between two progress lines.
+MAX_LOG_INTERVAL_S = 60.0
+#: Secrets that the library's errors may quote: tokens, passwords in URLs, signatures.
 SECRETS = re.compile(r"(?i:bearer)\s+\S+|\bhf_\w+|(?<=://)[^/@\s]+@|(?<=\w)\?\S+")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Relay(logging.Handler):
-    """The library's own log as lines of ours: it would print several to an event, with addresses that are signed."""
+    """Repeat each of the library's log records in one line, without secrets.
+
+    The library's own handler prints several lines per event, with signed URLs.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Log the record on a single line, without secrets."""
         logger.log(record.levelno, "%s", _without_secrets(" ".join(record.getMessage().split())))
 
 
 _library = logging.getLogger("huggingface_hub")
 _library.handlers = [_Relay()]
 _library.propagate = False
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # the library's HTTP client: a line for each request
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # the library's HTTP client logs every request
 
 
 def is_name(model: str) -> bool:
-    """Whether a model on the hub can have this name: owner/name, or one of the few old ones without an owner."""
+    """Return whether a hub model can have this name: owner/name, or a name alone for a few old models."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -67,10 +71,13 @@ def is_name(model: str) -> bool:
 
 
 class Repository:
-    """One commit of a model's repository: its files' sizes in bytes by path, and the folder in the cache they go to.
+    """One commit of a model's repository: its file sizes in bytes by path, and its folder in the cache.
 
-    revision: branch, tag or commit; None is the main branch. offline: never ask the hub, take what was downloaded
-    before. first: small files that are downloaded at once, where there are such. Raises ModelError, as `fetch` does.
+    revision: branch, tag or commit; None is the main branch.
+    offline: use only what is in the cache.
+    first: small files to download at once, if they exist.
+
+    Raises ModelError, as `fetch` does.
     """
 
     def __init__(self, name: str, revision: str | None, offline: bool, first: Collection[str]) -> None:
@@ -78,11 +85,11 @@ class Repository:
         self._revision = revision
         self._offline = offline or is_offline_mode()
         self._endpoint = _without_password(constants.ENDPOINT)
-        if revision is not None and ".." in revision:  # no name in git has that, and the cache makes a path of it
+        if revision is not None and ".." in revision:  # impossible in git, and the cache uses it in a path
             raise ModelError(self._no_revision())
         if not self._offline:
             _refuse_unreadable_token()
-            logger.info("asking %s for the model %s", self._endpoint, name)
+            logger.info("requesting the model %s from %s", name, self._endpoint)
         with self._explained():
             found = HfApi().resolve_revision(name, revision=revision, local_files_only=self._offline)
         self.commit: str = found.resolved
@@ -90,10 +97,10 @@ class Repository:
         self.sizes = self._list()
 
     def fetch(self, files: Collection[str]) -> None:
-        """Bring these files of the repository into `folder`, as far as they are not there."""
+        """Download the files that `folder` lacks."""
         total = sum(self.sizes[file] for file in files if not (self.folder / file).exists())
         if self._offline or not total:
-            self._download(files, None)  # which looks whether they are all there
+            self._download(files, None)  # raises ModelError if one is missing
             return
         branch = f"{self._revision}, " if self._revision not in (None, self.commit) else ""
         progress = Progress(self.name, f"{branch}commit {self.commit}", total)
@@ -102,12 +109,12 @@ class Repository:
 
     def _download(self, files: Collection[str], progress: "Progress | None") -> Path:
         with self._explained():
-            # A commit never changes, so that the hub need not be asked for what is there.
+            # A commit never changes, so files in the cache need no request.
             return self._snapshot(files, self._offline or self._is_there(files), progress)
 
     def _is_there(self, files: Collection[str]) -> bool:
         try:
-            get_cached_repo_tree(self.name, revision=self.commit)  # without it nobody knows what is missing
+            get_cached_repo_tree(self.name, revision=self.commit)  # without the list, missing files go unnoticed
             self._snapshot(files, True, None)
         except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
             return False
@@ -127,7 +134,7 @@ class Repository:
         try:
             return {file.path: file.size for file in get_cached_repo_tree(self.name, revision=self.commit)}
         except CachedRepoTreeNotFoundError:
-            # Other programs fill the cache without the list of what could be in it.
+            # Other programs may have filled the cache without storing the list of files.
             files = [path for path in self.folder.rglob("*") if path.is_file()]
             return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in files}
 
@@ -135,71 +142,69 @@ class Repository:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # networks, disks and servers fail in more ways than the library has classes for
+        except Exception as error:  # the library does not wrap every error
             raise ModelError(self._explain(error)) from None
 
     def _explain(self, error: Exception) -> str:
         name, hub = self.name, f"The hub at {self._endpoint}"
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        from_cache = "FEEDMILL_OFFLINE=true uses what was downloaded before, without asking the hub."
         match error:
             case GatedRepoError():
                 sentence = (
-                    f"The model {name} is gated: its authors give access on request. Ask for it at "
-                    f"{self._endpoint}/{name}, and set HF_TOKEN to a token of the account that was given it."
+                    f"The model {name} is gated: its authors grant access on request. Request it at "
+                    f"{self._endpoint}/{name} and set HF_TOKEN to a token of the account that has access."
                 )
             case RepositoryNotFoundError():
                 sentence = (
-                    f"{hub} has no model {name}, or does not show it. Check the spelling: FEEDMILL_MODEL is owner/name "
-                    "for a model of the hub, such as facebook/bart-large-mnli, and the path of an existing folder for "
-                    "one of yours. A private or gated model needs HF_TOKEN, a token of an account that may read it."
+                    f"{hub} has no public model {name}. Set FEEDMILL_MODEL to owner/name, such as "
+                    "facebook/bart-large-mnli, or to an existing folder, and HF_TOKEN if the model is private or gated."
                 )
             case RevisionNotFoundError():
                 sentence = self._no_revision()
             case RevisionResolutionError() | LocalEntryNotFoundError() if self._offline:
                 sentence = (
-                    f"The model {name}{self._at_revision()} was not downloaded before, or not all of it, and offline "
-                    "nothing is downloaded. Start once without FEEDMILL_OFFLINE (and HF_HUB_OFFLINE), or copy the "
-                    f"cache {constants.HF_HUB_CACHE} from a machine that has the model."
+                    f"The model {name}{self._at_revision()} is not completely in the cache {constants.HF_HUB_CACHE}, "
+                    "and downloads are off. Start once without FEEDMILL_OFFLINE and HF_HUB_OFFLINE, or copy the cache "
+                    "from a machine that has the model."
                 )
             case RevisionResolutionError() | LocalEntryNotFoundError():
                 sentence = (
-                    f"{hub} cannot be reached ({_reason(error.__cause__ or error)}), and the model {name} was not "
-                    "downloaded before, or not all of it. Check the network, HF_ENDPOINT and the proxy's variables. "
-                    + from_cache
+                    f"{hub} is unreachable ({_reason(error.__cause__ or error)}), and the model {name} is not "
+                    "completely in the cache. Check the network, HF_ENDPOINT and the proxy variables; with "
+                    "FEEDMILL_OFFLINE=true, only the cache is used."
                 )
             case HfHubHTTPError() if status in (401, 403):
                 sentence = (
-                    f"{hub} does not let us read the model {name} ({status}). Set HF_TOKEN to a valid token of an "
-                    "account that may read it; a public model needs none."
+                    f"{hub} denies access to the model {name} ({status}). Set HF_TOKEN to a valid token of an account "
+                    "with access; a public model needs no token."
                 )
             case HfHubHTTPError() if status == 429:
                 sentence = (
-                    f"{hub} takes no more requests from here for now (429). Wait some minutes, or set HF_TOKEN: with "
-                    f"an account more are allowed. {from_cache}"
+                    f"{hub} limits the requests from this address (429). Wait some minutes, set HF_TOKEN for a higher "
+                    "limit, or set FEEDMILL_OFFLINE=true to use only the cache."
                 )
             case _ if _is_full_disk(error):
                 sentence = (
-                    f"The disk is full: the model {name} does not fit into the cache {constants.HF_HUB_CACHE}. Make "
-                    "room there, or set HF_HOME to a folder on a larger disk."
+                    f"The disk is full: the model {name} does not fit in the cache {constants.HF_HUB_CACHE}. Free some "
+                    "space, or set HF_HOME to a folder on a larger disk."
                 )
             case PermissionError() | OSError(errno=errno.EROFS):
                 sentence = (
-                    f"The model {name} cannot be written into the cache {constants.HF_HUB_CACHE} ({_reason(error)}). "
-                    "Set HF_HOME to a folder that this user can write to."
+                    f"Cannot write the model {name} to the cache {constants.HF_HUB_CACHE} ({_reason(error)}). Set "
+                    "HF_HOME to a folder that this user can write to."
                 )
             case _:
-                # Among them connections that break, and files that come incomplete.
+                # This includes broken connections and incomplete files.
                 sentence = (
-                    f"The model {name} could not be downloaded from {self._endpoint} ({_reason(error)}). Files that "
-                    f"came whole are kept: start again for the others, now or later. {from_cache}"
+                    f"Cannot download the model {name} from {self._endpoint} ({_reason(error)}). Complete files stay "
+                    "in the cache: start again to download the rest."
                 )
         return sentence
 
     def _no_revision(self) -> str:
         return (
             f"The model {self.name} at {self._endpoint} has no revision {self._revision or 'main'!r}. Set "
-            "FEEDMILL_REVISION to one of its branches, tags or commits, or unset it for the main branch."
+            "FEEDMILL_REVISION to a branch, tag or commit of it, or unset it for the main branch."
         )
 
     def _at_revision(self) -> str:
@@ -207,7 +212,10 @@ class Repository:
 
 
 def announced_sha256(file: Path) -> str | None:
-    """The SHA-256 that the hub announced for a file in its cache, where links to contents named by it; else None."""
+    """Return the SHA-256 that the hub announced for a file in its cache, or None.
+
+    The cache links each file to content that is named by its hash.
+    """
     try:
         content = file.readlink().name
     except OSError:
@@ -216,8 +224,11 @@ def announced_sha256(file: Path) -> str | None:
 
 
 class Progress:
-    """A download's lines in the log: at its start, from time to time, at its end. name: what is downloaded; detail: of
-    which revision; total: bytes.
+    """Log the start, progress and end of a download.
+
+    name: the download's name in the log.
+    detail: its revision.
+    total: its size in bytes.
     """
 
     def __init__(self, name: str, detail: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -226,35 +237,35 @@ class Progress:
         self._clock = clock
         self._lock = Lock()
         self._done = 0
-        self._told = 0
-        self._began = self._told_at = clock()
+        self._logged = 0
+        self._began = self._logged_at = clock()
         logger.info("downloading %s (%s): %s MB", name, detail, _megabytes(total))
 
     def reached(self, done: int) -> None:
-        """So many bytes are there. Called from the threads that download."""
+        """Record the bytes downloaded so far. Thread-safe."""
         with self._lock:
             self._done = max(self._done, done)
-            seconds = self._clock() - self._told_at
-            gained = self._done - self._told
-            little = gained < self._total / 10 and seconds < PATIENCE
-            if seconds < QUIET or little or self._done >= self._total:
+            seconds = self._clock() - self._logged_at
+            gained = self._done - self._logged
+            little = gained < self._total / 10 and seconds < MAX_LOG_INTERVAL_S
+            if seconds < LOG_INTERVAL_S or little or self._done >= self._total:
                 return
             share, speed = self._done / self._total, gained / seconds
-            self._told, self._told_at = self._done, self._told_at + seconds
+            self._logged, self._logged_at = self._done, self._logged_at + seconds
         whole = _megabytes(self._total)
         logger.info("downloading %s: %.0f%% of %s MB, %s MB/s", self._name, 100 * share, whole, _megabytes(speed))
 
     def end(self) -> None:
-        """All is there."""
+        """Log that the download is complete."""
         seconds = self._clock() - self._began
         logger.info("downloaded %s: %s MB in %.0f s", self._name, _megabytes(self._done), seconds)
 
 
 def _silent_bar(progress: Progress | None) -> type[Any]:
-    """The class of progress bars that snapshot_download is to use: nothing is shown, what arrives is counted.
+    """Return a progress bar class for snapshot_download that shows nothing and counts bytes.
 
-    There are two that count bytes, off the network and onto the disk; with compression they differ. The one that is
-    ahead is told.
+    Two bars count bytes, one from the network and one to disk; compression makes them differ. The higher count is
+    reported.
     """
 
     class Bar(tqdm):
@@ -273,11 +284,13 @@ def _silent_bar(progress: Progress | None) -> type[Any]:
 
 
 def _refuse_unreadable_token() -> None:
-    """A token that is none would be quoted by errors, and by the library's own log, when it is made a header."""
+    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote it when it becomes a
+    header.
+    """
     token = os.environ.get("HF_TOKEN", "").strip()
     if not (token.isascii() and token.isprintable()):
         raise ModelError(
-            "HF_TOKEN holds characters that no token has, such as a line break. Copy it again from your account at "
+            "HF_TOKEN contains characters that no token has, such as a line break. Copy it again from your account on "
             "the hub, or unset it for a public model."
         )
 
@@ -288,7 +301,7 @@ def _is_full_disk(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what a library's error says, for a person to read."""
+    """Return the first line of a library's error, without secrets."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return _without_secrets(lines[0])[:300].rstrip(".") if lines else type(error).__name__
 

@@ -1,7 +1,7 @@
-"""The pipeline of this process, for those who call the task instead of sending it.
+"""Classify in the calling process, for callers that run the task instead of sending it.
 
-Where no pool of Feedmill's has classified a message before its task runs, the task has it done here: by the same
-pipeline, with one message in each caller's hands instead of a queue.
+A task that runs outside Feedmill's pool has no outcomes yet. This module computes them with the worker's own pipeline;
+each calling thread submits one message and waits for it.
 """
 
 import os
@@ -21,41 +21,41 @@ from workers.pipeline import Pipeline
 
 
 class InProcess:
-    """The pipeline of this process, for those who call the task instead of sending it.
+    """The pipeline of this process.
 
-    worker: the name that results bear; they are stored then, and else nowhere.
+    worker: name recorded in results, which then go to the results store. None stores nothing.
     """
 
-    #: One model a process: the last that was asked for.
+    #: One model per process: the latest requested.
     _latest: ClassVar["InProcess | None"] = None
-    _making = threading.Lock()
+    _lock = threading.Lock()
 
     @classmethod
     def classify(cls, message: Message, settings: Settings, worker: str | None) -> None:
-        """Return when the message has its outcomes. Raises UserError; ModelError where the device fails for good."""
-        found = cls._of(settings, worker)
+        """Block until the message has its outcomes. Raises UserError, or ModelError if the device fails permanently."""
+        found = cls._acquire(settings, worker)
         try:
             found._classify(message)
         finally:
-            with cls._making:
+            with cls._lock:
                 found._users -= 1
-                found._end_unless_needed()
+                found._stop_if_unused()
 
     @classmethod
-    def _of(cls, settings: Settings, worker: str | None) -> "InProcess":
-        """What was made before, where it is this process's and the same."""
-        with cls._making:
+    def _acquire(cls, settings: Settings, worker: str | None) -> "InProcess":
+        """Return this process's pipeline, after replacing it if the settings have changed."""
+        with cls._lock:
             latest, wanted = cls._latest, (os.getpid(), settings, worker)
             if latest is None or latest._made_for != wanted:
-                cls._latest = None  # what replaces it may fail
+                cls._latest = None  # creating the replacement may fail
                 if latest and latest._made_for[0] == os.getpid():
-                    latest._end_unless_needed()
+                    latest._stop_if_unused()
                 cls._latest = latest = cls(settings, worker)
             latest._users += 1
             return latest
 
-    def _end_unless_needed(self) -> None:
-        """What was replaced ends with the last thread that uses it. Locked."""
+    def _stop_if_unused(self) -> None:
+        """Stop a replaced pipeline once its last user is done. Called with the lock held."""
         if self is not InProcess._latest and not self._users:
             self._pipeline.stop()
 

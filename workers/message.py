@@ -1,7 +1,7 @@
-"""One message inside the worker: from its arguments to one outcome per post.
+"""A message inside the worker: from its arguments to one outcome per post.
 
-It holds the promise that other applications are given: one bad post does not fail the others of its message.
-Knows nothing of Celery; the pool keeps what it needs to answer in `ticket`.
+One bad post does not fail the other posts of its message. Independent of Celery: the pool keeps what it needs to reply
+in `ticket`.
 """
 
 import json
@@ -28,18 +28,23 @@ from shared.messages import (
     parse_posts,
 )
 
-#: Seconds since 1970 in the year 5138: what a header says beyond is no time.
-LATEST = 1e11
-#: Frames of an error that a dead letter keeps, the innermost; and how many errors that it came of, itself counted.
-FRAMES, LONGEST_CHAIN = 20, 4
+#: Seconds since 1970, in the year 5138. Later times in a header are invalid and ignored.
+MAX_TIMESTAMP_S = 1e11
+#: Innermost frames per error that a dead letter keeps, and errors per chain of causes.
+MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
 
 
 class Message:
-    """One message inside the worker: its posts, and an outcome for each as they come.
+    """A message inside the worker: its posts and their outcomes.
 
-    arguments: of `feedmill.classify`, as they were sent. task_id: Celery's, for dead letters. priority: whose turn it
-    is when several wait, 0 before 9. redelivered: whether a worker had it before. ticket: whatever its owner needs to
-    answer it. attempts: how many times it was delivered, this one included. queue: that it came out of, if any.
+    arguments: those of `feedmill.classify`, as sent.
+    sent_at: the sender's time, in seconds since 1970; ignored unless plausible.
+    task_id: Celery's task id, for dead letters.
+    priority: 0 (first) to 9 (last).
+    redelivered: whether a worker had the message before.
+    ticket: anything its owner needs to reply to it.
+    attempts: number of deliveries, including this one.
+    queue: the queue it was taken from, if any.
     """
 
     def __init__(
@@ -54,12 +59,12 @@ class Message:
         queue: str | None = None,
     ) -> None:
         self.arguments = dict(arguments)
-        #: Seconds since 1970, where the sender said so.
-        self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < LATEST else None
+        #: Time of sending in seconds since 1970; None if unknown.
+        self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < MAX_TIMESTAMP_S else None
         self.task_id = task_id
         self.priority = priority
         self.redelivered = redelivered
-        #: By index, how many workers vanished in a forward pass that this post was in (workers/suspects.py).
+        #: Number of workers that died in a forward pass with a post, by the post's index (workers/suspects.py).
         self.deaths: Mapping[int, int] = {}
         self.ticket = ticket
         self.attempts = attempts
@@ -67,26 +72,26 @@ class Message:
         self._given = self.arguments.pop("posts", None)
         self.raw_posts: list[object] = self._given if isinstance(self._given, list) else []
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
-        #: Where an error came from, by the index of its post: for dead letters, and nobody else.
+        #: Tracebacks by post index; only for dead letters.
         self.tracebacks: dict[int, str] = {}
         self.unsettled = len(self.raw_posts)
         self.options = ClassifyOptions()
-        #: Why the message as a whole cannot be served, where that is so.
+        #: Reason to reject the whole message, if any.
         self.refused: RequestRefused | None = None
-        #: Why it fails as a whole although it could be served: it took too long.
+        #: Reason why a valid message fails as a whole, such as a timeout.
         self.fault: Exception | None = None
-        #: A row of it has entered a forward pass, or it needed none.
+        #: True once one of its rows has entered a forward pass, or none needs to.
         self.started = False
-        #: Its owner has been handed its outcomes.
+        #: True once its owner has its outcomes.
         self.finished = False
-        #: Nothing more of it is computed: it was withdrawn, or took too long.
+        #: True once nothing more of it is computed, because it was revoked or timed out.
         self.dropped = False
-        #: Its owner has sent it once more, as a message of its own: what it lacks is no dead letter yet.
+        #: True once its owner has sent it again, as a new message. Its failed posts are then not dead letters yet.
         self.sent_again = False
 
     def read(self) -> list[Post | PostError]:
-        """Its posts, each read or refused; its options from now on. Raises RequestRefused."""
-        # First: of a newer version, the posts may look different as well.
+        """Parse the options, and return each post or its error. Raises RequestRefused."""
+        # Options first: a newer version may have a different format for posts, too.
         self.options = ClassifyOptions.parse(self.arguments)
         if not self.raw_posts:
             raise RequestRefused("posts: expected a list of at least one post")
@@ -95,31 +100,32 @@ class Message:
         return parse_posts(self.raw_posts)
 
     def settle(self, index: int, outcome: Outcome) -> bool:
-        """Record the outcome of the post at `index`; whether the message is complete by it."""
+        """Set the outcome of the post at `index`. Return whether the message is complete with it."""
         if self.outcomes[index] is not None:
-            return False  # of a post with many rows more than one may fail: the first counts
+            return False  # several rows of a post can fail; the first error counts
         self.outcomes[index] = outcome
         self.unsettled -= 1
         return not self.unsettled
 
     def give_up(self, fault: Exception, reason: str) -> None:
-        """Fail as a whole; the posts without an outcome get the reason for theirs."""
+        """Fail the whole message. Posts without an outcome fail with the given reason."""
         self.fault = fault
         for index, raw in enumerate(self.raw_posts):
             self.settle(index, PostError(id=_id_of(raw), error=reason))
 
     def errors(self) -> list[PostError]:
+        """Return the outcomes that are errors."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
     def failed(self) -> bool:
-        """Whether any of its posts got no classification, once it is complete."""
+        """Return whether any post of a complete message has no classification."""
         return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
 
     def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
-        """One for each of its posts that got no classification, once it is complete.
+        """Return a dead letter for each post of a complete message that has no classification.
 
-        One in all, without posts, for a message of more posts than one may hold: it is bounded in nothing else. And one
-        for what was sent in place of a list of posts.
+        A message with too many posts gets a single letter without a post, because its size is unbounded. A message
+        whose posts are not a list gets a single letter with the value that was sent.
         """
         if self.sent_again or not self.failed():
             return []
@@ -144,7 +150,7 @@ class Message:
             post = None if raw is None else _as_json(_known_fields(raw), MAX_DEAD_POST_BYTES)
             kept = {}
             for name, text in (("post", post), ("options", options), ("traceback", traceback)):
-                # Quoted, as a part of the letter's own JSON.
+                # Measured as it appears in the letter's JSON, quotes included.
                 if text is not None and (size := len(to_json(text))) <= room:
                     kept[name], room = text, room - size
             letters.append(letter.model_copy(update=kept))
@@ -163,7 +169,11 @@ class Message:
         ]
 
     def check(self) -> None:
-        """Raises RequestRefused or MessageFailed where the promise says so, or what it was given up for."""
+        """Raise the reason for which the message was given up or refused, if any. Raise MessageFailed if its posts
+        failed.
+
+        A message fails when all of its posts failed. With the option `strict`, one failed post is enough.
+        """
         if self.fault:
             raise self.fault
         if self.refused:
@@ -173,17 +183,18 @@ class Message:
             raise MessageFailed.of(reasons, len(self.outcomes))
 
     def summary(self) -> str:
+        """Return the number of classified posts as text."""
         return f"{len(self.outcomes) - len(self.errors())} of {len(self.outcomes)} posts classified"
 
     def result(self) -> list[dict[str, Any]]:
-        """One outcome per post, in order. Raises as `check` does."""
+        """Return one outcome per post, in order. Raises as `check` does."""
         self.check()
         return [self._reply(outcome) for outcome in self.outcomes if outcome is not None]
 
     def _reply(self, outcome: Outcome) -> dict[str, Any]:
         reply = outcome.model_dump()
         if self.options.top_k and "scores" in reply:
-            reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # the best come first
+            reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # sorted by score, best first
         return reply
 
 
@@ -197,7 +208,10 @@ def without_posts(
     attempts: int,
     queue: str | None = None,
 ) -> DeadLetter:
-    """The dead letter of a message in which no posts can be made out. body: as it came."""
+    """Return the dead letter of a message in which no posts are found.
+
+    body: the message's body, undecoded if possible.
+    """
     start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
     return DeadLetter(
         id=None,
@@ -215,43 +229,46 @@ def without_posts(
 
 
 def traced(error: BaseException) -> str:
-    """Where an error came from, after what it came of. Its words are left out: they may be the post's."""
+    """Return an error's traceback after those of its causes, without their messages, which may quote a post."""
     found: list[str] = []
     cause: BaseException | None = error
-    while cause is not None and len(found) < LONGEST_CHAIN:
-        found.insert(0, f"{''.join(format_tb(cause.__traceback__, -FRAMES))}{type(cause).__name__}\n")
+    while cause is not None and len(found) < MAX_CHAINED_ERRORS:
+        found.insert(0, f"{''.join(format_tb(cause.__traceback__, -MAX_FRAMES))}{type(cause).__name__}\n")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "\n".join(found)[-MAX_DEAD_TRACEBACK:].encode("utf-8", "replace").decode()
 
 
 def _id_of(raw: object) -> str | None:
-    """As much of a raw post's id as names it."""
+    """Return a raw post's id, shortened to the maximum length, or None."""
     post_id = raw.get("id") if isinstance(raw, dict) else None
     return None if post_id is None else str(post_id)[:MAX_ID]
 
 
 def _known_fields(raw: object) -> object:
-    """What a post may hold: authors are not kept, here neither."""
+    """Return a raw post without unknown fields, such as its author."""
     if isinstance(raw, dict):
         return {name: value for name, value in raw.items() if name in Post.model_fields}
     return raw
 
 
 def _as_json(value: object, limit: int) -> str | None:
-    """What UTF-8 cannot carry is replaced; None where it is longer than `limit` bytes, too deep, or no JSON."""
+    """Return a value as JSON, with characters replaced that UTF-8 cannot encode.
+
+    None if it is too long, nested too deeply, or not serializable.
+    """
     try:
         written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-    except (ValueError, TypeError, RecursionError):  # kombu's JSON has types that JSON has not
+    except (ValueError, TypeError, RecursionError):  # kombu's JSON supports additional types
         return None
     return written.decode() if len(written) <= limit else None
 
 
 @dataclass(eq=False, slots=True)
 class PostAtWork:
-    """One post of a message between `prepare` and its outcome."""
+    """A post of a message between `prepare` and its outcome."""
 
     post: Post
     message: Message
     index: int
-    #: What its classification is stored under.
+    #: Key under which its classification is stored.
     fingerprint: str

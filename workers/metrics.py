@@ -1,6 +1,6 @@
-"""A worker's figures for Prometheus, and whether it is well: read off its pipeline when somebody asks.
+"""Prometheus metrics and health of a worker, read from its pipeline on request.
 
-On the hot path `Statistics` adds up numbers; all else happens here, on the threads of the server that answers.
+The pipeline's threads only add numbers to `Statistics`. Everything else runs on the threads of the metrics server.
 """
 
 import time
@@ -16,80 +16,78 @@ from workers.device import Device
 if TYPE_CHECKING:
     from workers.pipeline import Pipeline
 
-#: Seconds between two turns of the consumer's loop that are noted.
-TURN = 1.0
-#: Seconds without a turn after which Redis is asked whether it is what the consumer waits for.
-QUIET = 10.0
-#: Seconds after which a consumer that has not turned, while Redis answers, counts as stuck. After an outage Celery
-#: waits for up to 30 s before it connects again.
-STUCK = 120.0
+#: Seconds between two recorded iterations of the consumer's event loop.
+TURN_INTERVAL_S = 1.0
+#: Seconds without an iteration after which the health check tests whether the consumer is waiting for Redis.
+REDIS_CHECK_AFTER_S = 10.0
+#: Seconds without an iteration, while Redis answers, after which the consumer counts as stuck. After an outage, Celery
+#: waits up to 30 s before it reconnects.
+STUCK_AFTER_S = 120.0
 
 INFO = Figure(
     "feedmill_worker_info",
     Kind.GAUGE,
-    "1, with what the worker is.",
+    "Always 1; the labels describe the worker.",
     ("node", "model", "queue", "device", "dtype", "classifier"),
 )
 POSTS = Figure(
     "feedmill_worker_posts_total",
     Kind.COUNTER,
-    "Posts that this worker classified, answered with the stored result, or failed (dead letters).",
+    "Posts by state: classified, answered (with a stored result) or failed (dead letters).",
     ("state",),
 )
-BATCH_ROWS = Figure("feedmill_worker_batch_rows", Kind.HISTOGRAM, "Rows of a micro-batch.")
+BATCH_ROWS = Figure("feedmill_worker_batch_rows", Kind.HISTOGRAM, "Rows per micro-batch.")
 BATCH_TOKENS = Figure(
     "feedmill_worker_batch_tokens",
     Kind.HISTOGRAM,
-    "Tokens of a micro-batch, padding included: what the token budget bounds.",
+    "Tokens per micro-batch including padding, as limited by the token budget.",
 )
 BATCH_PADDING = Figure(
     "feedmill_worker_batch_padding_ratio",
     Kind.HISTOGRAM,
-    "Share of a padded micro-batch that is padding. (A CPU that packs its rows computes nothing for it.)",
+    "Share of padding in a padded micro-batch. A CPU that packs rows does not compute the padding.",
 )
 FORWARD = Figure(
     "feedmill_worker_forward_seconds",
     Kind.HISTOGRAM,
-    "Duration of a forward pass. On a CPU several run side by side.",
+    "Duration of a forward pass. On a CPU, several run in parallel.",
 )
-ROWS = Figure("feedmill_worker_rows_total", Kind.COUNTER, "Rows that went through a forward pass.")
-TOKENS = Figure("feedmill_worker_tokens_total", Kind.COUNTER, "Tokens that went through a forward pass, no padding.")
-PADDED_TOKENS = Figure(
-    "feedmill_worker_padded_tokens_total", Kind.COUNTER, "Tokens that padded micro-batches would have held."
-)
+ROWS = Figure("feedmill_worker_rows_total", Kind.COUNTER, "Rows computed in forward passes.")
+TOKENS = Figure("feedmill_worker_tokens_total", Kind.COUNTER, "Tokens computed in forward passes, without padding.")
+PADDED_TOKENS = Figure("feedmill_worker_padded_tokens_total", Kind.COUNTER, "Tokens of all micro-batches if padded.")
 BUSY = Figure(
     "feedmill_worker_device_busy_seconds_total",
     Kind.COUNTER,
-    "Time in which the whole device computed: its rate is the share of the time that the device is busy.",
+    "Time that the whole device was busy. Its rate is the device's utilization.",
 )
 MEMORY = Figure(
     "feedmill_worker_device_memory_bytes",
     Kind.GAUGE,
-    "Memory of the GPU: in tensors (allocated), held by torch (reserved), the device's (total); absent on a CPU, "
-    "where process_resident_memory_bytes tells what is used.",
+    "GPU memory by state: allocated (in tensors), reserved (by torch) or total. Absent on a CPU; see "
+    "process_resident_memory_bytes there.",
     ("state",),
 )
 QUEUE_WAIT = Figure(
     "feedmill_worker_queue_wait_seconds",
     Kind.SUMMARY,
-    "Time from a message's sending until this worker fetched it.",
+    "Time from sending a message until this worker fetched it.",
 )
 LAG = Figure(
     "feedmill_results_lag_seconds",
     Kind.HISTOGRAM,
-    "Time from a message's sending until all of its results are stored, by message that this worker finished.",
+    "Time from sending a message until all of its results are stored, for messages that this worker finished.",
 )
 HELD = Figure(
     "feedmill_worker_messages_held",
     Kind.GAUGE,
-    "Messages that this worker has taken from its queue and not finished, without those for later.",
+    "Messages in flight: fetched and not finished by this worker, excluding those with a future ETA.",
     ("queue",),
 )
-WAITING = Figure("feedmill_worker_rows_waiting", Kind.GAUGE, "Rows in this worker that wait for the device.")
+WAITING = Figure("feedmill_worker_rows_waiting", Kind.GAUGE, "Rows waiting for the device in this worker.")
 OLDEST_ROW = Figure(
-    "feedmill_worker_oldest_row_seconds", Kind.GAUGE, "Time that the oldest of those rows has waited for the device."
+    "feedmill_worker_oldest_row_seconds", Kind.GAUGE, "Time that the oldest waiting row has waited for the device."
 )
-BUDGET = Figure("feedmill_worker_token_budget_tokens", Kind.GAUGE, "Tokens that a micro-batch may hold.")
+BUDGET = Figure("feedmill_worker_token_budget_tokens", Kind.GAUGE, "Token budget: maximum tokens of a micro-batch.")
 
 FIGURES = (
     INFO, POSTS, ROWS, TOKENS, PADDED_TOKENS, BATCH_ROWS, BATCH_TOKENS, BATCH_PADDING, FORWARD, BUSY, MEMORY, BUDGET,
@@ -98,9 +96,9 @@ FIGURES = (
 
 
 class WorkerMetrics:
-    """Tells how a worker fares, from before its model is loaded until it ends.
+    """A worker's metrics and health, from before its model is loaded until it exits.
 
-    node: the worker's name.
+    node: the worker's node name.
     """
 
     def __init__(self, settings: Settings, node: str) -> None:
@@ -108,22 +106,23 @@ class WorkerMetrics:
         self._node = node
         self._redis = RedisFigures(settings)
         self._loaded: tuple[Pipeline, Callable[[], int]] | None = None
-        #: When the consumer's loop last turned, or was seen to wait for Redis (monotonic seconds); None before it runs.
+        #: Time of the event loop's last iteration or of a wait for Redis, in monotonic seconds; None before it runs.
         self._turned: float | None = None
 
     def serve(self) -> Server:
-        """Answer whoever asks, from now on. Raises UserError."""
+        """Start the metrics server. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
     def loaded(self, pipeline: "Pipeline", held: Callable[[], int]) -> None:
-        """The model is loaded: from now on there is something to tell. held: messages that the worker has in hand."""
+        """Provide the pipeline once the model is loaded. held: returns the number of messages in flight."""
         self._loaded = pipeline, held
 
     def turn(self) -> None:
-        """The consumer's loop has turned, or can do nothing about it."""
+        """Record that the consumer's event loop is running, or waits for an unreachable Redis."""
         self._turned = time.monotonic()
 
     def samples(self) -> Iterator[Sample]:
+        """Yield the current value of every metric. Yields nothing until the model is loaded."""
         if self._loaded is None:
             return
         pipeline, held = self._loaded
@@ -153,27 +152,27 @@ class WorkerMetrics:
         yield Sample(LAG, statistics.lag)
 
     def unhealthy(self) -> list[str]:
-        """What only a new process can mend. That Redis is away is no such thing."""
+        """Return failures that need a restart. An unreachable Redis is not one of them."""
         if self._loaded and (failure := self._loaded[0].failure):
             return [f"a thread died: {failure}"]
         quiet = 0.0 if self._turned is None else time.monotonic() - self._turned
-        if quiet > QUIET and self._redis.away():
+        if quiet > REDIS_CHECK_AFTER_S and self._redis.away():
             self.turn()
-        elif quiet > STUCK + self._settings.drain:  # nor does the loop turn while the worker drains
-            return [f"the consumer has not come round for {quiet:.0f} s"]
+        elif quiet > STUCK_AFTER_S + self._settings.drain:  # the loop also stands still while the worker drains
+            return [f"the consumer's event loop has not run for {quiet:.0f} s"]
         return []
 
     def unready(self) -> list[str]:
-        """Why it would take no message now."""
+        """Return why the worker cannot take messages now; empty if it can."""
         if self._loaded is None:
             return ["the model is being loaded"]
         if self._turned is None:
-            return ["it is not connected to the queue yet"]
+            return ["not connected to the queue yet"]
         return self.unhealthy() or self._redis.away()
 
 
 def _memory(device: Device) -> dict[str, int]:
-    """Bytes, as torch knows them: asking its allocator makes no stream wait."""
+    """Return the GPU's memory in bytes, by state. Reading torch's allocator does not synchronize with the device."""
     if device.torch.type == "cuda":
         return {
             "allocated": torch.cuda.memory_allocated(device.torch),

@@ -1,7 +1,7 @@
-"""Classifying without a queue: the worker's own pipeline with both of its ends swapped.
+"""Classify without a queue: the worker's pipeline with both ends replaced.
 
-Posts come from an iterator instead of Celery, outcomes go to an iterator instead of Redis. What lies between (window,
-lanes, halving of failing batches) is the worker's, so that what is tried, tuned or measured here is what a worker does.
+Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. Everything in between is
+the worker's own, so results and measurements apply to a worker as well.
 """
 
 import logging
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class Nowhere:
-    """Takes the place of the results store: the outcomes are in the messages."""
+    """A results store that stores nothing. The outcomes are in the messages."""
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[None]:
-        """Nothing is there."""
+        """Find nothing."""
         return [None] * len(wanted)
 
     def keep(self, found: Sequence[Result]) -> None:
-        """Nothing is lost."""
+        """Do nothing."""
 
     def catch_up(self) -> None:
-        """Nothing is lost."""
+        """Do nothing."""
 
 
 def classify(
@@ -46,9 +46,9 @@ def classify(
     budget: TokenBudget,
     options: ClassifyOptions | None = None,
 ) -> Iterator[tuple[Post, Outcome]]:
-    """Each post with its outcome, in order, as they come; reads no further ahead than the window is wide.
+    """Yield each post with its outcome, in order. Read ahead no further than the window's size.
 
-    Raises RequestRefused for options that the model cannot serve, ModelError where the device fails for good.
+    Raises RequestRefused for options that the model does not support, and ModelError if the device fails permanently.
     """
     options = options or ClassifyOptions()
     classifier.label_set(options)
@@ -90,5 +90,5 @@ def classify(
 
 
 def lost(pipeline: Pipeline) -> ModelError:
-    """The error of whoever waits for a pipeline that has failed."""
+    """Return the error for callers that wait for a failed pipeline."""
     return ModelError(f"The device failed: {pipeline.failure}. See the log above.")

@@ -1,14 +1,16 @@
-"""From message to stored result, on threads that overlap: tokenizer, device, writer.
+"""The pipeline: from message to stored result, on tokenizer, device and writer threads that overlap.
 
     submit → [tokenizer] workers/preparation.py: post → rows ─▶ workers/backlog.py: rows wait, sorted by length
-           → [device]    workers/batch_loop.py:  next batch, forward, hand on
+           → [device]    workers/batch_loop.py:  next batch, forward, hand over
            → [writer]    workers/recording.py:   outputs → outcomes → stored → on_finished → on_recorded
 
-This file puts the parts together, and watches them: a forward pass or another step that hangs (workers/watch.py) ends
-the worker, as does any thread that dies. The pipeline knows what a message of posts is, but nothing of Celery. It asks
-and tells its owner, on threads of its own: `admits`, whether a message whose turn has come is still wanted, under the
-backlog's lock; `on_started`, when its first row enters a forward pass; `on_finished`, when its last post has an outcome
-and every result is stored; `on_recorded`, when its dead letters are stored as well, and nothing more is to come.
+This module connects the parts and monitors them. A hung step (workers/watch.py), such as a forward pass, ends the
+worker, and so does a thread that dies. Independent of Celery. The pipeline calls its owner on its own threads:
+
+- `admits` returns whether a message is still wanted; called under the backlog's lock when its first row is taken.
+- `on_started` is called when the first row of a message enters a forward pass.
+- `on_finished` is called when the last post has an outcome and every result is stored.
+- `on_recorded` is called last, when the message's dead letters are stored too.
 """
 
 import logging
@@ -34,14 +36,16 @@ from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-#: Rows that may wait before it is known how fast the device is.
+#: Maximum waiting rows before the device's speed is known.
 FIRST_ROWS = 64
 
 
 class Pipeline:
-    """The parts on their threads; see the module's first lines.
+    """The connected parts and their threads.
 
-    worker: the name that results bear. on_failure is called when a thread dies or hangs, which none ever should.
+    worker: name recorded in results.
+    admits, on_started, on_finished, on_recorded: see the module's docstring.
+    on_failure: called when a thread dies or hangs. Either is a defect or a broken device.
     """
 
     def __init__(
@@ -114,57 +118,58 @@ class Pipeline:
             )
         }
 
-    # For the owner, on its own thread.
+    # Called by the owner, on its own thread.
 
     def start(self) -> None:
+        """Start the threads."""
         for thread in self._threads.values():
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Take a message in. It ends with `on_recorded`, unless it is withdrawn or the pipeline stops."""
+        """Accept a message. It ends with `on_recorded`, unless it is no longer wanted or the pipeline stops."""
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._preparation.submit(message)
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """Let a message fail as a whole, now; whether it was not too late for that.
+        """Fail a whole message now. Return False if it is too late for that.
 
-        Nothing more of it is computed, and it ends as others do, with the fault for its outcome. The reason goes to its
-        posts that have none. The micro-batch that computes some of it is finished for the others.
+        Nothing more of it is computed, and it ends like other messages, with `fault` as its outcome. Posts without an
+        outcome fail with `reason`. A micro-batch that contains some of its rows completes for the others.
         """
         return self._recording.give_up(message, fault, reason)
 
     def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
-        """Compute what is submitted from now on with another model of the same device.
+        """Use another model on the same device for messages submitted from now on.
 
-        What came before is finished with the one that it came for. Then, between two micro-batches, the device goes
-        over to the other; and when nothing of the one before is left here, `on_replaced` is called, on the writer
-        thread.
+        Earlier messages finish with the old model. The device then switches between two micro-batches. Once all results
+        of the old model are stored, `on_replaced` is called on the writer thread.
         """
         self._preparation.load(Loaded(classifier, budget, on_replaced))
 
     def run_on_device_thread(self, job: Callable[[], None], what: str, limit: float | None = None) -> None:
-        """Run something that is no micro-batch between two micro-batches: jobs and micro-batches take turns.
+        """Run a job on the device thread between two micro-batches. Jobs and micro-batches alternate.
 
-        what: its name in the log. limit: seconds after which it counts as hanging; without one a warning is logged.
+        what: its name in the log.
+        limit: seconds after which it counts as hung; None only logs a warning.
         """
         self._backlog.run(Job(job, what, limit))
 
     def end_as_hanging(self, what: str) -> None:
-        """Fail because the job on the device thread, or another step, hangs."""
+        """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
         self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
 
     def run_on_writer_thread(self, job: Callable[[], None]) -> None:
-        """Run something that talks to Redis before the writer is handed anything else; at once where this is it."""
+        """Run a job that uses Redis on the writer thread, before later work. On the writer thread, run it at once."""
         self._recording.run(job)
 
     def until_taken(self, write: Callable[[], object]) -> bool:
-        """For what the owner writes on the writer thread; see Recording."""
+        """Retry the owner's write to Redis until it succeeds; see Recording.until_taken."""
         return self._recording.until_taken(write)
 
     def stop(self, seconds: float = 5.0) -> None:
-        """End the threads, whatever they hold; waits at most `seconds` for each."""
+        """End the threads without finishing their work. Wait at most `seconds` for each."""
         self._stopping.set()
         self._preparation.end()
         self._backlog.close()
@@ -174,42 +179,42 @@ class Pipeline:
         if self._suspects and not self.failure:
             self._suspects.release(self._lanes)
 
-    # How it goes.
+    # Status.
 
     @property
     def classifier(self) -> Classifier:
-        """That of the model at work."""
+        """The classifier of the active model."""
         return self._backlog.at_work.classifier
 
     @property
     def budget(self) -> TokenBudget:
-        """That of the model at work."""
+        """The token budget of the active model."""
         return self._backlog.at_work.budget
 
     def waiting(self) -> int:
-        """Rows that wait for the device; a post that is not tokenized yet counts as with the labels that are set."""
+        """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""
         return len(self._backlog) + self._preparation.posts_waiting() * self._backlog.latest.rows_each
 
     def most_waiting(self) -> int:
-        """Rows that may wait: no more than the device computes in `prefetch_seconds`, as fast as it was lately.
+        """Return how many rows may wait: those that the device computes in `prefetch_seconds` at its recent speed.
 
-        A device that is slower than others takes less of a short queue, and all are done at about the same time.
+        A slow device thus takes less of a short queue, and all devices finish at about the same time.
         """
         speed = self.statistics.speed.rows_per_second
         return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
 
     def rows_per_post(self) -> int:
-        """Rows of a post with the labels that are set."""
+        """Return the rows of one post with the configured labels."""
         return self._backlog.latest.rows_each
 
     def oldest_age(self) -> float:
-        """Seconds that the oldest row has waited for the device."""
+        """Return how long the oldest row has waited for the device, in seconds."""
         return self._backlog.oldest_age()
 
-    # Its threads.
+    # Threads.
 
     def _watched(self, loop: Callable[[], None]) -> None:
-        """A thread that dies must not leave the others, and the queue, waiting for it."""
+        """Run a thread's loop. An error fails the pipeline, so that nothing waits for a dead thread."""
         try:
             loop()
         except RedisError as error:
@@ -219,17 +224,17 @@ class Pipeline:
 
     def _fail(self, error: BaseException, what: str) -> None:
         self.failure = error
-        told = None if isinstance(error, RedisError) else error
-        logger.critical("%s; this worker ends, its messages go back to the queue", what.rstrip("."), exc_info=told)
+        cause = None if isinstance(error, RedisError) else error
+        logger.critical("%s; this worker exits and its messages return to the queue", what.rstrip("."), exc_info=cause)
         self._on_failure()
 
     def _watcher_loop(self) -> None:
-        """Says now and then how it goes, and ends the worker when a forward pass or another step hangs."""
+        """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
         warned_of = 0.0
         while not self._stopping.wait(self._watch_interval):
             self._watch.tick()
             if rates := self.statistics.turn(time.monotonic()):
-                logger.info("%s; the oldest row waits for %.1f s", rates, self.oldest_age())
+                logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
             if (lane := self._batch_loop.hanging(self._forward_timeout)) is not None:
                 what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
                 self._fail_as_hanging(self._threads[_lane_name(lane)].ident, what)
@@ -242,26 +247,26 @@ class Pipeline:
                 if step.began != warned_of:
                     warned_of = step.began
                     logger.warning(
-                        "%s has kept the device thread for %.0f s. If it hangs, its time_limit ends it; where it has "
-                        "none, restart this worker",
+                        "%s has kept the device thread for %.0f s. If it hangs, its time_limit ends this worker; "
+                        "without a time_limit, restart the worker",
                         step.what,
                         self._watch.now() - step.began,
                     )
 
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:
         frame = sys._current_frames().get(thread or 0)
-        logger.critical("the thread that hangs is here:\n%s", "".join(traceback.format_stack(frame)))
+        logger.critical("stack of the hung thread:\n%s", "".join(traceback.format_stack(frame)))
         self._fail(ForwardHangs(what), what)
 
     def _on_replaced(self, loaded: Loaded) -> None:
-        """Nothing waits any more for the model before; how fast that was tells nothing any more."""
+        """Reset the speed and notify the owner, once the writer thread has stored the old model's results."""
 
-        def begin_anew() -> None:
+        def switch() -> None:
             self.statistics.forget_speed()
             loaded.on_at_work()
 
-        # When what it computed is stored.
-        self._recording.run(begin_anew)
+        # Runs after the results handed over so far are stored.
+        self._recording.run(switch)
 
 
 def _lane_name(lane: int) -> str:

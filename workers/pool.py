@@ -1,24 +1,24 @@
 """A Celery worker pool with exactly one slot: the device.
 
-The obvious way to batch with Celery, a strategy that collects requests and calls a task with the lot
-(celery-batches), takes the requests away from Celery: no events, no revokes, no retries, and one exception
-acknowledges them all. Here the default strategy, the Request class and the tracer stay Celery's own. The pool
-only decides *when* a request's task runs: once the device has its answer. Celery sees a pool that is busy with
-many messages at a time and finishes them one by one.
+The obvious way to batch with Celery is a strategy that collects requests and calls a task with all of them
+(celery-batches). It takes the requests away from Celery: no events, no revokes, no retries, and one exception
+acknowledges the whole batch. Here the default strategy, the Request class and the tracer stay Celery's own. The pool
+only decides *when* a request's task runs: once the device has its answer. Celery sees a busy pool that holds many
+messages and finishes them one by one.
 
-Of what happens to a message in between, this file knows `Pipeline` alone. Celery is known here, in consumer.py,
-events.py, request.py, ticket.py, delivery.py and task.py beside it, and in shared/broker.py.
+For what happens in between, this module knows only `Pipeline`. Celery is known here and in consumer.py, events.py,
+request.py, ticket.py, delivery.py, task.py and shared/broker.py.
 
-What it leans on in Celery 5.7 and kombu 5.7, beyond `BasePool`:
+Relies on these internals of Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
-- `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict
-  holds the decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body once more, unless
-  the content type is None: then the body is taken for decoded (celery/app/trace.py, `trace_task_ret`).
-- What `terminate_job`, `grow`, `shrink` and `restart` raise is the answer to the remote command that asked for it.
-- `Hub.call_soon` may be called from any thread since kombu 5.7. Callbacks must run on the consumer's thread:
-  from another one Celery loses events, and Flower shows tasks that never end.
-- `Hub._pop_ready` holds the acknowledgements that a closing worker has yet to send.
-- `state.should_stop` ends the worker with that exit status.
+- `on_apply`'s `args` are (task name, id, request dict, body, content type, encoding), and the request dict holds the
+  decoded `args` and `kwargs` (celery/worker/request.py). The tracer decodes the body again, unless the content type is
+  None, which marks it as decoded (celery/app/trace.py, `trace_task_ret`).
+- Errors raised by `terminate_job`, `grow`, `shrink` and `restart` are sent as the reply to the remote command.
+- `Hub.call_soon` is thread-safe since kombu 5.7. Callbacks must run on the consumer's thread: called elsewhere, Celery
+  loses events, and Flower shows tasks that never end.
+- `Hub._pop_ready` returns the acknowledgements that a closing worker has yet to send.
+- `state.should_stop` ends the worker with the given exit status.
 """
 
 import gc
@@ -54,68 +54,68 @@ from workers.calibration import calibrate
 from workers.delivery import came_from, times_delivered
 from workers.deploy import Deployer, load_wanted, settle
 from workers.message import Message
-from workers.metrics import TURN, WorkerMetrics
+from workers.metrics import TURN_INTERVAL_S, WorkerMetrics
 from workers.pipeline import Pipeline
 from workers.request import tell_withdrawn, withdrawn
 from workers.suspects import Suspects
-from workers.task import IN_HAND, ClassifyTask, named
-from workers.ticket import BACKEND_AWAY, Ticket, is_of_message
+from workers.task import CURRENT_MESSAGE, ClassifyTask, named
+from workers.ticket import BACKEND_ERRORS, Ticket, is_of_message
 
 logger = logging.getLogger(__name__)
 
-#: Objects made, and not freed, between two looks for garbage; Python's 700 are less than one message.
-GARBAGE_LOOKS = 20_000
-#: Seconds between two tries to end a message whose result Redis does not take.
+#: Net new objects between two garbage collections. Python's default of 700 is less than one message.
+GC_THRESHOLD = 20_000
+#: Seconds between two attempts to finish a message whose result Redis does not accept.
 RETRY_INTERVAL_S = 5.0
-#: Bytes of a waiting post until messages have shown their own: few, so that the first reservation is small.
+#: Assumed bytes per post before any message is seen. Low, so that the first reservation is small.
 FIRST_POST_BYTES = 300.0
-#: Posts after which messages have shown it.
-POSTS_LEARNT = 256
+#: Number of posts after which the measured size replaces the assumed one.
+POSTS_TO_LEARN = 256
 
 
 class DevicePool(BasePool):
-    """Hands the posts of each request to the pipeline and, when their outcomes are there, lets Celery finish it."""
+    """Pass each request's posts to the pipeline and, once their outcomes are known, let Celery finish the request."""
 
-    #: Closing waits for the device: never inside a signal handler.
+    #: Closing waits for the device, which a signal handler must not do.
     signal_safe = False
     body_can_be_buffer = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.limit != 1:
-            logger.warning("the device is one slot: concurrency %s is taken as 1", self.limit)
+            logger.warning("ignoring concurrency %s: a worker has one device", self.limit)
         self.limit = 1
         self.settings: Settings = self.app.settings
         self._redis = connect_briefly(self.settings)
         self._hub: Any = None
-        #: None where no port is set, and then nobody is told anything.
+        #: None unless FEEDMILL_METRICS_PORT is set.
         self._metrics: WorkerMetrics | None = None
-        #: What comes round: a turn for the metrics, a word on what is served.
-        self._ticking: list[Any] = []
-        #: What was fetched and is not yet finished. Touched by the consumer's thread alone.
+        #: Periodic calls on the event loop, such as announcements and the metrics' heartbeat.
+        self._timers: list[Any] = []
+        #: Pending tasks: fetched and not finished. Used only on the consumer's thread.
         self._held: set[Ticket] = set()
-        #: Those of them whose ending Redis did not take, each with what is to be done again. Likewise.
+        #: Pending tasks whose ending failed on Redis, each with the call to repeat. Used only on the consumer's thread.
         self._unended: list[tuple[Ticket, Callable[[], None]]] = []
-        #: Bytes that a post takes in a message, compressed as it comes, by the latest messages. Likewise.
+        #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
         self._post_bytes = FIRST_POST_BYTES
-        #: Names of the micro-batched tasks whose state STARTED is stored.
+        #: Names of micro-batched tasks that store the state STARTED.
         self._tracked: set[str] = set()
-        #: Sends the task events that still wait for others; workers/consumer.py sets it for each connection.
+        #: Sends waiting task events. Set by workers/consumer.py for each connection.
         self.flush_events: Callable[[], None] = lambda: None
-        #: Writes dead letters again that Redis may have lost; workers/consumer.py sets it.
+        #: Rewrites dead letters that Redis may have lost. Set by workers/consumer.py.
         self.catch_up: Callable[[], None] = lambda: None
-        #: How often a signal asked the worker to end.
-        self._asked = 0
-        worker_shutting_down.connect(self._on_asked, weak=False)
+        #: Number of signals received that request a shutdown.
+        self._shutdown_signals = 0
+        worker_shutting_down.connect(self._on_shutting_down, weak=False)
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def on_start(self) -> None:
-        """Load the model; a worker that cannot classify must not take a message."""
+        """Load the model, before the worker takes any message. A UserError ends the worker."""
         _, worker = self.options["initargs"]
         self._node: str = worker
         try:
-            if self.settings.metrics_port:  # a port that is taken is told before anything takes long
+            if self.settings.metrics_port:  # report a taken port before the slow steps
                 self._metrics = WorkerMetrics(self.settings, worker)
                 self._metrics.serve()
             self._device = device.choose(self.settings.device, self.settings.dtype, self.settings.engine)
@@ -128,7 +128,7 @@ class DevicePool(BasePool):
             logger.critical("%s", error)
             raise WorkerShutdown(EX_FAILURE) from None
         logger.info(
-            "%s classifies by %s, loaded in %.1f s; token budget %d",
+            "model %s (%s) loaded in %.1f s; token budget %d",
             classifier.weights.name,
             classifier.kind,
             time.monotonic() - began,
@@ -155,39 +155,46 @@ class DevicePool(BasePool):
         self._deployer.start()
         for task in self.app.tasks.values():
             if isinstance(task, ClassifyTask) and task.track_started:
-                # It starts long before the tracer runs it: `_on_started` tells.
+                # `_on_started` stores the state: the task starts long before the tracer runs it.
                 task.track_started = False
                 self._tracked.add(task.name)
         if self._metrics:
             self._metrics.loaded(self.pipeline, held=lambda: len(self._held))
         settle(self._device)
-        gc.set_threshold(GARBAGE_LOOKS)
+        gc.set_threshold(GC_THRESHOLD)
 
     def _wanted(self) -> Wanted | None:
-        """What the queue is to be served with; where Redis does not tell, the first look will. Raises UserError."""
+        """Return the model wanted for the queue. Raises UserError.
+
+        None while Redis is unreachable; a later check finds it.
+        """
         try:
             return wanted(self._redis, self.settings.queue)
         except RedisFault:
             return None
 
     def register_with_event_loop(self, loop: Any) -> None:
-        """Called anew after each lost connection, which costs nothing of what is held (shared/transport.py)."""
+        """Schedule the periodic calls. Called at each connection; messages in flight survive a reconnect
+        (shared/transport.py).
+        """
         self._hub = loop
         loop.call_soon(self._run_deliveries)
-        for timer in self._ticking:
+        for timer in self._timers:
             timer.cancel()
         announcing = partial(self.pipeline.run_on_writer_thread, self._announce)
         announcing()
-        self._ticking = [
+        self._timers = [
             loop.call_repeatedly(PERIOD, announcing),
             loop.call_repeatedly(RETRY_INTERVAL_S, self._end_again),
             loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
         ]
         if self._metrics:
-            self._ticking.append(loop.call_repeatedly(TURN, self._metrics.turn))
+            self._timers.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.turn))
 
     def _announce(self) -> None:
-        """Say which queues are served with which model (shared/serving.py); that can wait for Redis, and for rights."""
+        """Register the worker and its model with the served queues (shared/serving.py). After a Redis error, retry next
+        period.
+        """
         self._deployer.look()
         model = self.pipeline.classifier.weights.name
         try:
@@ -199,19 +206,19 @@ class DevicePool(BasePool):
             try:
                 other = announce(self._redis, name, model)
             except RedisFault as fault:
-                logger.warning("that queue %s is served cannot be noted (%s)", name, fault)
+                logger.warning("cannot register queue %s as served: %s", name, fault)
                 return
-            if other and not self._deployer.report:  # whoever deploys knows that one takes over from another
+            if other and not self._deployer.report:  # expected during a deployment
                 logger.warning(
-                    "queue %s was served with %s moments ago, and is with %s now: while both serve it, which one a "
-                    "post meets is chance. A model has a queue of its own (--queue)",
+                    "queue %s was just served with model %s and is now served with %s: while both serve it, posts go "
+                    "to either model at random. Give each model its own queue (--queue)",
                     name,
                     other,
                     model,
                 )
 
     def deploy(self) -> dict[str, Any]:
-        """Look what is wanted, soon, and say how the latest asking goes: what the remote command answers."""
+        """Schedule a deployment check and return the latest status."""
         self._deployer.look()
         return self._reported()
 
@@ -219,10 +226,10 @@ class DevicePool(BasePool):
         return self._deployer.report._asdict() if self._deployer.report else {}
 
     def _queues(self) -> list[str]:
-        """The queues that this worker takes messages from."""
+        """Return the queues that this worker consumes."""
         return sorted(self.app.amqp.queues.consume_from)
 
-    # From Celery: a request comes.
+    # Requests, called by Celery.
 
     def on_apply(
         self,
@@ -235,9 +242,10 @@ class DevicePool(BasePool):
         timeout_callback: Callable[[bool, float], None],
         **_: Any,
     ) -> None:
+        """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job."""
         ticket = Ticket(target, args, accept_callback, callback, error_callback, timeout_callback)
         if not self.active:
-            unclaim(ticket.request.message)  # fetched while closing: it goes back when the connection closes
+            unclaim(ticket.request.message)  # fetched while closing; returns to the queue when the connection closes
             return
         self._held.add(ticket)
         name, task_id, request, _, content_type, _ = args
@@ -264,15 +272,15 @@ class DevicePool(BasePool):
 
     def _learn_size(self, posts: int, size: int) -> None:
         if posts and size:
-            self._post_bytes += min(1.0, posts / POSTS_LEARNT) * (size / posts - self._post_bytes)
+            self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
 
-    # From the pipeline, on its threads.
+    # Called by the pipeline, on its threads.
 
     def _admits(self, message: Message) -> bool:
         return self._still_wanted(message.ticket)
 
     def _still_wanted(self, ticket: Ticket) -> bool:
-        """Whether a request whose turn has come is to be run; where it is not, Celery is told."""
+        """Return whether a request is still to run. If it was revoked or has expired, have Celery end it."""
         if not withdrawn(ticket.request):
             return True
         self._deliver(partial(self._finish, ticket, partial(tell_withdrawn, ticket.request)))
@@ -280,7 +288,7 @@ class DevicePool(BasePool):
 
     def _on_started(self, message: Message) -> None:
         ticket: Ticket = message.ticket
-        if message.unsettled:  # a forward pass comes next, and workers/suspects.py watches that
+        if message.unsettled:  # workers/suspects.py tracks the forward pass that follows
             with suppress(RedisFault):
                 end_alone(ticket.request.message)
         self._deliver(partial(self._accept, ticket, time.monotonic()))
@@ -288,14 +296,14 @@ class DevicePool(BasePool):
             self.pipeline.run_on_writer_thread(partial(self._store_started, ticket.request))
 
     def _store_started(self, request: Any) -> None:
-        told = {"pid": os.getpid(), "hostname": request.hostname}
+        meta = {"pid": os.getpid(), "hostname": request.hostname}
         try:
-            request.task.backend.store_result(request.id, told, STARTED, request=request._context)
-        except Exception as fault:  # whatever a backend has; the message's result is another matter
-            logger.warning("that %s has started cannot be stored (%s)", request.id, fault)
+            request.task.backend.store_result(request.id, meta, STARTED, request=request._context)
+        except Exception as fault:  # a backend may raise anything; the result is unaffected
+            logger.warning("cannot store state STARTED of task %s (%s)", request.id, fault)
 
     def _on_finished(self, message: Message) -> None:
-        """Let Celery's tracer finish the message: result backend, links, signals."""
+        """Have Celery's tracer finish the message: result backend, links, signals."""
         ticket: Ticket = message.ticket
         if isinstance(message.fault, TimeLimitExceeded):
             ticket.ending = partial(ticket.timed_out, False, message.fault.args[0])
@@ -308,14 +316,14 @@ class DevicePool(BasePool):
                 self._leave_replica(fault)
                 raise
 
-        token = IN_HAND.set(message)
+        token = CURRENT_MESSAGE.set(message)
         try:
             self.pipeline.until_taken(trace)
         finally:
-            IN_HAND.reset(token)
+            CURRENT_MESSAGE.reset(token)
 
     def _leave_replica(self, fault: BaseException) -> None:
-        """Have Celery's results connect again where Redis said that it is a replica: the master is elsewhere."""
+        """Reconnect Celery's result backend if Redis has become a replica, because the master is elsewhere."""
         if is_replica(fault) and (client := getattr(self.app.backend, "client", None)):
             client.connection_pool.disconnect(inuse_connections=False)
 
@@ -323,14 +331,14 @@ class DevicePool(BasePool):
         self._deliver(partial(self._finish, message.ticket, message.ticket.ending))
 
     def _run_whole(self, ticket: Ticket) -> None:
-        """A task that is not micro-batched."""
+        """Run a task that is not micro-batched, on the device thread."""
         if self._still_wanted(ticket):
             self._deliver(partial(self._accept, ticket, time.monotonic()))
             try:
                 ticket.trace()
             except RedisFault as fault:
                 self._leave_replica(fault)
-                logger.warning("%s: Redis does not take its result (%s); it will be run again", ticket.request, fault)
+                logger.warning("cannot store the result of %s (%s); the task will run again", ticket.request, fault)
                 try:
                     raise Reject(fault, requeue=True)
                 except Reject:
@@ -340,10 +348,10 @@ class DevicePool(BasePool):
                 self._deliver(partial(self._finish, ticket, ticket.ending))
 
     def _on_failure(self) -> None:
-        state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub knows None alone
+        state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub allows only None
         self._deliver(lambda: None)
 
-    # To Celery, on the consumer's thread.
+    # Calls into Celery, on the consumer's thread.
 
     def _deliver(self, callback: Callable[[], None]) -> None:
         self._deliveries.put(callback)
@@ -357,7 +365,7 @@ class DevicePool(BasePool):
     def _accept(self, ticket: Ticket, when: float) -> None:
         try:
             ticket.accepted(os.getpid(), when)
-        except NotImplementedError as refused:  # it was asked to terminate in the meantime
+        except NotImplementedError as refused:  # a terminate request arrived meanwhile
             logger.warning("%s: %s", ticket.request, refused)
         if self._hub:
             spent = time.monotonic() - when
@@ -369,43 +377,47 @@ class DevicePool(BasePool):
     def _time_out(self, ticket: Ticket, limit: float, fault: Exception) -> None:
         soft = isinstance(fault, SoftTimeLimitExceeded)
         if not ticket.message:
-            if not soft and not ticket.traced:  # no thread can be interrupted: the process ends, as Celery's child does
+            if not soft and not ticket.traced:
+                # A thread cannot be interrupted, so the process exits, as a child process of Celery's does.
                 self._finish(ticket, partial(ticket.timed_out, False, limit))
                 self.pipeline.end_as_hanging(f"{ticket.request} has not ended within its time limit of {limit} s")
             return
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
         if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
-            ticket.timed_out(True, limit)  # says so in the log
+            ticket.timed_out(True, limit)  # logs the soft time limit
 
     def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
-        """End a message. Where Redis does not take it, again later; where Celery cannot, the message goes back."""
+        """Finish a request. If Redis does not accept its ending, retry later. If Celery fails, return the message to
+        the queue.
+        """
         for timer in ticket.timers:
             timer.cancel()
         alone = is_alone(ticket.request.message)
         try:
             try:
                 ending()
-            except Exception as error:  # whatever a callback of the sender's brings along
-                if isinstance(error, BACKEND_AWAY) and not is_of_message(error):
+            except Exception as error:  # links that the sender attached may raise anything
+                if isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
                     raise
-                logger.exception("%s: Celery could not end it", ticket.request)
+                logger.exception("Celery cannot finish %s", ticket.request)
                 self._give_up(ticket.request)
-        except BACKEND_AWAY as fault:
+        except BACKEND_ERRORS as fault:
             self._leave_replica(fault)
             logger.warning(
-                "%s: Redis does not take its end (%s); next try in %.0f s", ticket.request, fault, RETRY_INTERVAL_S
+                "cannot finish %s in Redis (%s); retrying in %.0f s", ticket.request, fault, RETRY_INTERVAL_S
             )
             self._finish_later(ticket, ending)
         else:
             self._held.discard(ticket)
             for todo in self._hub._pop_ready() if alone and self._hub else ():
-                todo()  # its acknowledgement, for which the next message waits; the event loop may wait for a timer
+                todo()  # acknowledge at once: the next message waits for it, and the event loop may sleep until a timer
 
     def _give_up(self, request: Any) -> None:
-        """Give a message back that Celery could not end, or acknowledge it after a few deliveries: its results and dead
-        letters are stored.
+        """Return a message that Celery cannot finish to the queue. After `max_deliveries`, acknowledge it instead.
+
+        Its results and dead letters are already stored.
         """
-        if not request.acknowledged:  # which it is before its message, since that waits for the event loop
+        if not request.acknowledged:  # set before the message's own flag, which waits for the event loop
             message = request.message
             (message.requeue if times_delivered(message) < self.settings.max_deliveries else message.ack)()
             request.acknowledged = True
@@ -419,38 +431,39 @@ class DevicePool(BasePool):
             self._finish(ticket, ending)
 
     def room(self) -> int:
-        """Return how many messages may be fetched: as many as there is room for posts."""
+        """Return how many messages to prefetch, so that their posts fit. 0 until a quarter of the room is free."""
         most = self.pipeline.most_waiting()
         free = most - self.pipeline.waiting()
         return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
 
     def room_bytes(self) -> int:
-        """Return how many bytes may be fetched, or a message more.
+        """Return how many bytes to prefetch. The transport may exceed this by one message.
 
-        A message may hold many posts, and is not read before it is fetched: the room for posts is told in bytes.
+        A message may hold many posts and is only read after it is fetched, so the room for posts is converted into
+        bytes.
         """
         return max(1, int(self.room() * self._post_bytes))
 
     def adopt(self, eventer: Any) -> None:
-        """Continue with the messages that are held over a new connection.
+        """Move the messages in flight to a new connection.
 
-        Write results again that Redis may have lost, before acknowledgements go out. Raises redis' errors.
+        Rewrites results that Redis may have lost, before acknowledgements are sent. Raises redis' errors.
         """
         for ticket in self._held:
             ticket.request.eventer = eventer
         self._store.catch_up()
 
-    def _on_asked(self, **_: Any) -> None:
-        self._asked += 1
+    def _on_shutting_down(self, **_: Any) -> None:
+        self._shutdown_signals += 1
 
     def on_close(self) -> None:
-        """Finish what is in hand, for at most the drain time, while acknowledgements still reach Redis.
+        """Finish the messages in flight within the drain time, while acknowledgements still reach Redis.
 
-        Not when asked once more meanwhile: of a second SIGTERM Celery takes no notice.
+        A further shutdown signal ends the drain; Celery itself ignores a second SIGTERM.
         """
-        deadline, asked = time.monotonic() + self.settings.drain, min(1, self._asked)
+        deadline, signals = time.monotonic() + self.settings.drain, min(1, self._shutdown_signals)
         while len(self._held) > len(self._unended) and not self.pipeline.failure and time.monotonic() < deadline:
-            if state.should_terminate is not None or self._asked > asked:
+            if state.should_terminate is not None or self._shutdown_signals > signals:
                 break
             try:
                 self._deliveries.get(timeout=0.1)()
@@ -463,18 +476,18 @@ class DevicePool(BasePool):
         for ticket in self._held:
             unclaim(ticket.request.message)
         if self._held:
-            logger.warning("%d messages go back to the queue unfinished", len(self._held))
+            logger.warning("returning %d unfinished messages to the queue", len(self._held))
         self.pipeline.stop()
         self._deployer.stop()
         if not self.pipeline.failure:
-            with suppress(RedisFault):  # then it is expected for a while
+            with suppress(RedisFault):  # the registration then expires by itself
                 deregister(self._redis, self._node)
 
-    # What a device cannot do: the sender of the remote command gets the sentence.
+    # Unsupported remote commands. The sender receives the error's text.
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         raise NotImplementedError(
-            "it has started: its posts are on the device among those of other messages, and are finished with them"
+            "the task has started and cannot be terminated: its posts share micro-batches with other messages"
         )
 
     def grow(self, n: int = 1) -> None:
@@ -490,7 +503,7 @@ class DevicePool(BasePool):
         self.pipeline.stop(seconds=1.0)
 
     def _get_info(self) -> dict[str, Any]:
-        """What `inspect stats` and `feedmill status` show."""
+        """Return the pool's part of `inspect stats` and `feedmill status`."""
         totals, weights = self.pipeline.statistics.totals, self.pipeline.classifier.weights
         recent = self.pipeline.statistics.recent(time.monotonic())
         info: dict[str, Any] = super()._get_info()  # type: ignore[misc]  # not in the stub

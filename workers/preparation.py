@@ -1,7 +1,8 @@
-"""From message to rows: each post is read, looked up in the results, and turned into token rows that wait.
+"""Preparation: read each post of a message, look up its stored result, and turn it into token rows.
 
-The tokenizer thread's part of the pipeline. What needs no forward pass has its outcome here: what cannot be read, what
-is stored already, what killed too many workers. Knows nothing of the device, and of Redis only what is in the store.
+This is the tokenizer thread's part of the pipeline. Posts that need no forward pass get their outcome here: malformed
+posts, posts with a stored result, and poison posts. It knows nothing of the device, and of Redis only the results
+store.
 """
 
 import logging
@@ -19,20 +20,21 @@ from workers.classifiers import Classifier, LabelSet, Row
 from workers.message import Message, PostAtWork, traced
 from workers.recording import Store
 from workers.statistics import Statistics
-from workers.suspects import DEADLY, Suspects
+from workers.suspects import MAX_DEATHS, Suspects
 from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-#: Rows of one message, at most: they are prepared and held together.
+#: Maximum rows of one message, because they are prepared and held together.
 MAX_ROWS_PER_MESSAGE = 32_000
 
 
 class Preparation:
-    """Takes messages in, in the order in which they come.
+    """Prepare messages in order of arrival.
 
-    hand_over: is given each message that needs no forward pass. stopping: ends the thread, whatever it holds. timeout:
-    seconds after which the classifier counts as hanging.
+    hand_over: called with each message that needs no forward pass.
+    stopping: ends the thread.
+    timeout: seconds after which a call of the classifier counts as hung.
     """
 
     def __init__(
@@ -54,34 +56,35 @@ class Preparation:
         self._stopping = stopping
         self._watch = watch
         self._timeout = timeout
-        #: Messages, and between them the models that those behind are for; None ends the thread.
+        #: Messages, and models that apply to the messages behind them; None ends the thread.
         self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
-        #: Posts that came, and those of them that are done with here: two counts, since each is written by a thread of
-        #: its own.
+        #: Number of posts submitted and prepared. Two counters, because each is written by another thread.
         self._posts_in = self._posts_prepared = 0
 
-    # For other threads.
+    # Called by other threads.
 
     def submit(self, message: Message) -> None:
+        """Queue a message."""
         self._posts_in += len(message.raw_posts)
         self._arrived.put(message)
 
     def load(self, loaded: Loaded) -> None:
-        """Have all that is submitted from now on wait for another model."""
+        """Use another model for messages submitted from now on."""
         self._arrived.put(loaded)
 
     def end(self) -> None:
-        """Wake the thread, that it may end."""
+        """Wake the thread so that it can end."""
         self._arrived.put(None)
 
     def posts_waiting(self) -> int:
-        """Posts that came and are not rows yet."""
-        prepared = self._posts_prepared  # first: what comes meanwhile may be prepared at once, and no count is negative
+        """Return the number of posts that are submitted and not yet rows."""
+        prepared = self._posts_prepared  # read first: otherwise the difference could be negative
         return self._posts_in - prepared
 
-    # Its thread.
+    # Called on the tokenizer thread.
 
     def loop(self) -> None:
+        """Prepare messages until `end`."""
         while (arrived := self._arrived.get()) is not None and not self._stopping.is_set():
             if isinstance(arrived, Message):
                 self._take_in(arrived)
@@ -89,7 +92,7 @@ class Preparation:
                 self._backlog.load(arrived)
 
     def _take_in(self, message: Message) -> None:
-        """Prepare a message for the latest model, and let its rows wait for that one."""
+        """Prepare a message for the latest model and add its rows to the backlog."""
         loaded = self._backlog.latest
         prepared: list[tuple[PostAtWork, list[Row]]] = []
         try:
@@ -97,11 +100,11 @@ class Preparation:
         except RequestRefused as refused:
             message.refused = refused
         except Exception as error:
-            logger.exception("a message of %d posts cannot be prepared", len(message.raw_posts))
-            message.refused = RequestRefused(f"its posts cannot be prepared: {error!r:.200}")
+            logger.exception("cannot prepare a message of %d posts", len(message.raw_posts))
+            message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
             message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
-        innocent = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
-        self._backlog.add(loaded, innocent, message.priority)
+        unsuspected = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
+        self._backlog.add(loaded, unsuspected, message.priority)
         for work, rows in prepared:
             if work.index in message.deaths:
                 self._backlog.add_suspect(loaded, rows)
@@ -110,14 +113,14 @@ class Preparation:
         self._posts_prepared += len(message.raw_posts)
 
     def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
-        """The posts that are to be computed, with their rows; the others are settled."""
+        """Return the posts to compute with their rows, and set the outcomes of all others."""
         posts = message.read()
         with self._watch.step("the preparation of labels", self._timeout):
             label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
-                f"posts: {len(posts)} of {label_set.rows} rows each are {rows_in_all:,} rows; at most "
-                f"{MAX_ROWS_PER_MESSAGE:,} in one message"
+                f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows; a message may "
+                f"have {MAX_ROWS_PER_MESSAGE:,}, so send fewer posts in a message"
             )
         at_work = []
         for index, post in enumerate(posts):
@@ -125,21 +128,21 @@ class Preparation:
                 at_work.append(PostAtWork(post, message, index, fingerprint(post, label_set.recipe)))
             else:
                 message.settle(index, post)
-        at_work = self._unanswered(at_work)
+        at_work = self._without_results(at_work)
         if message.redelivered and self._suspects:
-            at_work = self._not_deadly(at_work, message, self._suspects)
+            at_work = self._without_poison(at_work, message, self._suspects)
         prepared = list(zip(at_work, self._rows(at_work, label_set, classifier), strict=True))
         for work, rows in prepared:
             for row in rows:
                 row.owner = work
         return [(work, rows) for work, rows in prepared if rows]
 
-    def _unanswered(self, at_work: list[PostAtWork]) -> list[PostAtWork]:
-        """Those of the posts whose classification is not stored; the others are settled with it."""
+    def _without_results(self, at_work: list[PostAtWork]) -> list[PostAtWork]:
+        """Return the posts without a stored classification, and set the outcomes of the others."""
         try:
             found = self._store.find([(work.post.id, work.fingerprint) for work in at_work])
         except RedisFault as fault:
-            logger.debug("the store cannot say what is there (%s): it is computed", fault)
+            logger.debug("cannot look up stored results (%s); computing all posts", fault)
             return at_work
         for work, classification in zip(at_work, found, strict=True):
             if classification is not None:
@@ -149,33 +152,35 @@ class Preparation:
         self._store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
         return [work for work, classification in zip(at_work, found, strict=True) if classification is None]
 
-    def _not_deadly(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
-        """Those of a message that came again which may be computed, if apart; the others are settled."""
+    def _without_poison(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
+        """Return the posts of a redelivered message that may still be computed, and fail the poison posts."""
         message.deaths = suspects.deaths(message.task_id)
         allowed = []
         for work in at_work:
-            if (deaths := message.deaths.get(work.index, 0)) < DEADLY:
+            if (deaths := message.deaths.get(work.index, 0)) < MAX_DEATHS:
                 allowed.append(work)
             else:
-                reason = f"{deaths} workers vanished in forward passes that it was in; in the last two it was alone"
+                reason = (
+                    f"{deaths} workers died in a forward pass with this post, the last two while it ran in isolation"
+                )
                 message.settle(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
             named = ", ".join(map(printable, found[:10]))
-            logger.warning("computed apart, since a worker vanished in their forward pass: %s", named)
+            logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
         return allowed
 
     def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
-        """Each post's rows; none of one that cannot be prepared, which is settled with the reason."""
+        """Return the rows of each post. A post that cannot be prepared has none, and the reason as its outcome."""
         if not at_work:
             return []
         try:
             with self._watch.step("the preparation of posts", self._timeout):
                 return classifier.prepare([work.post.text for work in at_work], label_set)
-        except BaseException as error:  # a panic of the tokenizer, in Rust, is no Exception
+        except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             if len(at_work) > 1:
                 return [rows for work in at_work for rows in self._rows([work], label_set, classifier)]
-            logger.error("post %s cannot be prepared:\n%s", printable(at_work[0].post.id), traced(error))
-            reason = f"it cannot be prepared: {type(error).__name__}: {error}"
+            logger.error("cannot prepare post %s:\n%s", printable(at_work[0].post.id), traced(error))
+            reason = f"the post cannot be prepared: {type(error).__name__}: {error}"
             at_work[0].message.tracebacks[at_work[0].index] = traced(error)
             at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
             return [[]]

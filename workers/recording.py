@@ -1,8 +1,8 @@
-"""From outputs to stored results: each post gets its outcome, each message that is complete ends.
+"""Recording: turn outputs into stored results, set each post's outcome, and finish complete messages.
 
-The writer thread's part of the pipeline. A result is stored before its message is finished, and what a message lacks,
-its dead letters, before its owner lets go of it: whoever is told of an end can count on it. While Redis is away the
-thread waits, and after a few micro-batches so does the device: nothing that was computed is thrown away.
+This is the writer thread's part of the pipeline. Results are stored before their message is finished, and dead letters
+before its owner releases the message, so that anyone who sees a message end can rely on both. While Redis is
+unreachable the writer thread waits, and after a few micro-batches so does the device: nothing computed is lost.
 """
 
 import logging
@@ -31,35 +31,37 @@ from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-#: Finished micro-batches that may wait for the writer before the device thread does: bounds memory when Redis
-#: is away, and is more than enough to bridge a slow write.
-WRITE_AHEAD = 4
-#: Longest pause, in seconds, between two tries to reach Redis.
-LONGEST_PAUSE = 5.0
+#: Finished micro-batches that may wait for the writer thread before the device waits too. Limits memory while Redis is
+#: unreachable, and covers slow writes easily.
+MAX_UNWRITTEN_BATCHES = 4
+#: Maximum seconds between two attempts to write to Redis.
+MAX_RETRY_DELAY_S = 5.0
 
 
 class Store(Protocol):
-    """Where results go."""
+    """The results store, as the pipeline uses it."""
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
-        """Keep a micro-batch's results and dead letters. Raises redis' errors while they cannot be kept."""
+        """Store the results and dead letters of a micro-batch. Raises redis' errors."""
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
-        """What is kept under each (post id, fingerprint). Raises redis' errors while that cannot be told."""
+        """Return the classification stored under each (post id, fingerprint), or None. Raises redis' errors."""
 
     def keep(self, found: Sequence[Result]) -> None:
-        """Write stored results again, too, should they be lost."""
+        """Remember found results, so that `catch_up` writes them again if Redis loses them."""
 
     def catch_up(self) -> None:
-        """Write again what was written lately and may be lost. Raises redis' errors."""
+        """Rewrite recent results that Redis may have lost. Raises redis' errors."""
 
 
 class Recording:
-    """Stores what was computed, and ends messages.
+    """Store results and finish messages.
 
-    worker: the name that results bear. on_finished, on_recorded: see Pipeline. stopping: ends all waiting. timeout:
-    seconds after which the classifier counts as hanging. Waiting for Redis, or for Celery's result backend, may take
-    any time, and is not watched.
+    worker: name recorded in results.
+    on_finished, on_recorded: see workers/pipeline.py.
+    stopping: ends every wait.
+    timeout: seconds after which a call of the classifier counts as hung. Waits for Redis or Celery's result backend
+        have no limit.
     """
 
     def __init__(
@@ -85,74 +87,73 @@ class Recording:
         self._stopping = stopping
         self._watch = watch
         self._timeout = timeout
-        #: A message comes by itself when it needed no forward pass.
+        #: Work for the writer thread. A message appears by itself if it needed no forward pass.
         self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
-        #: Room for what the other threads hand over.
-        self._room = threading.Semaphore(WRITE_AHEAD)
+        #: Limits the work that other threads hand over.
+        self._room = threading.Semaphore(MAX_UNWRITTEN_BATCHES)
         self._thread: threading.Thread | None = None
 
-    # For other threads.
+    # Called by other threads.
 
     def hand_over(self, finished: Computed | Message) -> None:
-        """Have this recorded; waits while there is no room."""
+        """Queue work for the writer thread. Block while the queue is full."""
         while not self._stopping.is_set():
             if self._room.acquire(timeout=1):
                 self._finished.put(finished)
                 return
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run something that talks to Redis before anything that is handed over from now on; at once where this is the
-        writer thread.
-        """
+        """Run a job that uses Redis before any work handed over later. On the writer thread, run it at once."""
         if threading.current_thread() is self._thread:
             job()
         else:
             self._finished.put(job)
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """See Pipeline.give_up."""
+        """Fail a whole message; see Pipeline.give_up."""
         if not self._backlog.drop(message):
             return False
         self.run(partial(self._record_given_up, message, fault, reason))
         return True
 
-    # Its thread.
+    # Called on the writer thread.
 
     def loop(self) -> None:
+        """Record work until the pipeline stops. Between work, rewrite results that Redis may have lost."""
         self._thread = threading.current_thread()
         while not self._stopping.is_set():
             try:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
-                with suppress(RedisFault):  # the next turn, or the next write, tries again
+                with suppress(RedisFault):  # retried by the next iteration or write
                     self._store.catch_up()
                 continue
             if isinstance(finished, Computed | Message):
                 self._room.release()
-                self._record(*(self._settle(finished) if isinstance(finished, Computed) else ([], [finished])))
+                self._record(*(self._set_outcomes(finished) if isinstance(finished, Computed) else ([], [finished])))
             else:
                 finished()
 
     def until_taken(self, write: Callable[[], object]) -> bool:
-        """Write to Redis until it does not raise redis' errors; False when the pipeline stops first.
+        """Retry a write to Redis until it succeeds. Return False if the pipeline stops first.
 
-        Raises RedisError, which ends the worker, where no waiting helps.
+        Raises RedisError, which ends the worker, for a permanent error.
         """
-        pause = 0.1
+        delay = 0.1
         while not self._stopping.is_set():
             try:
                 write()
                 return True
             except RedisFault as fault:
                 if why := hopeless(fault):
-                    raise RedisError(f"Redis does not take results: {why}") from None
-                logger.warning("results wait for Redis (%s); next try in %.1f s", fault, pause)
-                self._stopping.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                    raise RedisError(f"Redis permanently rejects results: {why}") from None
+                logger.warning("results wait for Redis (%s); retrying in %.1f s", fault, delay)
+                self._stopping.wait(delay)
+                delay = min(2 * delay, MAX_RETRY_DELAY_S)
         return False
 
-    def _settle(self, computed: Computed) -> tuple[list[Result], list[Message]]:
-        """Give each post of a micro-batch its outcome: what is to be stored, and the messages now complete."""
+    def _set_outcomes(self, computed: Computed) -> tuple[list[Result], list[Message]]:
+        """Set the outcome of each post in a micro-batch. Return the results to store and the messages now complete."""
         loaded, rows, outputs, share = computed
         outcomes: list[tuple[PostAtWork, Outcome]]
         if isinstance(outputs, Exception):
@@ -168,7 +169,7 @@ class Recording:
         results, complete = [], []
         for work, outcome in outcomes:
             if work.message.fault:
-                continue  # its posts have an outcome: that it took too long
+                continue  # given up: its posts already have outcomes
             if isinstance(outcome, Classification):
                 results.append(Result(work.post, outcome))
             if work.message.settle(work.index, outcome):
@@ -178,7 +179,7 @@ class Recording:
     def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
         work: PostAtWork = row.owner
         if not all(map(math.isfinite, scores.values())):
-            return PostError(id=work.post.id, error="its scores are not finite: the precision overflowed")
+            return PostError(id=work.post.id, error="the scores are not finite: the precision overflowed")
         weights = classifier.weights
         best_first = dict(sorted(scores.items(), key=lambda item: -item[1]))
         now = time.time()
@@ -197,7 +198,7 @@ class Recording:
         )
 
     def _record(self, results: Sequence[Result], complete: Sequence[Message]) -> None:
-        """Store results, let the owner finish the messages that are complete by them, and store what they lack."""
+        """Store results, let the owner finish the messages they complete, and store those messages' dead letters."""
         if not self._write(results, []):
             return
         self._statistics.totals.posts += len(results)
@@ -207,32 +208,32 @@ class Recording:
             if message.sent_at is not None:
                 self._statistics.lag.add(max(0.0, stored_at - message.sent_at))
             self._on_finished(message)
-        self._bury(done)
+        self._write_dead_letters(done)
 
     def _record_given_up(self, message: Message, fault: Exception, reason: str) -> None:
         message.give_up(fault, reason)
         self._on_finished(message)
-        self._bury([message])
+        self._write_dead_letters([message])
 
-    def _bury(self, done: Sequence[Message]) -> None:
-        """Store the dead letters of messages that are done with, and let the owner go of them."""
+    def _write_dead_letters(self, done: Sequence[Message]) -> None:
+        """Store the dead letters of finished messages, then let the owner release the messages."""
         now = time.time()
         dead = [letter for message in done for letter in message.dead_letters(self._worker, now)]
         if not self._write([], dead):
             return
         if dead:
             self._statistics.totals.failed += len(dead)
-            # An error's words may be the post's: of one the log has the kind alone, in which its traceback ends.
+            # An error's text may quote a post, so the log shows only its type, the last word of the traceback.
             why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
             first = printable(f"{dead[0].id}: {why}")
-            logger.warning("%d posts failed; the first, %s", len(dead), first)
+            logger.warning("%d posts failed, first %s", len(dead), first)
         for message in done:
             if message.deaths and self._suspects:
                 self._suspects.clear(message.task_id)
             self._on_recorded(message)
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
-        """Write until Redis takes it: results that were computed are kept. False when the pipeline stops first."""
+        """Retry a write to the store until it succeeds. Return False if the pipeline stops first."""
         if not results and not dead:
             return not self._stopping.is_set()
         return self.until_taken(lambda: self._store.write(results, dead))

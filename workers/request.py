@@ -1,14 +1,15 @@
-"""What a message of ours tells of itself while a worker holds it: to events and Flower, `inspect`, and the log.
+"""Celery's Request for Feedmill's tasks: hides posts from events, Flower, `inspect` and the log, and corrects the
+runtime.
 
-Celery shows a message's arguments as its sender described them: most senders let Celery write down their beginning,
-which is somebody's post. `inspect reserved`, which Flower's worker page shows, does not even shorten them. And the
-runtime it tells is the tracer's, which here begins when the device is done. `Task.Request` is Celery's way to give a
-task a Request of its own.
+Celery shows a message's arguments as described by its sender. Most senders include their beginning, which is a user's
+post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that Celery reports
+is the tracer's, which starts only when the device is done. `Task.Request` is Celery's way to give a task its own
+Request.
 
-What it leans on in Celery 5.7, beyond that: `_argsrepr`, `_kwargsrepr` and the two headers of these names are what is
-shown; every event but task-received goes through `send_event` (celery/worker/request.py, celery/worker/strategy.py).
-`Request.revoked` asks whether a request is revoked and tells everybody in one breath; `withdrawn` only asks, by the
-same rules, and `tell_withdrawn` tells.
+Relies on these internals of Celery 5.7: `_argsrepr`, `_kwargsrepr` and the headers of the same names are what is shown,
+and every event but task-received goes through `send_event` (celery/worker/request.py, celery/worker/strategy.py).
+`Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
+`tell_withdrawn` announces.
 """
 
 import time
@@ -24,13 +25,13 @@ from workers.task import POSITIONS
 
 
 def withdrawn(request: Request) -> bool:
-    """Whether it was revoked, by its id or by a stamp, or has expired. For any thread: tells nobody."""
+    """Return whether a request was revoked, by id or stamp, or has expired. Thread-safe, without side effects."""
     if request.id in state.revoked:
         return True
     expires = request.expires
     if expires and datetime.now(UTC if expires.tzinfo else None) > expires:
         return True
-    revoked: Any = state.revoked_stamps  # compared, never hashed: a sender's stamp may be any JSON
+    revoked: Any = state.revoked_stamps  # compared, never hashed: a stamp can be any JSON value
     return any(
         stamp in revoked[header]
         for header in request.stamped_headers or ()
@@ -40,15 +41,17 @@ def withdrawn(request: Request) -> bool:
 
 
 def tell_withdrawn(request: Request) -> None:
-    """Event, signal, state and acknowledgement of a request that is not run. For the consumer's thread."""
-    if not request.revoked():  # what was revoked is kept for three hours; it was, when its turn came
+    """Announce a request that is not run: event, signal, state and acknowledgement. Call it on the consumer's
+    thread.
+    """
+    if not request.revoked():  # Celery forgets revocations after three hours, but this one was checked before
         request._announce_revoked("revoked", False, None, False)  # type: ignore[attr-defined]  # not in the stub
 
 
 class ClassifyRequest(Request):
-    """A request of `feedmill.classify`, whoever sent it."""
+    """A request of a micro-batched task."""
 
-    #: When its first row entered a forward pass, by the monotonic clock.
+    #: Monotonic time at which its first row entered a forward pass.
     _began: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +61,8 @@ class ClassifyRequest(Request):
             shown_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
         )
 
-    def info(self, safe: bool = False) -> Any:  # noqa: ARG002 - Celery asks for the arguments themselves where it is not
+    def info(self, safe: bool = False) -> Any:  # noqa: ARG002 - Celery passes False to include the arguments
+        """Return the request's description, always without its arguments."""
         return super().info(safe=True)
 
     def on_accepted(self, pid: Any, time_accepted: float) -> None:

@@ -1,4 +1,4 @@
-"""What a worker has done, and how fast: for `inspect stats`, for Prometheus, and for a line in its log now and then."""
+"""A worker's totals, rates and distributions, for `inspect stats`, Prometheus and its log."""
 
 import math
 from bisect import bisect_left
@@ -7,56 +7,60 @@ from dataclasses import dataclass, replace
 
 from workers.window import HasLength
 
-#: Upper bounds of the histograms' buckets, each bound within its bucket. Rows and tokens go by powers of two.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-TOKENS = tuple(2**power for power in range(7, 19))
-PADDING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
-#: Seconds: of a forward pass, from a small batch on a GPU to a large one on a CPU; and from sending to storing, from an
-#: idle system's milliseconds to a backlog of a day.
-FORWARD = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-LAG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
+#: Upper bounds, inclusive, of the histogram buckets. Rows and tokens use powers of two.
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKEN_BOUNDS = tuple(2**power for power in range(7, 19))
+PADDING_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+#: Seconds per forward pass, from a small batch on a GPU to a large one on a CPU; and seconds from sending to storing,
+#: from an idle system to a backlog of a day.
+FORWARD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LAG_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0,
+)  # fmt: skip
 
-#: Seconds of the device's work after which a pass counts a third of what it did for how fast the device is.
-MEMORY = 10.0
+#: Seconds of device time after which a pass has a third of its weight in the device's speed.
+SPEED_DECAY_S = 10.0
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums since the worker started. Each field is written by one thread alone: messages and queued_seconds by the
-    one that submits, answered by the tokenizer, all others by the writer.
+    """Sums since the worker started.
+
+    Each field has a single writing thread: the submitting thread for messages and queued_seconds, the tokenizer thread
+    for answered, and the writer thread for all others.
     """
 
-    #: Posts that were classified, and posts that ended as dead letters.
+    #: Posts classified, and posts that failed as dead letters.
     posts: int = 0
     failed: int = 0
-    #: Posts whose classification was stored already.
+    #: Posts answered with a stored classification.
     answered: int = 0
-    #: Messages that bore the time of their sending, and the seconds that those waited for this worker.
+    #: Messages with a sending time, and the total seconds that they waited for this worker.
     messages: int = 0
     queued_seconds: float = 0.0
     batches: int = 0
     rows: int = 0
     tokens: int = 0
-    #: What padded micro-batches would hold: each batch's longest row times its rows.
+    #: Tokens of all micro-batches if padded: each batch's longest row times its rows.
     padded_tokens: int = 0
-    #: For how long the whole device was at it: where it has lanes, each counts for its share.
+    #: Seconds that the whole device computed. A lane counts for its share of the device.
     device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What came to pass between two moments, per second, per batch, or as a share."""
+    """Averages over a period of time."""
 
     seconds: float
     posts: int
     posts_per_second: float
     rows_per_batch: float
     tokens_per_batch: float
-    #: Share of a padded micro-batch that are real tokens.
+    #: Share of real tokens in padded micro-batches.
     padding_efficiency: float
-    #: Share of the time in which the device computed.
+    #: Share of time that the device computed.
     device_busy: float
-    #: Seconds from a message's sending until this worker took it, on average.
+    #: Average seconds from sending a message until this worker fetched it.
     queue_wait: float
 
     def __str__(self) -> str:
@@ -68,7 +72,7 @@ class Rates:
 
 
 def rates(earlier: Totals, later: Totals, seconds: float) -> Rates:
-    """The rates between two states of one worker's totals that lie `seconds` apart."""
+    """Return the rates between two states of a worker's totals that are `seconds` apart."""
     batches = later.batches - earlier.batches
     posts = later.posts - earlier.posts
     tokens = later.tokens - earlier.tokens
@@ -89,7 +93,7 @@ def _share(part: float, whole: float) -> float:
 
 
 class Histogram:
-    """How many values fell between each two bounds, and above the last; and their sum. One thread adds, others read."""
+    """Counts of values per bucket, and their sum. One thread adds, others read."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -99,12 +103,13 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 class Speed:
-    """How fast the device computes: rows of its latest passes by their seconds. One thread adds, others read."""
+    """The device's recent speed in rows per second. One thread adds, others read."""
 
     __slots__ = ("_rows", "_seconds", "rows_per_second")
 
@@ -114,29 +119,30 @@ class Speed:
         self.rows_per_second: float | None = None
 
     def add(self, rows: int, seconds: float) -> None:
-        """Count a pass of so many seconds of the whole device; those before count the less the longer ago they are."""
-        fading = math.exp(-seconds / MEMORY)
+        """Count a pass that took `seconds` of the whole device. Older passes decay exponentially."""
+        fading = math.exp(-seconds / SPEED_DECAY_S)
         self._rows = self._rows * fading + rows
         self._seconds = self._seconds * fading + seconds
         self.rows_per_second = self._rows / self._seconds if self._seconds else math.inf
 
 
 class Statistics:
-    """A worker's totals, its rates over the last whole interval, and how its micro-batches are spread.
+    """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
 
-    interval: seconds. now: seconds of a clock that only goes forward, here and below.
+    interval: seconds.
+    now: seconds of a monotonic clock, here and below.
     """
 
     def __init__(self, interval: float, now: float) -> None:
         self.totals = Totals()
-        #: Written by the writer alone. Of micro-batches: their rows, their tokens with the padding, the share of those
-        #: that is padding, and the seconds of their forward passes.
-        self.batch_rows = Histogram(ROWS)
-        self.batch_tokens = Histogram(TOKENS)
-        self.padding = Histogram(PADDING)
-        self.forward_seconds = Histogram(FORWARD)
-        #: Seconds from a message's sending until the last of its results was stored.
-        self.lag = Histogram(LAG)
+        #: Histograms of micro-batches, written only by the writer thread: rows, padded tokens, share of padding, and
+        #: seconds per forward pass.
+        self.batch_rows = Histogram(ROW_BOUNDS)
+        self.batch_tokens = Histogram(TOKEN_BOUNDS)
+        self.padding = Histogram(PADDING_BOUNDS)
+        self.forward_seconds = Histogram(FORWARD_BOUNDS_S)
+        #: Seconds from sending a message until its last result was stored.
+        self.lag = Histogram(LAG_BOUNDS_S)
         self.speed = Speed()
         self._interval = interval
         self._since = now
@@ -144,7 +150,7 @@ class Statistics:
         self._last: Rates | None = None
 
     def count(self, rows: Sequence[HasLength], seconds: float, share: float) -> None:
-        """Count a micro-batch whose forward pass took so many seconds of a share of the device."""
+        """Count a micro-batch whose forward pass took `seconds` on a share of the device."""
         lengths = [row.length for row in rows]
         tokens, padded = sum(lengths), len(lengths) * max(lengths)
         self.totals.batches += 1
@@ -159,11 +165,11 @@ class Statistics:
         self.forward_seconds.add(seconds)
 
     def forget_speed(self) -> None:
-        """The device computes another model from now on."""
+        """Reset the speed, because another model becomes active."""
         self.speed = Speed()
 
     def turn(self, now: float) -> Rates | None:
-        """Begin a new interval where the last is over; its rates, if anything was classified in it."""
+        """Start a new interval if the last one is over, and return its rates if posts were classified in it."""
         if now - self._since < self._interval:
             return None
         totals = replace(self.totals)
@@ -172,6 +178,6 @@ class Statistics:
         return self._last if self._last.posts else None
 
     def recent(self, now: float) -> Rates:
-        """The rates of the last whole interval; of what there is, before there is one."""
-        earlier, since = self._earlier, self._since  # before `_last`, which `turn` sets first on another thread
+        """Return the rates of the last complete interval; before the first one ends, the rates so far."""
+        earlier, since = self._earlier, self._since  # read before `_last`, which `turn` sets first on another thread
         return self._last or rates(earlier, self.totals, now - since)

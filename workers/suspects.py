@@ -1,11 +1,11 @@
-"""Which posts were in a forward pass when their worker vanished, and how often that happened to each.
+"""Poison tracking: count how often each post was in a forward pass when its worker died.
 
-A post that kills its worker comes back to the queue, and kills the next one. So a worker notes which posts are in a
-pass before it begins, one command a pass. When a message is delivered again, what a vanished worker noted of it counts
-against its posts: they are *suspects*, and the pipeline computes each of them alone. Other posts of the message, and
-messages that merely waited in that worker, are none.
+A poison post kills its worker, returns to the queue and kills the next one. So a worker records which posts are in
+flight before each pass, with one command. When a message is redelivered, records of dead workers count against its
+posts. These are suspected poison posts, and the pipeline computes each in isolation. Other posts of the message, and
+messages that only waited in the dead worker, are not suspected.
 
-The notes outlive the worker. A post that ended takes no harm from a note that is left: it is never delivered again.
+Records outlive their worker. A leftover record does not harm a post that has ended, because it is never redelivered.
 """
 
 import json
@@ -23,17 +23,17 @@ from shared.keys import PASSES, suspect_key
 from shared.messages import digest
 from workers.window import R, Window
 
-#: In as many passes of vanished workers a post is not computed any more: in all but the first it was alone.
-DEADLY = 3
-#: Seconds for which a note, and what it counted for, is kept: messages that come back do so within seconds.
+#: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
+MAX_DEATHS = 3
+#: Seconds for which records and counts are kept. Redelivery takes only seconds.
 KEPT = 86_400
 
-#: Counts what vanished workers noted of one message, once, and tells how often each of its posts was in their passes.
+#: Count the records of dead workers for one message, once, and return the deaths of each of its posts.
 #:
 #:   KEYS[1]  feedmill:passes        hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
-#:   KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> times
-#:   ARGV[1]  digest of the message's id    ARGV[2]  what the notes of this worker begin with    ARGV[3]  KEPT
-COUNT = """
+#:   KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
+#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  KEPT
+COUNT_SCRIPT = """
 local now = tonumber(redis.call('TIME')[1])
 local notes = redis.call('HGETALL', KEYS[1])
 for i = 1, #notes, 2 do
@@ -56,27 +56,30 @@ return redis.call('HGETALL', KEYS[2])
 """
 
 
-#: Notes what is in a pass; one command less to wait for than two, and to build than a pipeline.
+#: Record the posts of a pass. One script costs one round trip less than two commands, and less to build than a
+#: pipeline.
 #:
-#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the note    ARGV[3]  KEPT
-NOTE = """
+#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the record    ARGV[3]  KEPT
+NOTE_SCRIPT = """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 """
 
 
 class Suspects:
-    """What one worker notes of its passes, and what it learns of those that vanished. Thread-safe."""
+    """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
-        """redis: a client that gives up soon: the device waits for it. A pass goes without a note rather than late."""
+        """Register the scripts. redis: a client with short timeouts, because the device waits for it."""
         self._redis = redis
-        self._count: Any = redis.register_script(COUNT)
-        self._note: Any = redis.register_script(NOTE)
+        self._count: Any = redis.register_script(COUNT_SCRIPT)
+        self._note: Any = redis.register_script(NOTE_SCRIPT)
         self._worker = uuid4().hex
 
     def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
-        """Note which posts, (message id, index) each, are in the pass that this lane begins now."""
+        """Record the posts, as (message id, index), of the pass that this lane starts now. Skip the record on a Redis
+        error.
+        """
         noted: dict[str | None, list[int]] = {}
         for message, index in dict.fromkeys(posts):
             noted.setdefault(message, []).append(index)
@@ -85,9 +88,9 @@ class Suspects:
             self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, KEPT])
 
     def deaths(self, message: str | None) -> dict[int, int]:
-        """Of a message that is delivered again: by index, in how many passes of vanished workers its posts were.
+        """Return how many workers died in a pass with each post of a redelivered message, by the post's index.
 
-        Empty where Redis is away: what is noted stays noted, and counts at the next time.
+        Empty while Redis is unreachable; the records stay, and count at the next redelivery.
         """
         with suppress(RedisFault):
             found = self._count(keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, KEPT])
@@ -95,25 +98,25 @@ class Suspects:
         return {}
 
     def clear(self, message: str | None) -> None:
-        """Forget what was counted for a message that has ended."""
+        """Delete the counts of a message that has ended."""
         with suppress(RedisFault):
             self._redis.delete(suspect_key(digest(message)))
 
     def release(self, lanes: int) -> None:
-        """This worker ends in good order: what it gives back was not the death of it."""
+        """Delete this worker's records on a normal exit, so that its returned messages are not suspected."""
         with suppress(RedisFault):
             self._redis.hdel(PASSES, *(f"{self._worker}/{lane}" for lane in range(lanes)))
 
 
 class Quarantine(Generic[R]):
-    """The rows of suspects that wait for the device, apart from all others. Only its length is thread-safe."""
+    """Rows of suspected posts that wait for the device, apart from all others. Only its length is thread-safe."""
 
     def __init__(self) -> None:
-        #: The rows of each post.
+        #: The rows of each waiting post.
         self._posts: deque[Sequence[R]] = deque()
-        #: Those of the post that is computed now.
-        self._alone: Window[R] = Window(time.monotonic)
-        #: A count of its own, as in Window.
+        #: The rows of the post that is computed now.
+        self._current: Window[R] = Window(time.monotonic)
+        #: A separate count, as in Window.
         self._rows = 0
 
     def __len__(self) -> int:
@@ -121,15 +124,15 @@ class Quarantine(Generic[R]):
         return self._rows
 
     def add(self, rows: Sequence[R]) -> None:
-        """Let the rows of one post wait."""
+        """Add the rows of one post."""
         self._posts.append(rows)
         self._rows += len(rows)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
-        """Rows of one suspect, at most so much of them; see Window.take."""
-        if not self._alone:
+        """Return rows of a single post, within the token budget and row limit; see Window.take."""
+        if not self._current:
             for row in self._posts.popleft():
-                self._alone.add(row)
-        taken = self._alone.take(token_budget, row_limit)
+                self._current.add(row)
+        taken = self._current.take(token_budget, row_limit)
         self._rows -= len(taken)
         return taken

@@ -1,10 +1,10 @@
-"""One request of Celery's while the device has it: how its task is run, what time it has, and how it ends.
+"""A pending task: one of Celery's requests while the device has it, with its callbacks, time limits and ending.
 
-What it leans on in Celery 5.7:
+Relies on these internals of Celery 5.7:
 
-- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it; a request that has been asked to
-  terminate before it was accepted does so in `on_accepted`.
-- The tracer keeps the task's own errors to itself; what it raises is Reject, or a broken result backend
+- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it. If the request was terminated
+  before it was accepted, `on_accepted` ends it.
+- The tracer handles the task's own errors. It raises only Reject, or errors of the result backend
   (celery/app/trace.py).
 """
 
@@ -25,13 +25,13 @@ from redis.exceptions import RedisError as RedisFault
 from shared.refusals import WRONG_TYPE
 from workers.message import Message
 
-#: What the result backends redis and rpc raise when they have tried for long enough.
-BACKEND_AWAY = (RedisFault, OperationalError)
+#: Errors that the redis and rpc result backends raise after their own retries.
+BACKEND_ERRORS = (RedisFault, OperationalError)
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """What it takes to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
+    """Everything needed to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -39,46 +39,48 @@ class Ticket:
     succeeded: Callable[[Any], None]
     failed: Callable[[Any], None]
     timed_out: Callable[[bool, float], None]
-    #: The posts on their way through the pipeline; None for a task that is not micro-batched.
+    #: Its posts in the pipeline; None for a task that is not micro-batched.
     message: Message | None = None
-    #: What the consumer's thread has to do once all that the message left is stored.
+    #: Callback for the consumer's thread, once all results and dead letters are stored.
     ending: Callable[[], None] = lambda: None
-    #: What waits for the time limits.
+    #: Timers of the time limits.
     timers: list[Any] = field(default_factory=list)
-    #: Whether the tracer has run the task.
+    #: True once the tracer has run the task.
     traced: bool = False
 
     @property
     def request(self) -> Any:
+        """The Celery request."""
         return self.accepted.__self__  # type: ignore[attr-defined]
 
     def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
-        """Seconds from acceptance to result, with what it fails by then: the message's, the task's, or the worker's.
+        """Yield each time limit, in seconds from acceptance, with the error for exceeding it.
 
-        The task's as it is now: a stock worker keeps to the one that it started with.
+        The message's own limit takes precedence over the task's, and that over the worker's. A stock worker keeps the
+        task's limit from its start; this uses the current one.
         """
         hard, soft = self.request.time_limits
         soft = soft or self.request.task.soft_time_limit or worker_soft
         hard = hard or self.request.task.time_limit or worker_hard
         for limit, fault in ((soft, SoftTimeLimitExceeded()), (hard, TimeLimitExceeded(hard))):
-            # What the sender asked for may be anything: an integer, for one, that no float can hold.
+            # The sender can set anything, such as an integer too large for a float.
             if isinstance(limit, int | float) and 0 < limit <= sys.float_info.max:
                 yield limit, fault
 
     def trace(self) -> None:
-        """Have Celery run the task and say how it ends. Raises redis' errors where the result is not stored.
+        """Have Celery run the task and set `ending`. Raises redis' errors if the result is not stored.
 
-        Celery's own pools let such a message go, and its result is lost. Here it is not acknowledged: the body of a
-        micro-batched task runs once more when Redis is back, another message goes back to the queue after a while.
+        Celery's own pools acknowledge such a message and lose its result. Here it is not acknowledged: the body of a
+        micro-batched task runs again when Redis is back, and any other message returns to the queue after a while.
         """
 
         def ended(outcome: Any) -> None:
-            if isinstance(outcome, ExceptionInfo):  # its body raised what is no Exception
+            if isinstance(outcome, ExceptionInfo):  # its body raised a BaseException
                 self.ending = partial(self.failed, outcome)
                 return
             failed, value, _ = outcome
             if failed and isinstance(value.exception, ExceptionWithTraceback):
-                value.exception = value.exception.exc  # as it comes out of a child: by it Celery tells why it retries
+                value.exception = value.exception.exc  # as from a child process; Celery logs it as the reason to retry
             if self.message and failed:
                 self.message.sent_again = _is_sent_again(value.exception)
             self.ending = partial(self.succeeded, outcome)
@@ -86,7 +88,7 @@ class Ticket:
         try:
             apply_target(self.target, self.args, callback=ended)
         except Exception as error:
-            if self.request.task.acks_late and isinstance(error, BACKEND_AWAY) and not is_of_message(error):
+            if self.request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
                 if isinstance(error, RedisFault):
                     raise
                 raise ConnectionFault(str(error)) from error
@@ -96,10 +98,10 @@ class Ticket:
 
 
 def is_of_message(error: BaseException) -> bool:
-    """Return whether the message itself causes the error, so that every retry, on every worker, fails as well.
+    """Return whether the message itself causes the error, so that every retry on every worker fails too.
 
-    Celery sends a failed message's errbacks with whatever options the sender gave them, and kombu turns most errors of
-    sending into OperationalError: a compression that does not exist, a queue whose name is a key of another type.
+    Celery sends a failed message's errbacks with the options that the sender set. kombu turns most errors of sending
+    into OperationalError, such as an unknown compression, or a queue whose name is a Redis key of another type.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) and cause not in causes:
@@ -110,5 +112,5 @@ def is_of_message(error: BaseException) -> bool:
 
 
 def _is_sent_again(exception: Any) -> bool:
-    """Whether a message that ended with this comes once more: by a retry, or because its body put it back."""
+    """Return whether a message that ended with this exception is sent again, by a retry or a requeue."""
     return isinstance(exception, Retry) or (isinstance(exception, Reject) and exception.requeue)  # type: ignore[attr-defined]

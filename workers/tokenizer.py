@@ -1,9 +1,9 @@
-"""From texts to token rows, as the model's own tokenizer would make them, and faster where that can be had.
+"""Tokenizer: turn texts into token rows, identical to those of the model's own tokenizer, but faster where possible.
 
-The Rust tokenizer is called directly: it releases Python's lock, which the Python one around it does not. Pairs of a
-text and a hypothesis are put together from parts, since tokenizing each text once and each hypothesis once is far
-cheaper than tokenizing every pair (19 times at 16 labels a post). That this gives the tokenizer's own pairs is tried
-out on awkward texts when the tokenizer is loaded; one for which it does not is asked for each pair.
+It calls the Rust tokenizer directly, because that releases Python's global interpreter lock and its Python wrapper does
+not. It assembles pairs of text and hypothesis from parts: tokenizing each text and each hypothesis once is far cheaper
+than tokenizing every pair (19 times at 16 labels per post). On loading, difficult texts check that assembled pairs
+equal the tokenizer's own. If they do not, the tokenizer encodes each pair itself.
 """
 
 import logging
@@ -17,10 +17,10 @@ from workers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: A tokenizer's model_max_length above this says that nobody set one.
+#: A model_max_length above this means that none was set.
 UNSET_LENGTH = 1_000_000
-#: Texts on which pairs put together from parts are compared with the tokenizer's own.
-AWKWARD = (
+#: Difficult texts, on which assembled pairs are compared with the tokenizer's own.
+PROBE_TEXTS = (
     "A first post.",
     " leading and trailing ",
     "¿Qué? 你好 👩‍👩‍👧 e\u0301",
@@ -31,23 +31,24 @@ AWKWARD = (
 
 
 class Tokens(NamedTuple):
-    """One row's tokens: their ids, and, where the model tells them apart, which of two texts each belongs to."""
+    """A row's tokens: their ids, and the index of the text each belongs to, if the model uses it."""
 
     ids: list[int]
     types: list[int] | None = None
 
 
 class Frame(NamedTuple):
-    """The special tokens around and between the two texts of a pair, and the types of all parts."""
+    """The special tokens around and between the two texts of a pair, and the type ids of all parts."""
 
     before: list[int]
     between: list[int]
     after: list[int]
-    #: Of the tokens before, of the first text, between, of the second, after. None where all are 0.
+    #: Type ids of the tokens before, of the first text, of the tokens between, of the second text, and of the tokens
+    #: after. None if all are 0.
     types: tuple[list[int], int, list[int], int, list[int]] | None
 
     def pair(self, first: list[int], second: list[int]) -> Tokens:
-        """The row of two texts' tokens."""
+        """Assemble the row of a pair from the tokens of its texts."""
         ids = [*self.before, *first, *self.between, *second, *self.after]
         if self.types is None:
             return Tokens(ids)
@@ -56,10 +57,12 @@ class Frame(NamedTuple):
 
 
 class Tokenizer:
-    """The tokenizer of a model's folder.
+    """The tokenizer in a model's folder.
 
-    most: tokens of a row, at most, special tokens included; where the tokenizer was made for fewer, its own limit
-    counts. remote_code: whether Python code that comes with the model may run. Raises ModelError.
+    most: maximum tokens of a row, special tokens included; a lower limit of the tokenizer itself takes precedence.
+    remote_code: whether the model's own Python code may run.
+
+    Raises ModelError.
     """
 
     def __init__(self, weights: Weights, most: int, remote_code: bool = False) -> None:
@@ -68,25 +71,25 @@ class Tokenizer:
                 weights.folder, local_files_only=True, trust_remote_code=remote_code
             )
             self._rust: Any = loaded.backend_tokenizer
-        except Exception as error:  # broken files fail in as many ways as there are kinds of them
-            raise ModelError(f"The tokenizer in {weights.folder} cannot be loaded by transformers: {error}") from error
+        except Exception as error:  # broken files raise many kinds of errors
+            raise ModelError(f"transformers cannot load the tokenizer in {weights.folder}: {error}") from error
         own_limit = loaded.model_max_length
         self.max_tokens = min(most, own_limit) if own_limit < UNSET_LENGTH else most
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
-        #: Fills short rows.
+        #: Token id that pads short rows.
         self.pad_id: int = next(known, 0)
         self._cuts_left = loaded.truncation_side == "left"
-        # A tokenizer.json may pad every row to one length and cut at another.
+        # A tokenizer.json may set its own padding and truncation.
         self._rust.no_padding()
         self._rust.no_truncation()
         self._types_matter = "token_type_ids" in loaded.model_input_names
-        #: Special tokens in a pair.
+        #: Number of special tokens in a pair.
         self.pair_size: int = self._rust.num_special_tokens_to_add(True)
-        #: None where pairs cannot be put together from parts.
+        #: None if pairs cannot be assembled from parts.
         self.frame = self._find_frame()
 
     def single(self, texts: Sequence[str]) -> list[Tokens]:
-        """Each text by itself, cut to `max_tokens`."""
+        """Return the row of each text, truncated to `max_tokens`."""
         direction = "left" if self._cuts_left else "right"
         self._rust.enable_truncation(self.max_tokens, direction=direction)
         try:
@@ -96,17 +99,19 @@ class Tokenizer:
         return [self._tokens(encoding) for encoding in encodings]
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text's tokens, whole, without special tokens: what `pair` and `cut` work on."""
+        """Return the token ids of each text, untruncated and without special tokens, for `pair` and `cut`."""
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def cut(self, part: list[int], most: int) -> list[int]:
-        """A text's first tokens, or its last where the tokenizer cuts on the left."""
+        """Return the first `most` tokens of a text, or the last if the tokenizer truncates on the left."""
         if len(part) <= most:
             return part
         return part[-most:] if self._cuts_left else part[:most]
 
     def whole_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
-        """Pairs as the tokenizer makes them, the first text cut to `max_tokens` of both."""
+        """Return the rows of pairs as encoded by the tokenizer. The first text is truncated so that both fit in
+        `max_tokens`.
+        """
         direction = "left" if self._cuts_left else "right"
         self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=direction)
         try:
@@ -120,7 +125,7 @@ class Tokenizer:
         return Tokens(encoding.ids, types if types and any(types) else None)
 
     def _find_frame(self) -> Frame | None:
-        """What the tokenizer puts around a pair."""
+        """Return the tokens that the tokenizer puts around a pair; None if pairs cannot be assembled from parts."""
         probe = self._rust.encode("a", "b")
         sequences, ids, types = probe.sequence_ids, probe.ids, probe.type_ids
         if 0 not in sequences or 1 not in sequences:
@@ -137,10 +142,10 @@ class Tokenizer:
                 types[: first[0]], types[first[0]], types[first[1] : second[0]], types[second[0]], types[second[1] :],
             ) if self._types_matter and any(types) else None,
         )  # fmt: skip
-        for text in AWKWARD:
-            for other in AWKWARD:
+        for text in PROBE_TEXTS:
+            for other in PROBE_TEXTS:
                 one, two = self.parts([text, other])
                 if found.pair(one, two) != self._tokens(self._rust.encode(text, other)):
-                    logger.info("this tokenizer's pairs are not the sum of their parts; it is asked for each pair")
+                    logger.info("cannot assemble this tokenizer's pairs from parts; encoding each pair instead")
                     return None
         return found

@@ -1,12 +1,13 @@
-"""The batch-size experiment: how fast, and with how much memory, posts are classified in batches of which size.
+"""The batch-size experiment: measure speed and memory for batches of different sizes.
 
-Two ways to cut the same posts into batches are compared. Batch sizes: so many posts as they come, all of their rows
-in one forward pass. Token budgets: all rows sorted by length and cut where the next would break the budget, which is
-what a worker's window does at its best. Either way the rows of a batch are sorted by length, as the engines like them.
+It compares two ways to form batches from the same posts. By batch size: a fixed number of posts in order of arrival,
+with all of their rows in one forward pass. By token budget: all rows sorted by length, with a new batch wherever the
+next row would exceed the budget, as a worker's window does at its best. Either way the rows within a batch are sorted
+by length, as the engines prefer.
 
-Both are measured like `calibrate` does it: one forward pass after the other, with the cores that one of the device's
-lanes has. So the two curves are comparable, with either engine (ONNX Runtime's share is fixed when it is loaded), and
-the best budget is what each of a worker's lanes needs. Tokenizing is not timed. Knows nothing of how it is shown.
+Both are measured like `calibrate` does: one forward pass after the other, with the cores of one lane of the device. So
+the two curves are comparable with either engine (ONNX Runtime's cores are fixed when it loads), and the best budget is
+valid for each lane of a worker. Tokenizing is not timed. Independent of how the results are shown.
 """
 
 import ctypes
@@ -28,40 +29,42 @@ from workers.calibration import CANDIDATES, OTHER_CANDIDATES, best
 from workers.classifiers import Classifier, Row
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
-#: Posts of a batch.
+#: Posts per batch.
 SIZES = tuple(range(5, 41, 5))
-#: Batches that the rows must give for a token budget to be tried: with fewer, the last one's gap decides.
-LEAST_BATCHES = 4
-#: Linux: writing RESET_PEAK to the first makes VmHWM in the second begin anew (man 5 proc_pid_clear_refs).
+#: Minimum batches for a token budget to be measured. With fewer, the unfilled last batch distorts the result.
+MIN_BATCHES = 4
+#: Linux: writing RESET_PEAK to CLEAR_REFS resets VmHWM in STATUS (man 5 proc_pid_clear_refs).
 CLEAR_REFS, STATUS, RESET_PEAK = Path("/proc/self/clear_refs"), Path("/proc/self/status"), "5"
 
 
 class Size(NamedTuple):
-    """What is tried: BATCH_SIZE with posts, or TOKEN_BUDGET with tokens."""
+    """A size to measure: BATCH_SIZE in posts, or TOKEN_BUDGET in tokens."""
 
     kind: str
     value: int
 
 
 class Measured(NamedTuple):
-    """What was found for one size."""
+    """The measurements of one size."""
 
     kind: str
     value: int
-    #: For all posts: the median of the rounds, and what follows from it.
+    #: Time for all posts (median of the rounds), and the rates that follow from it.
     seconds: float
     posts_per_s: float
     tokens_per_s: float
-    #: Real tokens over computed ones: 1 where the engine packs.
+    #: Real tokens divided by computed tokens; 1 if the engine packs rows.
     padding_efficiency: float
-    #: In 10^6 bytes, weights included; None where it cannot be told. The least of the rounds: what an allocator kept
-    #: of batches before only adds to it.
+    #: Peak memory in 10^6 bytes, weights included; None if unknown. The lowest of the rounds, because memory that an
+    #: allocator kept from earlier batches only adds to it.
     peak_mb: float | None
 
 
 class Curve(NamedTuple):
-    """The sizes of one kind, smallest first. full, unfilled: the smallest left out, None where none was: the device
-    has no memory for it; the posts do not fill it.
+    """The measurements of one kind of size, smallest first.
+
+    full: smallest size that does not fit in the device's memory; None if all fit.
+    unfilled: smallest size that the posts do not fill; None if they fill all.
     """
 
     points: Sequence[Measured]
@@ -75,20 +78,23 @@ class Curve(NamedTuple):
 
     @property
     def knee(self) -> Measured:
-        """The smallest size that comes close to the fastest; there must be points."""
+        """The smallest size whose rate comes close to the best. Requires at least one point."""
         smallest = best(self.rates)
         return next(point for point in self.points if point.value == smallest)
 
     @property
     def settled(self) -> bool:
-        """Whether more posts could not move the knee to a larger size."""
+        """True if more posts could not move the knee to a larger size."""
         return bool(self.points) and (self.unfilled is None or self.knee != self.points[-1])
 
 
 class Tuning:
-    """Measures each size once a round, every other round backwards, since machines drift: `run`, then `curve`.
+    """Measure each size once per round, every other round in reverse order, because machines drift. Use `run`, then
+    `curve`.
 
-    texts: of the posts, in their order. Raises RequestRefused where the model cannot serve the labels that are set.
+    texts: the posts' texts, in order.
+
+    Raises RequestRefused if the model does not support the configured labels.
     """
 
     def __init__(self, classifier: Classifier, texts: Sequence[str], settings: Settings, rounds: int) -> None:
@@ -98,7 +104,7 @@ class Tuning:
         budgets = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
         wanted = {
             BATCH_SIZE: {value: value <= len(texts) for value in SIZES},
-            TOKEN_BUDGET: {value: len(self._batches(by_post, value)) >= LEAST_BATCHES for value in budgets},
+            TOKEN_BUDGET: {value: len(self._batches(by_post, value)) >= MIN_BATCHES for value in budgets},
         }
         self._unfilled = {
             kind: next((value for value in values if value > min(values) and not values[value]), None)
@@ -107,24 +113,25 @@ class Tuning:
         self._full: dict[str, int] = {}
         self.tokens = sum(row.length for rows in by_post for row in rows)
         self.packed = classifier.packed
-        #: Tokens of each batch with its padding, by size.
+        #: Padded tokens of each batch, by size.
         self._padded = {
             size: [len(batch) * batch[-1].length for batch in self._cut(by_post, size)]
             for size in (Size(kind, value) for kind, values in wanted.items() for value in values)
             if size.value < (self._unfilled[size.kind] or math.inf)
         }
-        #: Seconds and peak memory in each round, by size. Small batches go first: some allocators never give back.
+        #: Seconds and peak memory of each round, by size. Small batches go first, because some allocators never release
+        #: memory.
         self._rounds_of: dict[Size, list[tuple[float, float | None]]] = {
             size: [] for size in sorted(self._padded, key=lambda size: max(self._padded[size]))
         }
 
     @property
     def steps(self) -> int:
-        """How many sizes `run` yields, all rounds together."""
+        """The number of sizes that `run` yields in all rounds."""
         return self._rounds * len(self._rounds_of)
 
     def run(self) -> Iterator[Size]:
-        """Each size, before it is measured. Raises DeviceLost, or whatever a post brings about in the model."""
+        """Yield each size, then measure it. Raises DeviceLost, or any error that a post causes in the model."""
         self._classifier.device.take_share(self._classifier.device.lanes)
         for number in range(self._rounds):
             for size in reversed(self._rounds_of) if number % 2 else self._rounds_of:
@@ -136,7 +143,7 @@ class Tuning:
                         self._full[size.kind] = size.value
 
     def curve(self, kind: str) -> Curve:
-        """What was found for BATCH_SIZE or TOKEN_BUDGET."""
+        """Return the measurements for BATCH_SIZE or TOKEN_BUDGET."""
         full = self._full.get(kind)
         points = [
             self._measured(size, rounds)
@@ -157,7 +164,7 @@ class Tuning:
         )
 
     def _measure(self, size: Size) -> tuple[float, float | None]:
-        # Prepared anew: a post's rows are good for one pass, since they keep what comes of it.
+        # Prepared for each pass, because rows keep the outputs of theirs.
         batches = self._cut(self._prepared(), size)
         peak = Peak(self._classifier.device.torch, self._settings.engine)
         began = time.perf_counter()
@@ -175,7 +182,9 @@ class Tuning:
         return [_by_length(posts) for posts in some]
 
     def _batches(self, by_post: Sequence[Sequence[Row]], token_budget: int) -> list[list[Row]]:
-        """Of sorted rows, each batch's longest times its rows within the budget, as far as one row alone is."""
+        """Cut sorted rows into batches within the token budget. A row that alone exceeds the budget gets its
+        own batch.
+        """
         batches: list[list[Row]] = []
         for row in _by_length(by_post):
             if (
@@ -193,7 +202,7 @@ def _by_length(by_post: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 class Peak:
-    """The most memory in use since this was made: on a GPU what torch allocated, on Linux all of this process."""
+    """Peak memory since this object was created: torch's allocations on a GPU, the whole process on Linux."""
 
     def __init__(self, device: torch.device, engine: str) -> None:
         self._device = device
@@ -202,14 +211,14 @@ class Peak:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         elif device.type == "cpu":
-            with suppress(AttributeError):  # not the GNU C library, which else keeps what was freed
+            with suppress(AttributeError):  # only glibc has malloc_trim, and needs it to release freed memory
                 ctypes.CDLL(None).malloc_trim(0)
-            with suppress(OSError):  # not Linux, or a container that does not let us
+            with suppress(OSError):  # not Linux, or a container without permission
                 CLEAR_REFS.write_text(RESET_PEAK)
                 self._on_host = True
 
     def mb(self) -> float | None:
-        """In 10^6 bytes."""
+        """Return the peak in 10^6 bytes, or None if unknown."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device) / 1e6
         if self._on_host:

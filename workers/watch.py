@@ -1,7 +1,7 @@
-"""Steps that may hang: what each of the pipeline's threads runs, since when, and for how long it may.
+"""Watch for hung steps: record what each of the pipeline's threads runs, since when, and for how long it may.
 
-Hanging is measured by a clock that the watching thread drives: while the whole process is paused (SIGSTOP,
-`docker pause`), the clock stops as well.
+Time is measured by a clock that the watcher thread drives. The clock stops while the whole process is paused (SIGSTOP,
+`docker pause`).
 """
 
 import threading
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """What a thread runs.
+    """A step that a thread runs.
 
-    began: a time of the watch's clock. limit: seconds after which it counts as hanging; None for what may take any
-    time.
+    began: start time on the watch's clock.
+    limit: seconds after which it counts as hung; None for no limit.
     """
 
     thread: int
@@ -25,24 +25,25 @@ class Step(NamedTuple):
 
 
 class Watch:
-    """The steps of the threads that use it, for the thread that watches them.
+    """The current steps of all threads, for the watcher thread.
 
-    max_gap: seconds that the clock advances between two calls of `tick`, at most.
+    max_gap: maximum seconds that the clock advances between two calls of `tick`.
     """
 
     def __init__(self, max_gap: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_gap = max_gap
         self._clock = clock
-        #: One attribute, so that other threads read both values of one tick: the clock's time then, and this one's.
+        #: The clock's time at the latest tick, and this watch's time then. A single attribute, so that other threads
+        #: read both consistently.
         self._latest_tick = clock(), 0.0
         self._steps: dict[int, Step] = {}
 
     def tick(self) -> None:
-        """Let the clock advance further; for the watching thread, at each look."""
+        """Advance the clock. The watcher thread calls this in each iteration."""
         self._latest_tick = self._read()
 
     def now(self) -> float:
-        """Return the seconds for which this process has run, without its pauses."""
+        """Return the seconds that this process has run, without pauses."""
         return self._read()[1]
 
     def _read(self) -> tuple[float, float]:
@@ -51,7 +52,7 @@ class Watch:
 
     @contextmanager
     def step(self, what: str, limit: float | None) -> Iterator[None]:
-        """Run the block as a watched step of the calling thread; steps do not nest."""
+        """Run the block as a watched step of the calling thread. Steps do not nest."""
         thread = threading.get_ident()
         self._steps[thread] = Step(thread, what, self.now(), limit)
         try:
@@ -60,7 +61,7 @@ class Watch:
             del self._steps[thread]
 
     def longer_than(self, seconds: float) -> list[Step]:
-        """Return the steps that have run for longer than their limit, or than `seconds` where they have none."""
+        """Return the steps that have run for longer than their limit, or longer than `seconds` if they have none."""
         now = self.now()
         steps = list(self._steps.values())
         return [step for step in steps if now - step.began > (seconds if step.limit is None else step.limit)]

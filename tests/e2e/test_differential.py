@@ -47,7 +47,7 @@ def test_a_callback_that_cannot_be_sent_does_not_end_the_worker(redis: RedisServ
         takes_no_more_than_an_id = app.signature("differential.failed", kwargs={"more": 1})
         app.send_task("differential.reject", kwargs={"posts": posts}, link_error=takes_no_more_than_an_id)
         assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
-        wait_until(lambda: worker.says("Celery could not end it"), "the worker says so")
+        wait_until(lambda: worker.says("Celery cannot finish "), "the worker says so")
         assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
 
 

@@ -69,7 +69,7 @@ def test_after_the_drain_time_the_rest_goes_back(redis: RedisServer, settings: S
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
-    assert "go back to the queue unfinished" in (tmp_path / "first.log").read_text()
+    assert "unfinished messages to the queue" in (tmp_path / "first.log").read_text()
     finish(redis, tmp_path)
 
 

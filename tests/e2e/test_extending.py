@@ -71,9 +71,9 @@ def test_an_engine(tmp_path: Path) -> None:
         (
             "--classifier",
             "no.such:Thing",
-            "The module no.such, which --classifier or FEEDMILL_CLASSIFIER names, cannot be",
+            "Cannot import the module no.such of --classifier or FEEDMILL_CLASSIFIER: ",
         ),
-        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: the module logged has no Thing; it is {EXAMPLES}/logged.py."),
+        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: the module logged ({EXAMPLES}/logged.py) has no Thing."),
         ("--engine", "tensorflow", "--engine: should be torch, onnx or module:Class, not 'tensorflow'."),
     ],
 )

@@ -143,7 +143,7 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
         redis.client.config_set("maxmemory", 1)
         worker.send_signal(signal.SIGCONT)
         wait_until(lambda: said().count("results wait for Redis") > waited, "Celery's result waits")
-        wait_until(lambda: "it will be run again" in said(), "another task's is given up for now")
+        wait_until(lambda: "the task will run again" in said(), "another task's is given up for now")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
@@ -169,7 +169,7 @@ def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
         late = send(1, expires=2)
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "another waits for its turn")
         redis.client.config_set("maxmemory", 1)
-        wait_until(lambda: "Redis does not take its end" in said(), "its end is refused")
+        wait_until(lambda: "cannot finish " in said(), "its end is refused")
         redis.client.config_set("maxmemory", 0)
         worker.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 0.2
@@ -177,7 +177,7 @@ def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
         redis.client.config_set("maxmemory", 1)
         wait_until(lambda: time.monotonic() > until, "it has expired")
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: "Redis does not take its result" in said(), "its end is refused on arrival")
+        wait_until(lambda: "cannot store the result of" in said(), "its end is refused on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert len(busy.get(timeout=10)) == 10
@@ -221,7 +221,7 @@ def test_messages_for_later_keep_nothing_that_is_due_waiting(
     with standing_in(redis, tmp_path):
         wait_until(lambda: store.counters().stored == 64, "what is due is classified")
         wait_until(lambda: store.dead_letters(9), "one message is too much")
-        assert "messages for later would take more than" in store.dead_letters(1)[0].reason
+        assert "messages with an ETA would take more than" in store.dead_letters(1)[0].reason
 
 
 def test_a_new_worker_leaves_messages_of_many_posts_to_others(

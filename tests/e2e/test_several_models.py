@@ -50,9 +50,7 @@ def house(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     flags = ("--model", model, "--queue", "feedmill-moods", "--name", "other")
     with running("worker", *flags, cwd=folder, **url) as worker:
         wait_until(lambda: worker.says(" ready."), "the other worker is ready")
-        wait_until(
-            lambda: worker.says("queue feedmill-moods was served with yesterday's model moments ago"), "it warns"
-        )
+        wait_until(lambda: worker.says("queue feedmill-moods was just served with model yesterday's model"), "it warns")
         wait_until(lambda: "feedmill" in known(served.client), "the other one is known, too")
         yield house
         assert worker.end() == 0

@@ -204,7 +204,7 @@ def test_a_name_that_a_living_worker_has_is_refused(redis: RedisServer, tmp_path
     with standin(redis, tmp_path, "same@here") as first:
         with running("worker", "--name", "same@here", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as second:
             assert second.process.wait(60) == 1
-        assert "another worker of this Redis is called same@here" in second.text()
+        assert "node name same@here is taken" in second.text()
         assert "Traceback" not in second.text()
         first.kill()
         with standin(redis, tmp_path, "same@here") as next_one:  # at once

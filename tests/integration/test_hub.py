@@ -37,7 +37,7 @@ logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
 from shared.errors import ModelError
 from workers import hub
 from workers.weights import locate, parameters
-hub.QUIET, hub.constants.DOWNLOAD_CHUNK_SIZE = 1e-9, 50_000
+hub.LOG_INTERVAL_S, hub.constants.DOWNLOAD_CHUNK_SIZE = 1e-9, 50_000
 try:
     found = locate(sys.argv[1], **json.loads(sys.argv[2]))
 except ModelError as error:
@@ -173,7 +173,7 @@ def test_a_second_time_no_file_is_asked_for(hub: Hub, locate: Locate) -> None:
 
 def test_the_log_tells_of_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
-    assert f"INFO workers.hub: asking {hub.url} for the model {NAME}" in log
+    assert f"INFO workers.hub: requesting the model {NAME} from {hub.url}" in log
     assert f"INFO workers.hub: downloading {NAME} (commit {hub.commit(NAME)}): 0.5 MB" in log
     assert re.search(rf"INFO workers.hub: downloading {NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
     assert re.search(rf"INFO workers.hub: downloaded {NAME}: 0.5 MB in \d+ s\n", log)
@@ -258,7 +258,7 @@ def test_offline_takes_what_another_program_downloaded(locate: Locate, folder: P
 def test_offline_without_a_download(hub: Hub, locate: Locate, tmp_path: Path, revision: str | None) -> None:
     error = str(locate(hub, offline=True, revision=revision).error)
     at = f" at revision {revision}" if revision else ""
-    assert error.startswith(f"The model {NAME}{at} was not downloaded before, or not all of it, and offline")
+    assert error.startswith(f"The model {NAME}{at} is not completely in the cache ")
     assert "Start once without FEEDMILL_OFFLINE" in error
     assert str(tmp_path / "cache") in error
     assert hub.requests == []
@@ -267,7 +267,7 @@ def test_offline_without_a_download(hub: Hub, locate: Locate, tmp_path: Path, re
 def test_offline_with_half_a_download(hub: Hub, locate: Locate) -> None:
     hub.short = {"model.safetensors"}
     assert locate(hub).error is not None
-    assert "not all of it" in str(locate(hub, offline=True).error)
+    assert "is not completely in the cache" in str(locate(hub, offline=True).error)
 
 
 def test_no_network(locate: Locate) -> None:
@@ -275,13 +275,14 @@ def test_no_network(locate: Locate) -> None:
         pass
     address = gone.url.replace("://", "://me:my-password@")
     error = str(locate(address, environment={"HF_TOKEN": TOKEN}).error)
-    assert error.startswith(f"The hub at {gone.url} cannot be reached (")
+    assert error.startswith(f"The hub at {gone.url} is unreachable (")
+    assert "Check the network, HF_ENDPOINT" in error
     assert "FEEDMILL_OFFLINE=true" in error
     assert "my-password" not in error
 
 
 def test_an_address_that_is_no_hub(locate: Locate) -> None:
-    assert "cannot be reached" in str(locate("http://host.invalid").error)
+    assert "is unreachable" in str(locate("http://host.invalid").error)
 
 
 # What the hub refuses.
@@ -290,7 +291,7 @@ def test_an_address_that_is_no_hub(locate: Locate) -> None:
 @pytest.mark.parametrize("environment", [{}, {"HF_TOKEN": TOKEN}])
 def test_an_unknown_model(hub: Hub, locate: Locate, environment: dict[str, str]) -> None:
     error = str(locate(hub, "someone/nothing", environment=environment).error)
-    assert error.startswith(f"The hub at {hub.url} has no model someone/nothing, or does not show it.")
+    assert error.startswith(f"The hub at {hub.url} has no public model someone/nothing.")
     for words in ("owner/name", "facebook/bart-large-mnli", "private or gated", "HF_TOKEN"):
         assert words in error
     token = f"Bearer {TOKEN}" if environment else None
@@ -300,14 +301,14 @@ def test_an_unknown_model(hub: Hub, locate: Locate, environment: dict[str, str])
 def test_a_gated_model(hub: Hub, locate: Locate) -> None:
     hub.gated = {NAME}
     error = str(locate(hub, environment={"HF_TOKEN": TOKEN}).error)
-    assert error.startswith(f"The model {NAME} is gated: its authors give access on request.")
+    assert error.startswith(f"The model {NAME} is gated: its authors ")
     assert f"{hub.url}/{NAME}" in error
     assert "HF_TOKEN" in error
 
 
 def test_a_token_that_is_none(hub: Hub, locate: Locate) -> None:
     error = str(locate(hub, environment={"HF_TOKEN": f"hf_two\x01\n{TOKEN}"}).error)
-    assert error.startswith("HF_TOKEN holds characters that no token has")
+    assert error.startswith("HF_TOKEN contains characters ")
 
 
 # What a repository lacks.
@@ -317,9 +318,9 @@ def test_a_token_that_is_none(hub: Hub, locate: Locate) -> None:
     ("missing", "words"),
     [
         ("config_DOT_json", "has no config.json"),
-        ("tokenizer_DOT_json", "has no tokenizer.json, nor files"),
-        ("model_DOT_safetensors", "only there as pytorch_model.bin: a pickle"),
-        ("2_Dense__model_DOT_safetensors", "only there as 2_Dense/pytorch_model.bin: a pickle"),
+        ("tokenizer_DOT_json", "has no tokenizer.json and no files"),
+        ("model_DOT_safetensors", "only as a pickle (pytorch_model.bin)"),
+        ("2_Dense__model_DOT_safetensors", "only as a pickle (2_Dense/pytorch_model.bin)"),
     ],
 )
 def test_repositories_that_lack_something(
@@ -354,7 +355,7 @@ def test_a_connection_that_is_cut_is_taken_up_again(hub: Hub, locate: Locate, fo
 def test_a_file_that_comes_incomplete(hub: Hub, locate: Locate) -> None:
     hub.short = {"model.safetensors"}
     error = str(locate(hub).error)
-    assert error.startswith(f"The model {NAME} could not be downloaded from {hub.url} (Consistency check failed")
+    assert error.startswith(f"Cannot download the model {NAME} from {hub.url} (Consistency check failed")
     assert "start again" in error
     hub.short = set()
     assert locate(hub).error is None
@@ -363,7 +364,7 @@ def test_a_file_that_comes_incomplete(hub: Hub, locate: Locate) -> None:
 def test_a_file_that_comes_damaged(hub: Hub, locate: Locate) -> None:
     hub.damaged = {"model.safetensors"}
     error = str(locate(hub).error)
-    assert "is not the file that the hub announced" in error
+    assert "its SHA-256 differs from the one announced" in error
     hub.damaged = set()
     assert locate(hub).error == error
     damaged = re.search(r"Delete (\S+) and start again", error)
@@ -379,15 +380,18 @@ def refused(status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("raised", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full: .* Make room there, or set HF_HOME"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "The disk is full: .* does not fit in the cache .* HF_HOME",
+        ),
         (RuntimeError("xet: No space left on device (os error 28)"), "The disk is full: .* set HF_HOME"),
-        (PermissionError(errno.EACCES, "Permission denied"), "cannot be written into the cache .* Set HF_HOME"),
-        (OSError(errno.EROFS, "Read-only file system"), "cannot be written into the cache .* Set HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Cannot write the model .* to the cache .* Set HF_HOME"),
+        (OSError(errno.EROFS, "Read-only file system"), "Cannot write the model .* to the cache .* Set HF_HOME"),
         (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r"\(Illegal header value b'\*\*\*\)"),
         (ValueError("at https://a.example/x?Signature=secret\nand more"), r"\(at https://a.example/x\*\*\*\)"),
         (ValueError(), r"\(ValueError\)"),
-        (refused(401), r"does not let us read the model .* \(401\). Set HF_TOKEN"),
-        (refused(429), r"takes no more requests from here for now \(429\)"),
+        (refused(401), r"denies access to the model .* \(401\). Set HF_TOKEN"),
+        (refused(429), r"limits the requests from this address \(429\)"),
     ],
 )
 def test_what_else_goes_wrong(monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str) -> None:

@@ -18,8 +18,8 @@ from tests.unit.test_pipeline import Owner, StandIn
 from workers.classifiers import Row
 from workers.device import Device
 from workers.message import Message
-from workers.recording import WRITE_AHEAD
-from workers.suspects import DEADLY, Quarantine, Suspects
+from workers.recording import MAX_UNWRITTEN_BATCHES
+from workers.suspects import MAX_DEATHS, Quarantine, Suspects
 
 pytestmark = pytest.mark.each_redis
 
@@ -170,13 +170,13 @@ def test_suspects_apart_the_deadly_one_a_dead_letter_the_others_as_ever(
     client: Redis, make_owner: Callable[[], Owner]
 ) -> None:
     owner = make_owner()
-    for times, post in ((1, 2), (2, 4), (DEADLY, 5)):
+    for times, post in ((1, 2), (2, 4), (MAX_DEATHS, 5)):
         for _ in range(times):
             Suspects(client).note(0, [("the message", post)])
             Suspects(client).deaths("the message")
     message = send(owner, posts=50, redelivered=True)
     assert [letter.id for letter in owner.store.dead] == ["5"]
-    assert "3 workers vanished" in owner.store.dead[0].reason
+    assert "3 workers died in a forward pass with this post" in owner.store.dead[0].reason
     assert sorted(result.post.id for result in owner.store.written) == sorted(str(n) for n in range(50) if n != 5)
     assert message.result()[5]["error"] == owner.store.dead[0].reason
     seen = owner.classifier.seen  # type: ignore[attr-defined]
@@ -192,13 +192,13 @@ def test_a_suspect_that_was_computed_is_none_while_its_result_waits(
 ) -> None:
     """Redis may be away for long, and so a worker that is killed then be killed outside any pass."""
     for _ in range(2):
-        Suspects(client).note(0, [("the message", post) for post in range(WRITE_AHEAD + 8)])
+        Suspects(client).note(0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
         Suspects(client).deaths("the message")
     owner = make_owner()
     owner.store.refusals = 1_000_000
-    posts = [{"id": str(number), "title": "x"} for number in range(WRITE_AHEAD + 8)]
+    posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
-    alone = (str(WRITE_AHEAD + 1),)  # the writer has one in hand, and there is room for WRITE_AHEAD more
+    alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer has one, and MAX_UNWRITTEN_BATCHES more fit
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "its pass has ended", 10)
     assert set(Suspects(client).deaths("the message").values()) == {2}

@@ -14,7 +14,7 @@ from shared.settings import Settings
 from workers.app import make_worker_app
 from workers.message import Message
 from workers.request import ClassifyRequest, withdrawn
-from workers.task import IN_HAND, classify
+from workers.task import CURRENT_MESSAGE, classify
 
 BODY = "private text"
 
@@ -130,10 +130,10 @@ def test_ignored_result_is_a_summary() -> None:
     message.settle(0, found)
     message.settle(1, PostError(id="b", error="no text"))
     classify.push_request(ignore_result=True, called_directly=False)
-    token = IN_HAND.set(message)
+    token = CURRENT_MESSAGE.set(message)
     try:
         assert "1 of 2" in classify.reply()
         assert classify.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
     finally:
-        IN_HAND.reset(token)
+        CURRENT_MESSAGE.reset(token)
         classify.pop_request()
