@@ -41,7 +41,7 @@ def test_a_body_is_unpacked_up_to_the_limit(pack: Callable[[bytes], bytes], name
     encoding.bound(LIMIT, LIMIT)
     assert kombu.decompress(pack(b"x" * LIMIT), name) == b"x" * LIMIT
     for bad in (pack(b"x" * (LIMIT + 1)), pack(b"x" * 10**7), pack(b"x" * 10)[:-3]):
-        with pytest.raises(ValueError, match="more than 1,000 bytes, or breaks off"):
+        with pytest.raises(ValueError, match="1,000 bytes"):
             kombu.decompress(bad, name)
 
 
@@ -95,7 +95,7 @@ def test_json_is_read_with_kombus_own_types(kind: Callable[[str], Any]) -> None:
 )
 def test_refuses_json_whose_objects_take_too_much_memory(body: bytes) -> None:
     encoding.bound(10**6, 20_000)
-    with pytest.raises(ValueError, match="more than 20,000 bytes of memory"):
+    with pytest.raises(ValueError, match="20,000 bytes"):
         encoding.read(body)
     assert encoding.read(body[:1] + body[-1:]) == []
 
