@@ -51,7 +51,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("producers/reddit/daemon.py", "refused_credentials(self._settings)"): (REFUSED_CREDENTIALS,),
     ("shared/address.py", "_malformed()"): ("shared/address.py:_malformed",),
     ("shared/address.py", "_no_scheme(url)"): ("shared/address.py:_no_scheme",),
-    ("shared/broker.py", "said"): tuple(f"shared/broker.py:{name}" for name in ("_why", "_refusal", "_insecurity")),
+    ("shared/broker.py", "message"): tuple(f"shared/broker.py:{name}" for name in ("_why", "_refusal", "_tls_failure")),
     ("shared/messages.py", "str(post_id)[:MAX_ID] if post_id else None, *first_problem(error)"): (),
     ("workers/consumer.py", "reason"): (),
     ("workers/consumer.py", "what"): (),

@@ -274,7 +274,7 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
     said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
     assert said.returncode == 2
     assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
-    assert "Connection refused). Start the embedded stack with `feedmill up`" in said.stderr
+    assert "Connection refused" in said.stderr
     assert "Traceback" not in said.stderr
     assert "hunter2" not in said.stderr
 
@@ -282,8 +282,8 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("password", "words"),
     [
-        (":wrong@", "answers, but refuses the password"),
-        ("", "answers, but wants a password, and none is set. Set FEEDMILL_REDIS_URL with its password"),
+        (":wrong@", "the password. Set FEEDMILL_REDIS_URL"),
+        ("", "none is set. Set FEEDMILL_REDIS_URL"),
     ],
 )
 def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:

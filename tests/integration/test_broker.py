@@ -67,13 +67,13 @@ def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], 
     [
         (
             ReadOnlyError("You can't write against a read only replica."),
-            "is a replica, and lets nobody write. Set ",
+            ".*replica.* FEEDMILL_REDIS_URL",
         ),
-        (ResponseError("MISCONF Errors writing to the AOF file"), "cannot save its data, and so takes nothing more"),
-        (ResponseError("NOREPLICAS Not enough good replicas"), "cannot save its data, and so takes nothing more"),
+        (ResponseError("MISCONF Errors writing to the AOF file"), ".*MISCONF Errors writing"),
+        (ResponseError("NOREPLICAS Not enough good replicas"), ".*NOREPLICAS Not enough"),
         (
             InvalidResponse('Protocol error, got "<" as reply type byte'),
-            "answers, but not as Redis does .* Is this its port?",
+            ".*Protocol error.* FEEDMILL_REDIS_URL",
         ),
     ],
 )

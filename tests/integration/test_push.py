@@ -467,7 +467,7 @@ def test_redis_memory_is_waited_for_where_that_is_wanted(
 
 
 def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "RETRY_PAUSES", (0.01,))
+    monkeypatch.setattr(broker, "RETRY_DELAYS_S", (0.01,))
     tries: list[int] = []
 
     def send(*_: object) -> None:
@@ -480,6 +480,6 @@ def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monke
         pusher(settings).push(make_posts(1))
         assert len(tries) == 2
         tries.clear()
-        patched.setattr(broker, "RETRY_PAUSES", ())
+        patched.setattr(broker, "RETRY_DELAYS_S", ())
         with pytest.raises(OperationalError, match="cut"):
             pusher(settings, labels="a").push(make_posts(1))

@@ -545,7 +545,7 @@ def test_mistakes_are_told_at_once(wishes: dict[str, Any], words: str) -> None:
 
 
 def test_without_a_redis_or_with_a_stranger() -> None:
-    with pytest.raises(RedisError, match="Redis at 127.0.0.1:1/0 does not answer .* Start the embedded stack with"):
+    with pytest.raises(RedisError, match="127.0.0.1:1/0 .*`feedmill up`"):
         next(feedmill.results("redis://127.0.0.1:1/0"))
 
 

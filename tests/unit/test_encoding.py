@@ -48,7 +48,7 @@ def test_a_body_is_unpacked_up_to_the_limit(pack: Callable[[bytes], bytes], name
 def test_a_body_of_a_type_that_cannot_be_bounded_is_refused() -> None:
     kombu.register(lambda body: body, lambda body: body, "application/x-odd", ["odd"])
     encoding.bound(LIMIT, LIMIT)
-    with pytest.raises(ValueError, match="not compressed with gzip, bzip2 or lzma"):
+    with pytest.raises(ValueError, match="gzip, bzip2 or lzma"):
         kombu.decompress(b"x", "application/x-odd")
 
 
