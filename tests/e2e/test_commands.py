@@ -255,7 +255,7 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is no subreddit's name; write"),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
-        (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'; it marks where the label goes"),
+        (["enqueue", "-", "--template", "x"], "--template: must contain {}"),
         (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
         (["--log-format", "xml", "status"], "--log-format: "),
     ],
@@ -407,11 +407,11 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
             "",
             "feedmill: --lift brings nothing back and removes nothing: leave --rewrite out.\n",
         ),
-        (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
+        (["a1", ""], "", "feedmill: '' is not a post id: it has 0 characters, not 1 to 128.\n"),
         (
             ["-"],
             "\x1b" * 200,
-            "feedmill: '" + "\\x1b" * 10 + "' is no post's id: it has 200 characters, not 1 to 128.\n",
+            "feedmill: '" + "\\x1b" * 10 + "' is not a post id: it has 200 characters, not 1 to 128.\n",
         ),
     ],
 )

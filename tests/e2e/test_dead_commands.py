@@ -103,8 +103,8 @@ def test_they_are_sent_again(house: House) -> None:
         f"feedmill: {raw} is no message, and cannot be sent again",
         f"feedmill: {kept_none} cannot be sent again: no post was kept of it",
         f"feedmill: {empty} cannot be sent again: neither title nor body holds any text",
-        f"feedmill: {newer} cannot be sent again: version: the message is of version 99, and this worker reads none "
-        "above 1; update the worker, or send version 1",
+        f"feedmill: {newer} cannot be sent again: version: version 99 is not supported; this "
+        "worker reads versions up to 1. Update the worker, or send version 1",
         f"feedmill: {purged} cannot be sent again: post gone was purged",
     ]
     assert [each.name for each in house.dead.all()] == [raw, kept_none, empty, newer, purged]
