@@ -238,7 +238,7 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
     [
         (["enqueue", "/no/such/file"], "There is no file /no/such/file."),
         (["enqueue", "-", "--labels", "a,a"], "--labels: the label 'a' is named twice."),
-        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: begins as JSON, but is none: "),
+        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: invalid JSON: "),
         (
             ["enqueue", "-", "--since", "yesterday"],
             "--since: 'yesterday' is no date; write it as 2024-01-31, or with a",
@@ -306,7 +306,7 @@ def test_flower_on_a_port_that_is_taken(redis: RedisServer, tmp_path: Path) -> N
 def test_a_variable_that_is_no_setting_is_told_once(redis: RedisServer, tmp_path: Path) -> None:
     said = feedmill("results", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_MODLE="x")
     assert said.returncode == 0
-    assert said.stderr.count("FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?") == 1
+    assert said.stderr.count("FEEDMILL_MODLE is not a setting and is ignored; did you mean FEEDMILL_MODEL?") == 1
 
 
 def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_no_secret_is_told_even_at_the_finest_log_level(
         ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "Reddit wants to know who asks: set FEEDMILL_REDDIT_USER_AGENT"),
         ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "refuses the client id or its secret"),
         ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, "praw.ini has no section [elsewhere]"),
-        ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be an address"),
+        ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be a URL"),
         ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml cannot be read: No such file"),
         ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 does not answer"),
     ],

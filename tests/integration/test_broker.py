@@ -46,13 +46,13 @@ def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set, to what the Sentinels .* call the master"),
+        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set"),
         ({"redis_url": "redis://a", "redis_master": "m"}, "--redis-master: is for sentinel:// addresses, but "),
         ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "--redis-sentinel-password: is for sentinel"),
         ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "--redis-ca-file: is for rediss://"),
         (
             {"redis_url": "rediss://a", "redis_certificate_file": __file__},
-            "FEEDMILL_REDIS_KEY_FILE: must be set, to the key of FEEDMILL_REDIS_CERTIFICATE_FILE",
+            "FEEDMILL_REDIS_KEY_FILE: must be set .* FEEDMILL_REDIS_CERTIFICATE_FILE",
         ),
     ],
 )

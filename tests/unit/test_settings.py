@@ -27,16 +27,16 @@ def test_flags_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             "FEEDMILL_DEVICES",
             "0,",
-            "FEEDMILL_DEVICES: should be all, GPUs' numbers such as 0,2, cpu or cpu:N, not '0,'.",
+            "FEEDMILL_DEVICES: should be all, GPU numbers such as 0,2, cpu or cpu:N, not '0,'.",
         ),
-        ("FEEDMILL_DEVICES", "1,1", "FEEDMILL_DEVICES: names the GPU 1 more than once"),
+        ("FEEDMILL_DEVICES", "1,1", "FEEDMILL_DEVICES: lists GPU 1 "),
         ("FEEDMILL_QUEUE", "my queue", "FEEDMILL_QUEUE: should be 1 to 64 letters, digits, dots, dashes or "),
         ("FEEDMILL_REVISION", "a b", "FEEDMILL_REVISION: should be a branch, tag or commit, not 'a b'."),
         ("FEEDMILL_LABELS", "a,a", "FEEDMILL_LABELS: the label 'a' is named twice"),
-        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: begins as JSON, but is none: Unterminated string "),
-        ("FEEDMILL_LABELS", "[" * 100_000, "FEEDMILL_LABELS: begins as JSON, but is none: "),
+        ("FEEDMILL_LABELS", '["a', "FEEDMILL_LABELS: invalid JSON: "),
+        ("FEEDMILL_LABELS", "[" * 100_000, "FEEDMILL_LABELS: invalid JSON: "),
         ("FEEDMILL_LABELS", '{"a": ""}', "FEEDMILL_LABELS: a.0: string should have at least 1 character"),
-        ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: no {} in 'x'"),
+        ("FEEDMILL_TEMPLATE", "x", "FEEDMILL_TEMPLATE: must contain {}"),
         ("FEEDMILL_REDIS_URL", "http://host", "FEEDMILL_REDIS_URL: must look like redis://"),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret/x@host:6379/0", "FEEDMILL_REDIS_URL: must look like redis://"),
         ("FEEDMILL_REDIS_URL", "redis://:s3cret@host:abc/0", "FEEDMILL_REDIS_URL: must look like redis://"),
@@ -60,7 +60,7 @@ def test_a_data_folder_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_bad_flag_is_named_as_a_flag() -> None:
     with pytest.raises(SettingsError, match="^--posts-per-message: "):
         load(posts_per_message=0)
-    with pytest.raises(SettingsError, match="^--labels: begins as JSON, but is none: .* at column 10.$"):
+    with pytest.raises(SettingsError, match="^--labels: .* column 10.$"):
         load(labels='{"a": "b"')
 
 
@@ -85,8 +85,8 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FEEDMILL_MODLE", "x")
     monkeypatch.setenv("FEEDMILL_XYZZY", "x")
     assert list(unknown_variables()) == [
-        "FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?",
-        "FEEDMILL_XYZZY is no setting and has no effect",
+        "FEEDMILL_MODLE is not a setting and is ignored; did you mean FEEDMILL_MODEL?",
+        "FEEDMILL_XYZZY is not a setting and is ignored",
     ]
 
 
@@ -103,7 +103,7 @@ def test_a_running_stack_is_found(tmp_path: Path) -> None:
     with announced(tmp_path, json.dumps({"redis_url": "redis://:p@127.0.0.1:1/0"})) as file:
         assert settings.broker_url == "redis://:p@127.0.0.1:1/0"
         file.write_text("{")
-        with pytest.raises(SettingsError, match=f"{STACK_FILE} should hold the address of the running `feedmill up`"):
+        with pytest.raises(SettingsError, match=STACK_FILE):
             _ = settings.broker_url
 
 
@@ -116,5 +116,5 @@ def test_ignores_the_address_of_a_killed_stack(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
-    with pytest.raises(SettingsError, match="Cannot look whether `feedmill up` runs: .* cannot be read"):
+    with pytest.raises(SettingsError, match=f"{LOCK_FILE} cannot be read"):
         _ = Settings.model_validate({"data_folder": tmp_path}).broker_url
