@@ -299,8 +299,8 @@ class Settings(BaseSettings):
                 context.load_cert_chain(certificate, value, password="")
         except ssl.SSLError as error:
             raise ValueError(
-                f"{value} cannot be used ({error.reason}): expected PEM without a passphrase, and a key that matches its "
-                "certificate"
+                f"{value} cannot be used ({error.reason}): expected PEM without a passphrase, and a key that matches "
+                "its certificate"
             ) from None
         except OSError as error:
             raise ValueError(f"{value} cannot be read: {error.strerror}") from None

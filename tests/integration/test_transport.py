@@ -288,7 +288,7 @@ def test_what_is_too_long_for_a_message_is_set_aside_unread(
         assert bodies(consumer.until(1)) == [2]
         assert len(redis.client.lindex("undecodable", 0) or "") == 100
         consumer.acknowledge()
-    assert "at most 10,000 are read" in caplog.text
+    assert "exceed the limit of 10,000" in caplog.text
     assert "xxx" not in caplog.text
 
 
