@@ -38,7 +38,7 @@ CLASSIFY_TASK = "feedmill.classify"
 SENT_AT = "sent_at"
 #: Delays in seconds before each retry of publishing a batch over a lost connection.
 RETRY_DELAYS_S = (0.1, 0.5, 2.0)
-#: Timeout per Sentinel; then the next one is tried.
+#: Seconds to wait for one Sentinel before the next one is tried.
 SENTINEL_TIMEOUT_S = 2.0
 #: Priorities that kombu stores in separate lists per queue. Priority 0 is delivered first; its list has no suffix.
 PRIORITIES = (0, 3, 6, 9)
@@ -274,7 +274,7 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
                 ignore_result=True,
                 producer=producer,
                 serializer=encoding.POSTS,
-                compression="gzip" if compressed and characters >= encoding.PACKED_FROM else None,
+                compression="gzip" if compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS else None,
                 priority=priority,
                 argsrepr="()",
                 kwargsrepr=shown_arguments(kwargs),

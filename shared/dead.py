@@ -40,7 +40,7 @@ class Element(NamedTuple):
 
 
 class DeadLetters:
-    """Read and remove dead letters in Redis. Each method raises redis.exceptions.RedisError."""
+    """Access to the dead letters in Redis. Each method raises redis.exceptions.RedisError."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

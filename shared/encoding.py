@@ -34,23 +34,23 @@ POSTS, JSON = "posts", ("application/json", "utf-8")
 GZIP = "application/x-gzip"
 #: Characters of text per message above which compression pays: it saves an eighth of a one-post message, and half of
 #: a message of many posts.
-PACKED_FROM = 1000
+MIN_COMPRESSED_CHARACTERS = 1000
 #: Compression level, valid in isal (0 to 3) and zlib (0 to 9): output 10% larger than isal's best, in 1/7 of its time.
-LEVEL = 2
+COMPRESSION_LEVEL = 2
 #: Bytes of memory that the lzma decoder may use. Data packed at the highest preset needs half of this; a hostile header
 #: can request gigabytes.
-LZMA_MEMORY = 2**27
+LZMA_MEMORY_BYTES = 2**27
 #: Decompressor factories by content type.
 UNPACKERS: dict[str, Callable[[], Any]] = {
     GZIP: zlib.decompressobj,
     "application/x-bz2": bz2.BZ2Decompressor,
-    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=LZMA_MEMORY),
+    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=LZMA_MEMORY_BYTES),
 }
 #: Estimated bytes of memory per JSON object, list, other value, and object key; measured with Python 3.11.
-OBJECT, LIST, VALUE, KEY = 200, 96, 56, 120
+OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, KEY_BYTES = 200, 96, 56, 120
 #: Upper bound on bytes of memory per JSON character; and all bytes that are not JSON separators.
-MOST_EACH = OBJECT + 5
-OTHERS = bytes(set(range(256)) - set(b"{[,:"))
+MAX_BYTES_PER_CHARACTER = OBJECT_BYTES + 5
+NON_SEPARATORS = bytes(set(range(256)) - set(b"{[,:"))
 #: A JSON string, so that separators inside strings are not counted. Possessive quantifiers: with backtracking, each
 #: escape sequence would take a hundred bytes of state.
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -89,8 +89,13 @@ def _characters(text: bytes) -> int:
 
 
 def _separators(text: bytes) -> int:
-    found = text.translate(None, OTHERS)  # one pass; counting each separator in the full text would take four
-    return OBJECT * found.count(b"{") + LIST * found.count(b"[") + VALUE * found.count(b",") + KEY * found.count(b":")
+    found = text.translate(None, NON_SEPARATORS)  # one pass; counting each separator in the full text would take four
+    return (
+        OBJECT_BYTES * found.count(b"{")
+        + LIST_BYTES * found.count(b"[")
+        + VALUE_BYTES * found.count(b",")
+        + KEY_BYTES * found.count(b":")
+    )
 
 
 def is_too_large(body: Any, limit: float) -> bool:
@@ -98,7 +103,7 @@ def is_too_large(body: Any, limit: float) -> bool:
 
     If the quick estimate exceeds the limit, count again without the separators inside strings.
     """
-    if not body or len(body) * MOST_EACH <= limit:  # the common case, decided by length alone
+    if not body or len(body) * MAX_BYTES_PER_CHARACTER <= limit:  # the common case, decided by length alone
         return False
     text = _as_bytes(body)
     if _characters(text) + _separators(text) <= limit:
@@ -125,7 +130,7 @@ def read(data: Any) -> Any:
 
 def pack(data: bytes) -> bytes:
     """Compress data in zlib format."""
-    packed: bytes = compress(data, LEVEL)
+    packed: bytes = compress(data, COMPRESSION_LEVEL)
     return packed
 
 

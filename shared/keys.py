@@ -112,7 +112,7 @@ TABLE: tuple[Key, ...] = (
     ),
     Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl KEPT; deleted when the message is finished"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
-    Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
+    Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),

@@ -1,7 +1,7 @@
 """Lua scripts for leases: reserve, renew and find expired ones, return, set aside, replace.
 
 shared/leases.py describes the keys. At `maxmemory` Redis rejects a script at its first write that can use memory, but
-lets it continue after a write that cannot. So each script starts with a deletion that removes nothing. This also makes
+lets it continue after a write that cannot. So each script starts with a deletion, even of nothing. This also makes
 the script fail on keys of the wrong type before it changes anything.
 """
 
@@ -41,7 +41,7 @@ return {runs, messages}
 #: more than ARGV[4] seconds ago: Redis was unreachable, and living workers could not renew. Returns the time, the
 #: expired tags, and their number if there may be more, else 0. A lease that ends further in the future than its own
 #: length was made before Redis' clock was set back; it is shortened to that length.
-KEEP = """
+RENEW = """
 redis.call('ZREM', KEYS[1], '')
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000

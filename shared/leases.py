@@ -42,7 +42,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from shared.encoding import is_too_large, memory_of
-from shared.lease_scripts import KEEP, REPLACE, RESERVE, RESTORE, SET_ASIDE
+from shared.lease_scripts import RENEW, REPLACE, RESERVE, RESTORE, SET_ASIDE
 from shared.refusals import is_replica
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ MAX_MESSAGE = 64 * 2**20
 MAX_DECODED = 4 * MAX_MESSAGE
 #: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
 #: messages returned, which the last message may exceed.
-RENEWED, SWEPT, SWEPT_BYTES = 1000, 100, 2**20
+RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
 #: Maximum bytes kept of an undecodable message: 64 MiB for all of them with the default `undecodable_limit`.
-KEPT_ASIDE = 2**16
+MAX_UNDECODABLE_BYTES = 2**16
 
 
 @dataclass(slots=True)
@@ -82,27 +82,29 @@ class Leases:
             prefix + key for key in (channel.reserved_key, channel.reserved_index_key, channel.undecodable_key)
         )
         self.seconds = float(channel.visibility_timeout)
-        self._interval = min(float(channel.unacked_restore_interval), self.seconds / 3)
-        self._kept_aside = channel.undecodable_limit
+        self._interval_s = min(float(channel.unacked_restore_interval), self.seconds / 3)
+        self._undecodable_limit = channel.undecodable_limit
         pool = channel._get_pool()
         #: Timeout of a command, in seconds. Waiting longer would let leases expire.
-        self.patience = self._interval
+        self.timeout_s = self._interval_s
         for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
-            pool.connection_kwargs[option] = self.patience
+            pool.connection_kwargs[option] = self.timeout_s
         self.client: Redis = Redis(connection_pool=pool)
         script = self.client.register_script
-        self._keep, self._restore, self._set_aside, self._replace = map(script, (KEEP, RESTORE, SET_ASIDE, REPLACE))
+        self._renew_script, self._restore, self._set_aside, self._replace = map(
+            script, (RENEW, RESTORE, SET_ASIDE, REPLACE)
+        )
         self.reserve = script(RESERVE)
         #: Messages by tag.
         self.held: dict[str, Held] = {}
         #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
         self.bytes_held = self.bytes_later = 0
         #: The message delivered in isolation: its tag, and its bytes as received.
-        self._alone: tuple[str, bytes] | None = None
+        self._isolated: tuple[str, bytes] | None = None
         #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
-        self.waiting_alone: set[str] = set()
+        self.waiting_for_isolation: set[str] = set()
         #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
-        self._returning: deque[tuple[list[str], str]] = deque()
+        self._pending_returns: deque[tuple[list[str], str]] = deque()
         #: Tags whose acknowledgements have not been sent yet.
         self.acknowledged: deque[str] = deque()
         self.channels: WeakSet[Any] = WeakSet()
@@ -111,7 +113,7 @@ class Leases:
         self.evented = False
         self._process, self._numbers = uuid4().hex, count()
         self._lock = threading.Lock()
-        self._keeper: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         #: Time of the next renewal, by the monotonic clock. By Redis' clock: its last answer, and the start of the
         #: current period without gaps between answers.
         self._renew_at = self._contact = self._since = 0.0
@@ -173,39 +175,39 @@ class Leases:
                 self.bytes_later -= found.size
             elif found and found.delivered:
                 self.bytes_held -= found.size
-            if self._alone and self._alone[0] == tag:
-                self._alone = None
-            self.waiting_alone.discard(tag)
+            if self._isolated and self._isolated[0] == tag:
+                self._isolated = None
+            self.waiting_for_isolation.discard(tag)
 
     # Delivery in isolation.
 
-    def begin_alone(self, tag: str, message: bytes) -> None:
+    def begin_isolation(self, tag: str, message: bytes) -> None:
         """Record in Redis that this message is delivered in isolation, so that a crash counts against it."""
-        self._alone = tag, message
+        self._isolated = tag, message
         noted = json.loads(message)
         noted["properties"]["delivery_info"]["alone"] = True
         self._replace([self.reserved], [tag, json.dumps(noted)])
 
-    def note_alone(self, tag: str) -> None:
+    def record_isolation(self, tag: str) -> None:
         """Record isolation for a message that was delivered earlier and starts now."""
         if tag in self.held and not self.is_alone(tag):
             held: Any = self.client.hget(self.reserved, tag)
             if held:
-                self.begin_alone(tag, held)
+                self.begin_isolation(tag, held)
 
     def end_alone(self, tag: str) -> None:
         """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
-        alone = self._alone
+        alone = self._isolated
         if alone and alone[0] == tag:
             self._replace([self.reserved], [tag, alone[1]])
 
     def is_alone(self, tag: str) -> bool:
-        alone = self._alone
+        alone = self._isolated
         return bool(alone and alone[0] == tag)
 
-    def is_one_alone(self) -> bool:
+    def is_isolating(self) -> bool:
         """Return whether a message delivered in isolation is being processed."""
-        alone = self._alone
+        alone = self._isolated
         found = self.held.get(alone[0]) if alone else None
         return bool(found and found.claimed)
 
@@ -231,36 +233,36 @@ class Leases:
                 self.acknowledged.extend(tags)
                 raise
 
-    def try_writing(self) -> None:
+    def check_writable(self) -> None:
         """Test that Redis accepts writes. Raises its error otherwise: read-only replica, no permission, disk full."""
         self.client.zrem(self.index, "")
         self.client.hdel(self.reserved, "")
 
-    def give_back(self, tags: Sequence[str], command: str = "RPUSH") -> None:
+    def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
         """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
         delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
-        self._put_back(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
+        self._restore_all(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
         for tag in tags:
             self._forget(tag)
 
-    def let_go(self, tags: Iterable[str], command: str = "RPUSH") -> None:
+    def return_unclaimed(self, tags: Iterable[str], command: str = "RPUSH") -> None:
         """Return unclaimed messages, now or as soon as Redis answers. Their leases are renewed until then."""
         free = [tag for tag in tags if (found := self.held.get(tag)) and not found.claimed]
-        self._returning.append((free, command))
+        self._pending_returns.append((free, command))
         with suppress(RedisError, OSError):
-            self._return()
+            self._return_pending()
 
-    def _return(self) -> None:
-        while self._returning:
+    def _return_pending(self) -> None:
+        while self._pending_returns:
             with self._lock:
-                tags, command = self._returning.popleft() if self._returning else ([], "")
+                tags, command = self._pending_returns.popleft() if self._pending_returns else ([], "")
             try:
-                self.give_back([tag for tag in tags if tag in self.held], command)
+                self.return_messages([tag for tag in tags if tag in self.held], command)
             except BaseException:
-                self._returning.appendleft((tags, command))
+                self._pending_returns.appendleft((tags, command))
                 raise
 
-    def _put_back(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
+    def _restore_all(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
         if tags:
             arguments: list[Any] = [command, until]
             messages: list[Any] = self.client.hmget(self.reserved, tags)
@@ -274,7 +276,7 @@ class Leases:
         logger.error("undecodable message in %r (%s): moved to %r", queue, reason, self.undecodable)
         keys = [self.reserved, self.index, self.undecodable]
         self._forget(tag)
-        if gone := self._set_aside(keys, [tag, message[:KEPT_ASIDE], self._kept_aside]):
+        if gone := self._set_aside(keys, [tag, message[:MAX_UNDECODABLE_BYTES], self._undecodable_limit]):
             logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
 
     # The lease thread.
@@ -283,30 +285,30 @@ class Leases:
         """Run the lease thread for as long as this channel is open or a message is held."""
         with self._lock:
             self.channels.add(channel)
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
-                self._keeper.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
-        pause, told = threading.Event(), False
+        pause, warned = threading.Event(), False
         while True:
             more = False
             try:
-                more, told = self._turn(), False
+                more, warned = self._run_once(), False
             except Exception as fault:  # any error: leases must be renewed as long as the process lives
-                logger.log(logging.DEBUG if told else logging.WARNING, "cannot renew leases, will retry: %s", fault)
-                self._renew_at, told = 0.0, True
+                logger.log(logging.DEBUG if warned else logging.WARNING, "cannot renew leases, will retry: %s", fault)
+                self._renew_at, warned = 0.0, True
                 if is_replica(fault):  # after a failover, a new connection may reach the new master
                     self.client.connection_pool.disconnect(inuse_connections=False)
             with self._lock:
                 if not (self.channels or self.held or self.acknowledged):
-                    self._keeper = None
+                    self._thread = None
                     break
             if not more:
-                pause.wait(self._interval)
+                pause.wait(self._interval_s)
         self.client.connection_pool.disconnect(inuse_connections=False)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Renew leases that are due and return some expired messages. Return whether more have expired.
 
         The work per turn is bounded, so that many expired leases cannot delay the renewal of this process' own.
@@ -316,30 +318,37 @@ class Leases:
             self._renew_at = monotonic() + self.seconds / 3
             with self._lock:
                 held = list(self.held)
-            for start in range(RENEWED, len(held), RENEWED):
-                self._look(held[start : start + RENEWED], 0)
-        settled = self._contact - self._since >= 1.5 * self._interval
-        now, ended, more = self._look(held[:RENEWED], SWEPT if settled else 0)
-        if not 0 <= float(now) - self._contact <= 2 * self._interval:
+            for start in range(RENEWALS_PER_CALL, len(held), RENEWALS_PER_CALL):
+                self._renew(held[start : start + RENEWALS_PER_CALL], 0)
+        settled = self._contact - self._since >= 1.5 * self._interval_s
+        now, ended, more = self._renew(held[:RENEWALS_PER_CALL], EXPIRED_PER_CALL if settled else 0)
+        if not 0 <= float(now) - self._contact <= 2 * self._interval_s:
             self._since = float(now)  # Redis was unreachable, or its clock was changed
         self._contact = float(now)
         if not self.evented:
             self.flush()
-        self._return()
-        self._put_back([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
+        self._return_pending()
+        self._restore_all([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
         return bool(more)
 
-    def _look(self, renewed: Sequence[str], limit: int) -> Any:
-        """Renew these leases and find up to `limit` expired ones. Return the result of the KEEP script."""
-        arguments: list[Any] = [self.seconds, limit, self._contact, 2 * self._interval, SWEPT_BYTES, *renewed]
-        return self._keep([self.index, self.reserved], arguments)
+    def _renew(self, renewed: Sequence[str], limit: int) -> Any:
+        """Renew these leases and find up to `limit` expired ones. Return the result of the RENEW script."""
+        arguments: list[Any] = [
+            self.seconds,
+            limit,
+            self._contact,
+            2 * self._interval_s,
+            EXPIRED_BYTES,
+            *renewed,
+        ]
+        return self._renew_script([self.index, self.reserved], arguments)
 
     def release(self) -> None:
         """Send pending acknowledgements and return all held messages without waiting for their leases to expire."""
         if os.getpid() == self._pid and (self.held or self.acknowledged):
             with suppress(RedisError, OSError):
                 self.flush()
-                self.give_back(sorted(self.held, reverse=True))
+                self.return_messages(sorted(self.held, reverse=True))
 
 
 #: Leases by process, keys and connection parameters.

@@ -8,7 +8,7 @@ from shared.errors import json_line, printable_lines
 from shared.settings import Settings
 
 #: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
-BEGINNING, END = 20_000, 10_000
+MAX_START_CHARACTERS, MAX_END_CHARACTERS = 20_000, 10_000
 
 
 class TextFormatter(logging.Formatter):
@@ -19,8 +19,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if len(text) > BEGINNING + END:
-            text = f"{text[:BEGINNING]}…{text[-END:]}"
+        if len(text) > MAX_START_CHARACTERS + MAX_END_CHARACTERS:
+            text = f"{text[:MAX_START_CHARACTERS]}…{text[-MAX_END_CHARACTERS:]}"
         return printable_lines(text).replace("\n", "\n    ")
 
 

@@ -63,7 +63,7 @@ def clean(title: str, body: str) -> str:
     return f"{title}\n\n{body}" if title and body else title or body
 
 
-def _text(value: object) -> object:
+def _normalize_text(value: object) -> object:
     """Normalize text: None becomes "", and lone surrogates, valid in JSON but not in UTF-8, are replaced."""
     if value is None:
         return ""
@@ -73,7 +73,7 @@ def _text(value: object) -> object:
 
 
 #: Place this last in an annotation. pydantic runs before-validators right to left, so limits apply to repaired text.
-Repaired = BeforeValidator(_text)
+Repaired = BeforeValidator(_normalize_text)
 
 
 #: Seconds since 1970, UTC, up to the year 9999.
@@ -98,7 +98,7 @@ class Post(BaseModel):
     created_utc: UnixTime | None = None
     #: Time of the last edit of the post's text.
     edited_utc: UnixTime | None = None
-    #: Whether the post is pinned to the top of its subreddit.
+    #: True if the post is pinned to the top of its subreddit.
     stickied: bool = False
     nsfw: bool = False
     spoiler: bool = False
@@ -143,7 +143,7 @@ class Post(BaseModel):
             raise PostRefused(str(post_id)[:MAX_ID] if post_id else None, *first_problem(error)) from None
 
 
-def _described(value: object) -> object:
+def _parse_labels(value: object) -> object:
     """Return labels as a mapping to their descriptions. A label without a description is its own description.
 
     Splits a string on commas, like transformers' zero-shot pipeline. List items are not split.
@@ -167,13 +167,13 @@ def _described(value: object) -> object:
     return described
 
 
-def _one_or_more(value: object) -> object:
+def _as_tuple(value: object) -> object:
     if not isinstance(value, str | list | tuple):
         raise ValueError("expected a description, or a list of them")
     return (value,) if isinstance(value, str) else value
 
 
-def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _check_label_count(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     if not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"name at least one label, and at most {MAX_LABELS}")
     if (described := sum(map(len, labels.values()))) > MAX_ALL_DESCRIPTIONS:
@@ -181,13 +181,13 @@ def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return labels
 
 
-def _has_a_place(template: str) -> str:
+def _check_placeholder(template: str) -> str:
     if "{}" not in template:
         raise ValueError(f"must contain {{}} for the label, as in 'This is about {{}}.', not {cut(template)!r}")
     return template
 
 
-def _is_read_here(version: int) -> int:
+def _check_version(version: int) -> int:
     if version > MESSAGE_VERSION:
         raise ValueError(
             f"version {version} is not supported; this worker reads versions up to {MESSAGE_VERSION}. Update the "
@@ -199,14 +199,14 @@ def _is_read_here(version: int) -> int:
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
 Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
 Descriptions = Annotated[
-    tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_one_or_more)
+    tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_as_tuple)
 ]
 #: Label -> the texts that replace `{}` in the template: the label itself, or one or more descriptions.
-Labels = Annotated[dict[Label, Descriptions], AfterValidator(_some), BeforeValidator(_described)]
+Labels = Annotated[dict[Label, Descriptions], AfterValidator(_check_label_count), BeforeValidator(_parse_labels)]
 #: Hypothesis template: a sentence with `{}` in place of the label.
-Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
+Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_check_placeholder), Repaired]
 #: Message version. Never serialized: it controls how options are read and is not itself an option.
-Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_is_read_here)]
+Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_check_version)]
 
 
 class ClassifyOptions(BaseModel):

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Timeout of a Redis command during a scrape or health check, in seconds. Prometheus waits 10 seconds in total.
-REDIS_TIMEOUT = 1.0
+REDIS_TIMEOUT_S = 1.0
 #: Seconds before an idle HTTP connection is closed.
-HTTP_TIMEOUT = 10.0
+HTTP_TIMEOUT_S = 10.0
 
 #: Reads the send time of the next message in each list from its last 32 KiB, because whole messages can be megabytes
 #: long: kombu writes headers after the body. Post text cannot match, because its quotes are escaped.
@@ -149,7 +149,7 @@ REDIS_FIGURES = (REDIS_UP, QUEUE_MESSAGES, QUEUE_LIMIT, QUEUE_OLDEST, *RESULTS.v
 def connect_briefly(settings: Settings) -> Redis:
     """Return a client for monitoring, with short timeouts and at most one retry."""
     redis = connect(settings)
-    times = {"socket_timeout": REDIS_TIMEOUT, "socket_connect_timeout": REDIS_TIMEOUT}
+    times = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
     redis.connection_pool.connection_kwargs.update(times)
     # One immediate retry: after a Redis restart, the first command fails on the old connection.
     redis.set_retry(Retry(NoBackoff(), 1))
@@ -231,7 +231,7 @@ def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready:
 
 
 class _Collector:
-    """Converts samples to prometheus-client's metric families."""
+    """Adapter from samples to prometheus-client's metric families."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -299,7 +299,7 @@ class Server(ThreadingMixIn, TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "feedmill", ""
     server: Server
-    timeout = HTTP_TIMEOUT
+    timeout = HTTP_TIMEOUT_S
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -35,7 +35,7 @@ SWEEP_BYTES = 2**19
 #: Keys per SCAN; and Celery results per MGET, one of which can hold 1,000 outcomes.
 SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
 #: Maximum characters of an id, as in shared/messages.py.
-LONGEST_ID = 128
+MAX_ID = 128
 
 #: Deletes entries of the given posts from a part of a stream. Reads ten entries at a time, because sizes vary widely.
 #:
@@ -73,7 +73,7 @@ return {from, deleted}
 #: Sets tombstones. DEL comes first: after one write, Redis lets a script continue at `maxmemory`.
 #:
 #:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
-BURY = """
+SET_TOMBSTONES = """
 for _, key in ipairs(KEYS) do
   redis.call('DEL', key)
   redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
@@ -99,7 +99,7 @@ CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"})
 ID_IN_JSON = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
 FAILURE_IN_JSON = b'"exc_type"'
 #: Parts of MessageFailed's text (shared/errors.py): before the reasons, between two reasons, and after a post's id.
-REASONS, BETWEEN, AFTER_ID = " posts failed: ", "; ", ": "
+REASONS_PREFIX, REASON_SEPARATOR, ID_SUFFIX = " posts failed: ", "; ", ": "
 
 
 class Purged(NamedTuple):
@@ -126,17 +126,17 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
     (`tombstone_ttl`) or is lifted. Raises UserError for invalid ids, and redis.exceptions.RedisError. A failed purge
     can be repeated.
     """
-    posts = _checked(ids)
-    for some in _batches(posts):
-        _set_tombstones(redis, settings, some)
+    posts = _valid_ids(ids)
+    for batch in _batches(posts):
+        _set_tombstones(redis, settings, batch)
     # Messages first: afterwards, no worker can receive one of the posts any more.
-    found = Purged(messages=_empty_messages(redis, settings, posts))
-    for some in _batches(posts):
+    found = Purged(messages=_remove_from_messages(redis, settings, posts))
+    for batch in _batches(posts):
         counts = Purged(
-            sent=redis.unlink(*map(sent_key, some)),
-            results=redis.unlink(*map(result_key, some)),
-            entries=_sweep(redis, RESULTS_STREAM, some),
-            dead_letters=_sweep(redis, DEAD_LETTERS, some),
+            sent=redis.unlink(*map(sent_key, batch)),
+            results=redis.unlink(*map(result_key, batch)),
+            entries=_sweep(redis, RESULTS_STREAM, batch),
+            dead_letters=_sweep(redis, DEAD_LETTERS, batch),
         )
         found = Purged(*map(sum, zip(found, counts, strict=True)))
     return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)) if posts else 0)
@@ -147,7 +147,7 @@ def lift(redis: Redis, ids: Iterable[str]) -> int:
 
     Purged data is not restored. Raises as `purge` does.
     """
-    return sum(redis.unlink(*map(tombstone_key, some)) for some in _batches(_checked(ids)))
+    return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids)))
 
 
 def rewrite(redis: Redis) -> None:
@@ -167,29 +167,29 @@ def rewrite(redis: Redis) -> None:
     redis.bgrewriteaof()
 
 
-def _checked(ids: Iterable[str]) -> list[str]:
+def _valid_ids(ids: Iterable[str]) -> list[str]:
     """Return the ids in the form of `Post.id`, without duplicates. Raises UserError."""
     posts = dict.fromkeys(post_id.encode("utf-8", "replace").decode().strip() for post_id in ids)
     for post_id in posts:
-        if not 1 <= len(post_id) <= LONGEST_ID:
+        if not 1 <= len(post_id) <= MAX_ID:
             raise UserError(
-                f"'{printable(post_id):.40}' is not a post id: it has {len(post_id)} characters, not 1 to {LONGEST_ID}."
+                f"'{printable(post_id):.40}' is not a post id: it has {len(post_id)} characters, not 1 to {MAX_ID}."
             )
     return list(posts)
 
 
 def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
     remaining = iter(posts)
-    while some := list(islice(remaining, IDS_AT_ONCE)):
-        yield some
+    while batch := list(islice(remaining, IDS_AT_ONCE)):
+        yield batch
 
 
 def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> None:
-    bury: Any = redis.register_script(BURY)
+    bury: Any = redis.register_script(SET_TOMBSTONES)
     bury(keys=[tombstone_key(post_id) for post_id in posts], args=[int(time.time()), settings.tombstone_ttl])
 
 
-def _empty_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
+def _remove_from_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
     """Remove the posts from messages in all queues. Return the number of changed messages."""
     return queued.remove(redis, serving.queues(redis, settings), frozenset(posts)) if posts else 0
 
@@ -214,8 +214,10 @@ def _clean_celery_results(redis: Redis, posts: Collection[str]) -> int:
     while True:
         cursor, keys = redis.scan(cursor, match=CELERY_RESULTS, count=SCAN_COUNT)
         for start in range(0, len(keys), RESULTS_AT_ONCE):
-            some = keys[start : start + RESULTS_AT_ONCE]
-            cleaned += sum(_clean(redis, key, text, posts) for key, text in zip(some, _fetch(redis, some), strict=True))
+            batch = keys[start : start + RESULTS_AT_ONCE]
+            cleaned += sum(
+                _clean(redis, key, text, posts) for key, text in zip(batch, _fetch(redis, batch), strict=True)
+            )
         if not cursor:
             return cleaned
 
@@ -241,7 +243,7 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
 
     The result stays valid for Celery's readers: outcomes become errors, and a failed message's error keeps its type.
     """
-    if FAILURE_IN_JSON not in text and not any(_read(found) in posts for found in ID_IN_JSON.findall(text)):
+    if FAILURE_IN_JSON not in text and not any(_decode_id(found) in posts for found in ID_IN_JSON.findall(text)):
         return None
     try:
         meta = json.loads(text)
@@ -251,9 +253,9 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
     if isinstance(result, list):
         outcomes = [{"id": item["id"], "error": PURGED} if _is_outcome(item, posts) else item for item in result]
         return None if outcomes == result else json.dumps(meta | {"result": outcomes})
-    if isinstance(result, dict) and (quoted := _quoting(result.get("exc_message"), posts)):
+    if isinstance(result, dict) and (quoted := _text_before_reasons(result.get("exc_message"), posts)):
         # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
-        error = result | {"exc_message": [f"{quoted}{REASONS}{PURGED}"]}
+        error = result | {"exc_message": [f"{quoted}{REASONS_PREFIX}{PURGED}"]}
         return json.dumps(meta | {"result": error, "traceback": None})
     return None
 
@@ -265,19 +267,19 @@ def _is_outcome(item: object, posts: Collection[str]) -> bool:
     return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
 
 
-def _quoting(message: object, posts: Collection[str]) -> str:
+def _text_before_reasons(message: object, posts: Collection[str]) -> str:
     """Return the start of an error's text, before the quoted reasons, if any of these posts is quoted; else ""."""
-    said, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS)
+    text, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS_PREFIX)
     if not found:
         return ""
     # Try every possible end of an id, because an id can itself contain the separator.
-    begins = [0, *(match.end() for match in re.finditer(BETWEEN, reasons))]
-    ends = [match.start() for match in re.finditer(AFTER_ID, reasons)]
-    named = (reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + LONGEST_ID)
-    return said if any(post_id in posts for post_id in named) else ""
+    begins = [0, *(match.end() for match in re.finditer(REASON_SEPARATOR, reasons))]
+    ends = [match.start() for match in re.finditer(ID_SUFFIX, reasons)]
+    named = (reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + MAX_ID)
+    return text if any(post_id in posts for post_id in named) else ""
 
 
-def _read(quoted: bytes) -> str:
+def _decode_id(quoted: bytes) -> str:
     """Decode a JSON string; "" if it is invalid."""
     try:
         return str(json.loads(quoted)).strip()

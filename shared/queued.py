@@ -101,9 +101,9 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         in_base64 = declared == BASE64 or not found["body"].startswith("[")
         data = b64decode(found["body"]) if in_base64 else found["body"].encode()
         body = json.loads(encoding.unpack(encoding.GZIP, MAX_MESSAGE, data) if packed else data)
-        clean = _reduced(body, posts)
+        clean = _redact(body, posts)
         if found["headers"].get("task") == CLASSIFY_TASK and isinstance(clean, list) and clean:
-            clean[0] = _bare_first(clean[0], posts)
+            clean[0] = _redact_arguments(clean[0], posts)
         if clean == body:
             return None
         # Senders that do not set their own previews send the start of the arguments.
@@ -115,38 +115,38 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         return None
 
 
-def _reduced(value: Any, posts: Collection[str]) -> Any:
+def _redact(value: Any, posts: Collection[str]) -> Any:
     """Reduce each of these posts in a JSON value to its id, at any depth: callbacks can contain posts too."""
     if isinstance(value, list):
-        return [_reduced(item, posts) for item in value]
+        return [_redact(item, posts) for item in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() & OTHER_FIELDS and _id(value.get("id")) in posts:
+    if value.keys() & OTHER_FIELDS and _post_id(value.get("id")) in posts:
         return {"id": value["id"]}
     clean = {
-        name: _bare(item, posts) if name == "posts" and isinstance(item, list) else _reduced(item, posts)
+        name: _redact_list(item, posts) if name == "posts" and isinstance(item, list) else _redact(item, posts)
         for name, item in value.items()
     }
     if clean.get("task") == CLASSIFY_TASK and "args" in clean:  # a callback's signature
-        clean["args"] = _bare_first(clean["args"], posts)
+        clean["args"] = _redact_arguments(clean["args"], posts)
     return clean
 
 
-def _bare_first(args: Any, posts: Collection[str]) -> Any:
+def _redact_arguments(args: Any, posts: Collection[str]) -> Any:
     """Reduce the posts in the positional arguments of a classification, whose first item is the list of posts."""
     if isinstance(args, list) and args and isinstance(args[0], list):
-        return [_bare(args[0], posts), *args[1:]]
+        return [_redact_list(args[0], posts), *args[1:]]
     return args
 
 
-def _bare(items: list[Any], posts: Collection[str]) -> list[Any]:
+def _redact_list(items: list[Any], posts: Collection[str]) -> list[Any]:
     """Reduce these posts in a list of posts, even if they have only unknown fields."""
     return [
-        {"id": item["id"]} if isinstance(item, dict) and _id(item.get("id")) in posts else _reduced(item, posts)
+        {"id": item["id"]} if isinstance(item, dict) and _post_id(item.get("id")) in posts else _redact(item, posts)
         for item in items
     ]
 
 
-def _id(value: object) -> str | None:
+def _post_id(value: object) -> str | None:
     """Return an id in the form of `Post.id`; None for other types."""
     return str(value).encode("utf-8", "replace").decode().strip() if isinstance(value, str | int | float) else None

@@ -145,11 +145,11 @@ FOLLOWED_AT_ONCE, GIVEN_AT_ONCE = 500, 100
 #: Seconds without acknowledgement after which another member takes over an entry.
 CLAIM_AFTER = 60.0
 #: Fractions of that time: interval between takeovers; and age at which a member re-reads its own pending entries.
-CLAIM_EVERY, STALE_AFTER = 0.25, 0.5
+CLAIM_FRACTION, STALE_FRACTION = 0.25, 0.5
 #: Minimum seconds between takeovers.
-LEAST_PAUSE = 0.1
+MIN_CLAIM_INTERVAL_S = 0.1
 #: Seconds of inactivity after which a member without pending entries is removed. Its name can be used again.
-FORGET_AFTER = 3600
+MEMBER_TTL_S = 3600
 #: Maximum seconds that a reader waits for an entry before it returns to its caller.
 WAIT = 1.0
 #: Delays before reconnecting, in seconds. The last one repeats.
@@ -168,7 +168,7 @@ class Missed:
 
     #: Number of trimmed results, without purged ones; None if unknown.
     count: int | None
-    #: When the last entry before the gap was written; and when the first entry after it was.
+    #: Times of the last entry before the gap, and of the first entry after it.
     since: float
     until: float
     #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
@@ -190,7 +190,7 @@ class Wanted(NamedTuple):
         return (
             (self.label is None or found.label == self.label)
             and (self.min_score is None or found.scores[found.label] >= self.min_score)
-            and (self.subreddit is None or _plain(result.post.subreddit or "") == _plain(self.subreddit))
+            and (self.subreddit is None or _normalize(result.post.subreddit or "") == _normalize(self.subreddit))
         )
 
 
@@ -222,7 +222,7 @@ class Reader(Protocol):
 
 
 class Follower:
-    """Reads the stream from its own cursor: each result once during the object's lifetime."""
+    """A reader with a private cursor. Returns each result once during its lifetime."""
 
     stale = False
 
@@ -231,8 +231,8 @@ class Follower:
         self._redis = redis
         self._wanted = wanted
         self._history = history
-        self._cursor = "$" if since is None else _just_before(since)
-        self._place = ""
+        self._cursor = "$" if since is None else _last_id_before(since)
+        self._position = ""
         self._fetch: Any = redis.register_script(FETCH)
 
     def read(self) -> list[Read] | None:
@@ -246,9 +246,9 @@ class Follower:
 
     def _read(self) -> list[Read] | None:
         answer = self._fetch(
-            keys=[RESULTS_STREAM, COUNTERS, GROUPS], args=[FOLLOWED_AT_ONCE, "", "", self._cursor, self._place]
+            keys=[RESULTS_STREAM, COUNTERS, GROUPS], args=[FOLLOWED_AT_ONCE, "", "", self._cursor, self._position]
         )
-        _, entries, before, self._cursor, self._place, gone, meanwhile, *_ = answer
+        _, entries, before, self._cursor, self._position, gone, meanwhile, *_ = answer
         if not entries:
             return None
         reads = [Read(missed) for missed in _missed(before, entries, gone, meanwhile)]
@@ -284,30 +284,30 @@ class GroupReader:
         self._wanted = wanted
         self._claim_after = claim_after
         #: The group's position. Start position if the group does not exist yet.
-        self._cursor = "$" if since is None else _just_before(since)
+        self._cursor = "$" if since is None else _last_id_before(since)
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
         #: Entries to acknowledge.
-        self._taken: list[str] = []
+        self._to_acknowledge: list[str] = []
         #: Items to return from the next `read`.
-        self._found: list[Read] = []
+        self._lost_items: list[Read] = []
         self._fetch: Any = redis.register_script(FETCH)
         self._claim: Any = redis.register_script(CLAIM)
 
     @property
     def stale(self) -> bool:
-        return time.monotonic() - self._read_at > self._claim_after * STALE_AFTER
+        return time.monotonic() - self._read_at > self._claim_after * STALE_FRACTION
 
     def read(self) -> list[Read] | None:
         self._send_acknowledgements()
         if time.monotonic() >= self._claim_at:
-            self._found += self._take_over()
+            self._lost_items += self._claim_entries()
         self._read_at = time.monotonic()
         answer = self._in_group(
             self._fetch, [RESULTS_STREAM, COUNTERS, GROUPS], [GIVEN_AT_ONCE, self._group, self._consumer, "", ""]
         )
         pending, entries, before, cursor, _, gone, meanwhile, *figures = answer
-        reads, self._found = self._found, []
+        reads, self._lost_items = self._lost_items, []
         if pending:
             reads += self._lost([entry_id for entry_id, fields in entries if fields is None], *figures)
             entries = [entry for entry in entries if entry[1] is not None]
@@ -320,7 +320,7 @@ class GroupReader:
             if result and self._wanted.has(result):
                 reads.append(Read(result, (entry_id,)))
             else:
-                self._taken.append(entry_id)
+                self._to_acknowledge.append(entry_id)
         return reads
 
     def wait(self, seconds: float) -> None:
@@ -331,22 +331,22 @@ class GroupReader:
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         """Acknowledge entries. If Redis is unreachable, the next `read` sends the acknowledgement."""
-        self._taken.extend(ids)
+        self._to_acknowledge.extend(ids)
         with suppress(ConnectionFault, TimeoutFault):
             self._send_acknowledgements()
 
     def _send_acknowledgements(self) -> None:
-        if self._taken:
-            self._redis.xack(RESULTS_STREAM, self._group, *self._taken)
-            self._taken.clear()
+        if self._to_acknowledge:
+            self._redis.xack(RESULTS_STREAM, self._group, *self._to_acknowledge)
+            self._to_acknowledge.clear()
 
-    def _take_over(self) -> list[Read]:
+    def _claim_entries(self) -> list[Read]:
         """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
         idle = _milliseconds(self._claim_after)
-        arguments = [self._group, self._consumer, idle, self._claim_from, GIVEN_AT_ONCE, FORGET_AFTER * 1000]
+        arguments = [self._group, self._consumer, idle, self._claim_from, GIVEN_AT_ONCE, MEMBER_TTL_S * 1000]
         self._claim_from, gone, *figures = self._in_group(self._claim, [RESULTS_STREAM, COUNTERS], arguments)
-        # If more entries can be taken over, continue right after this batch.
-        pause = max(self._claim_after * CLAIM_EVERY, LEAST_PAUSE) if self._claim_from == "0-0" else 0.0
+        # Continue right after this batch if more entries can be taken over.
+        pause = max(self._claim_after * CLAIM_FRACTION, MIN_CLAIM_INTERVAL_S) if self._claim_from == "0-0" else 0.0
         self._claim_at = time.monotonic() + pause
         return self._lost(gone, *figures)
 
@@ -354,11 +354,11 @@ class GroupReader:
         """Report pending entries that no longer exist."""
         # Trimming removes the oldest entries. Missing entries newer than the stream's first one were purged.
         lost = [entry_id for entry_id in ids if trimmed and first and _order(entry_id) < _order(first)]
-        self._taken.extend(set(ids).difference(lost))
+        self._to_acknowledge.extend(set(ids).difference(lost))
         if not lost:
             return []
         count = None if purged else len(lost)
-        return [Read(Missed(count, _written(lost[0]), _written(lost[-1]), len(lost)), tuple(lost))]
+        return [Read(Missed(count, _written_at(lost[0]), _written_at(lost[-1]), len(lost)), tuple(lost))]
 
     def _in_group(self, script: Any, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Run a script. Create the group first if it does not exist."""
@@ -387,7 +387,7 @@ def open_reader(
     """Create a reader. consumer: default is host name and process id. Raises UserError for invalid values."""
     if wanted.min_score is not None and not math.isfinite(wanted.min_score):
         raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
-    if wanted.subreddit is not None and not _plain(wanted.subreddit):
+    if wanted.subreddit is not None and not _normalize(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
     if since is not None and not 0 <= since < LATEST:
         raise UserError(f"since must be in seconds since 1970, before the year 10000, not {since}.")
@@ -489,15 +489,15 @@ def _missed(before: str, entries: Sequence[Sequence[Any]], gone: int, purged: in
     if not gone:
         return []
     at_most = gone if gone > 0 else None
-    return [Missed(None if purged else at_most, _written(before), _written(entries[0][0]), at_most)]
+    return [Missed(None if purged else at_most, _written_at(before), _written_at(entries[0][0]), at_most)]
 
 
-def _plain(subreddit: str) -> str:
+def _normalize(subreddit: str) -> str:
     """Normalize a subreddit's name for comparison: "/r/Python" becomes "python"."""
     return subreddit.strip().casefold().removeprefix("/").removeprefix("r/").removesuffix("/")
 
 
-def _just_before(since: float) -> str:
+def _last_id_before(since: float) -> str:
     """Return the largest entry id before a time, so that reading after it starts at that time."""
     first = int(since * 1000)
     return f"{first - 1}-{LAST_OF_MILLISECOND}" if first > 0 else "0-0"
@@ -508,7 +508,7 @@ def _milliseconds(seconds: float) -> int:
     return max(1, math.ceil(seconds * 1000))
 
 
-def _written(entry_id: str) -> float:
+def _written_at(entry_id: str) -> float:
     """Return when an entry was written, in seconds since 1970, from its id."""
     return int(entry_id.partition("-")[0]) / 1000
 

@@ -18,13 +18,13 @@ from redis.exceptions import ResponseError
 T = TypeVar("T")
 #: Seconds of writes that Redis may lose: two with a slow disk and an append-only file; ten with a replica and the
 #: `min-replicas-max-lag` recommended in docs/durability.md.
-LOSABLE = 10.0
+LOSABLE_S = 10.0
 #: Maximum bytes of writes kept for repetition.
-MOST_KEPT = 64 * 2**20
+MAX_KEPT_BYTES = 64 * 2**20
 
 
 class Connections:
-    """Detects when a client connects to another server. Pass it to redis-py as `redis_connect_func`."""
+    """Identity of the server that a client is connected to. Pass an instance to redis-py as `redis_connect_func`."""
 
     def __init__(self) -> None:
         #: The server's `run_id` and `master_replid`; the latter changes when a replica is promoted. A unique object if
@@ -71,7 +71,7 @@ class Replay:
         self._seen: object = None
         self._kept: deque[_Write] = deque()
         self._size = 0
-        #: When Redis last answered. Writes more than LOSABLE seconds older than this are safe.
+        #: Time of Redis' last answer. Writes more than LOSABLE_S seconds older than this are safe.
         self._contact = clock()
         self._lock = threading.RLock()
 
@@ -96,7 +96,7 @@ class Replay:
                 self._seen = self._connections.latest
             self._kept.append(_Write(write, size, self._clock()))
             self._size += size
-            while self._size > MOST_KEPT:
+            while self._size > MAX_KEPT_BYTES:
                 self._size -= self._kept.popleft().size
 
     def check(self) -> None:
@@ -123,5 +123,5 @@ class Replay:
             self._forget(self._contact)
 
     def _forget(self, now: float) -> None:
-        while self._kept and now - self._kept[0].at > LOSABLE:
+        while self._kept and now - self._kept[0].at > LOSABLE_S:
             self._size -= self._kept.popleft().size

@@ -117,13 +117,13 @@ return refreshed
 #: Seconds per hour.
 HOUR = 3600
 #: Maximum labels counted per hour, because applications can send any number of labels. Further ones are not counted.
-LABELS_COUNTED = 1000
+MAX_LABELS_PER_HOUR = 1000
 #: Field with the latest score, in the hash of a post's classifications. Fingerprints are hex, so none equals it.
 SCORE = "score"
 #: Scores per script call. Redis is blocked during a call.
-SCORES_AT_ONCE = 100
+SCORES_PER_CALL = 100
 #: Dead letters per script call. Redis is blocked during a call.
-DEAD_AT_ONCE = 50
+DEAD_LETTERS_PER_CALL = 50
 
 
 class Result(NamedTuple):
@@ -162,7 +162,7 @@ class Score(NamedTuple):
 
 
 class ResultsStore:
-    """Reads and writes results in Redis. Thread-safe.
+    """The store of results and dead letters in Redis. Thread-safe.
 
     With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost them
     (shared/replay.py).
@@ -189,9 +189,9 @@ class ResultsStore:
         """
         if not results and not dead:
             return 0
-        new, trimmed = self._replay.write(*self._writing(results, dead[:DEAD_AT_ONCE]))
-        for start in range(DEAD_AT_ONCE, len(dead), DEAD_AT_ONCE):
-            trimmed += self._replay.write(*self._writing([], dead[start : start + DEAD_AT_ONCE]))[1]
+        new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
+        for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
+            trimmed += self._replay.write(*self._write_call([], dead[start : start + DEAD_LETTERS_PER_CALL]))[1]
         if trimmed:
             logger.warning(
                 "trimmed the %d oldest dead letters: their stream is full. Retry or drop dead letters (`feedmill dead "
@@ -204,13 +204,13 @@ class ResultsStore:
     def keep(self, found: Sequence[Result]) -> None:
         """Keep stored results that answered a message, to repeat their writes if Redis loses them."""
         if found:
-            self._replay.keep(*self._writing(found, ()))
+            self._replay.keep(*self._write_call(found, ()))
 
     def catch_up(self) -> None:
         """Repeat writes that Redis may have lost. Raises redis.exceptions.RedisError."""
         self._replay.check()
 
-    def _writing(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
+    def _write_call(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
         """Return the script call, and the number of bytes that it sends."""
         settings = self._settings
         keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR))]
@@ -219,7 +219,7 @@ class ResultsStore:
             settings.results_stream_length,
             settings.dead_letters_length,
             settings.label_counts_ttl,
-            LABELS_COUNTED,
+            MAX_LABELS_PER_HOUR,
             result_key(""),
             tombstone_key(""),
             json.dumps([(post.id, found.fingerprint, found.label) for post, found in results]),
@@ -257,7 +257,7 @@ class ResultsStore:
         """
         refreshed = 0
         remaining = iter(scores.items())
-        while some := list(islice(remaining, SCORES_AT_ONCE)):
+        while some := list(islice(remaining, SCORES_PER_CALL)):
             keys = [result_key(post_id) for post_id, _ in some]
             noted = [json.dumps({"score": score, "at": at}) for _, score in some]
             refreshed += int(self._refresh(keys=keys, args=[SCORE, *noted]))

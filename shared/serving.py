@@ -1,4 +1,4 @@
-"""Which model serves each queue, which model is requested for it, and which workers are registered.
+"""Registry of queues and workers: the model that serves each queue, the model requested for it, and live workers.
 
 Three hashes. feedmill:models holds what workers announce; producers use it to find a model's queue. Entries outlive the
 workers, so that messages waiting for a stopped model stay visible. feedmill:wanted holds what `feedmill deploy`
@@ -250,7 +250,7 @@ def queue_of(redis: Redis, model: str) -> str:
     exact = [queue for queue, each in served.items() if each.model == model]
     found = exact or [queue for queue, each in served.items() if each.model.rstrip("/").rpartition("/")[2] == model]
     if not found:
-        raise UserError(f"--model: no worker serves {model!r:.200}. {_those(served)}")
+        raise UserError(f"--model: no worker serves {model!r:.200}. {_known_models(served)}")
     if len(found) > 1:
         raise UserError(
             f"--model: {model!r:.200} matches several queues. Choose one with --queue: {_listed(served, found)}."
@@ -264,11 +264,11 @@ def check_queue(redis: Redis, queue: str) -> None:
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(
             f"--queue: no worker has served {queue!r} yet, so the name may be misspelt. Set {PREFIX}QUEUE to use it "
-            f"anyway. {_those(served)}"
+            f"anyway. {_known_models(served)}"
         )
 
 
-def _those(served: dict[str, Served]) -> str:
+def _known_models(served: dict[str, Served]) -> str:
     """Return a sentence that lists the known queues and their models."""
     if not served:
         return "No queue is known yet: workers announce theirs after loading their model."

@@ -36,7 +36,7 @@ DEFAULT_QUEUE = "feedmill"
 DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
 #: Pattern of a plug-in's import path, module:Class, in the settings `classifier` and `engine`.
-OWN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+PLUGIN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -140,14 +140,14 @@ class Settings(BaseSettings):
     #: Classifier: nli, sequence or similarity (docs/models.md). auto selects one from the model's files. module:Class
     #: loads a plug-in (docs/extending.md).
     classifier: Annotated[
-        str, _form(rf"auto|nli|sequence|similarity|{OWN}", "auto, nli, sequence, similarity or module:Class")
+        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN}", "auto, nli, sequence, similarity or module:Class")
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
     #: module:Class loads a plug-in.
-    engine: Annotated[str, _form(rf"torch|onnx|{OWN}", "torch, onnx or module:Class")] = "torch"
+    engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN}", "torch, onnx or module:Class")] = "torch"
     #: Folder from which `feedmill deploy` may load models in this worker, including subfolders. Unset: any folder.
     models_folder: Path | None = None
-    #: Device: auto, cpu, cuda, cuda:N or mps.
+    #: Device that runs the model. auto selects one of this machine's.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
     #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2; cpu; or cpu:N for
     #: N workers that share the CPU's cores. Unset: the one in `device`.
@@ -288,7 +288,7 @@ class Settings(BaseSettings):
             if certificate:
                 raise ValueError(f"must be set to the key of {PREFIX}REDIS_CERTIFICATE_FILE")
             return None
-        _only_for("rediss", info)
+        _require_scheme("rediss", info)
         value = value.expanduser().absolute()
         context = ssl.create_default_context()
         try:
@@ -310,7 +310,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_for_sentinels(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
-            _only_for("sentinel", info)
+            _require_scheme("sentinel", info)
         elif info.field_name == "redis_master" and _scheme(info) == "sentinel":
             raise ValueError(f"must be set to the master's name in the Sentinels of {PREFIX}REDIS_URL")
         return value
@@ -358,7 +358,7 @@ def _scheme(info: ValidationInfo) -> str:
     return "redis" if url is None else address.parse(url.get_secret_value()).scheme
 
 
-def _only_for(scheme: str, info: ValidationInfo) -> None:
+def _require_scheme(scheme: str, info: ValidationInfo) -> None:
     """Reject settings that have no effect for this kind of address: setting certificates implies a need for TLS."""
     if "redis_url" in info.data and (found := _scheme(info)) != scheme:
         how = f"begins with {found}://" if info.data["redis_url"] else "is not set"

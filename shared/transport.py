@@ -70,7 +70,7 @@ kombu_redis: Any = _kombu_redis
 VirtualQoS: Any = _VirtualQoS
 
 #: Seconds after which a wait is restarted, in case a notification was lost.
-REARM = 5.0
+REARM_AFTER_S = 5.0
 
 
 #: Expired leases after which a message is delivered in isolation. One can be a coincidence: a vanished worker held many
@@ -105,7 +105,7 @@ def decoded(message: bytes) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]  # the sender controls its content
 
 
-def is_handled_alone(message: Mapping[str, Any]) -> bool:
+def needs_isolation(message: Mapping[str, Any]) -> bool:
     """Return whether a message was held by so many vanished workers that it may be the cause."""
     return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
 
@@ -120,12 +120,12 @@ def claim(message: Any) -> bool:
         return True
     suspicious = count_in(message.delivery_info, "lapse_count") >= LAPSES_BEFORE_ALONE and not leases.is_alone(tag)
     if suspicious and leases.are_claimed():
-        leases.waiting_alone.add(tag)
+        leases.waiting_for_isolation.add(tag)
         return False
-    leases.waiting_alone.discard(tag)
+    leases.waiting_for_isolation.discard(tag)
     leases.claim(tag)
     if suspicious:
-        leases.note_alone(tag)
+        leases.record_isolation(tag)
     return True
 
 
@@ -194,18 +194,18 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         """Reject a message. A requeued one goes to the end of its list, as in kombu; otherwise it would loop."""
         if requeue:
             self.channel.leases.unclaim(delivery_tag)
-            self.channel.leases.let_go([delivery_tag], command="LPUSH")
+            self.channel.leases.return_unclaimed([delivery_tag], command="LPUSH")
             VirtualQoS.ack(self, delivery_tag)
         else:
             self.ack(delivery_tag)
 
     def restore_unacked(self, *_: Any) -> None:
         self._flush()
-        self.channel.leases.give_back(list(reversed(self._delivered)))
+        self.channel.leases.return_messages(list(reversed(self._delivered)))
         self._delivered.clear()
 
     def restore_by_tag(self, tag: str, _: Any = None, leftmost: bool = False) -> None:
-        self.channel.leases.give_back([tag], command="LPUSH" if leftmost else "RPUSH")
+        self.channel.leases.return_messages([tag], command="LPUSH" if leftmost else "RPUSH")
 
     def restore_unacked_once(self, *_: Any) -> None:
         """Return unclaimed messages when the channel closes. Claimed ones are still being processed."""
@@ -213,14 +213,14 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         self._flush()
         tags = list(reversed(self._delivered))
         self._delivered.clear()
-        self.channel.leases.let_go(tags)
+        self.channel.leases.return_unclaimed(tags)
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
         """Do nothing: the lease thread returns expired messages, even while the event loop is busy."""
 
 
 class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu_redis
-    """Sends what is due on each turn, and reads every reply."""
+    """kombu's poller, changed to send pending commands on each turn and to read every reply."""
 
     #: True if an event loop drives the poller. Otherwise, data must be sent at once, because there is no next turn.
     evented = False
@@ -247,7 +247,7 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
         return delivered
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
-        if any(channel._deliver_line() for channel in tuple(self._channels) if channel.active_queues):
+        if any(channel._deliver_buffer() for channel in tuple(self._channels) if channel.active_queues):
             return None
         try:
             return super().get(callback, 1 if timeout is None else min(timeout, 1))
@@ -290,12 +290,12 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     _tracking = True
     #: Start of the current wait for a notification, by the monotonic clock; None while not waiting.
     _armed_at: float | None = None
-    #: Whether tracking was enabled on this connection; and whether Redis knows the script.
-    _greeted = _scripted = False
-    #: Whether the last reservation was full. If so, reserve again without waiting.
-    _flowing = False
-    #: Messages left in the lists after a reservation; and whether a notification has arrived since.
-    _waiting, _woken = 0, False
+    #: True if tracking was enabled on this connection; and true if Redis knows the script.
+    _tracking_requested = _scripted = False
+    #: True if the last reservation was full: more messages probably wait.
+    _last_was_full = False
+    #: Messages left in the lists after a reservation; and true if a notification has arrived since.
+    _waiting, _notified = 0, False
     #: kombu's attributes: the connection while a reservation or notification is pending; start of the oldest pending
     #: command; and whether the channel is closing.
     _in_poll: Any = None
@@ -306,7 +306,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         #: Pending replies, in order: kind, and the data needed to handle the reply.
         self._expected: deque[tuple[str, Any]] = deque()
         #: Reservation buffer: queue, tag, raw message and decoded message.
-        self._line: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
+        self._buffer: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
         self._unleased: set[str] = set()
         super().__init__(*args, **kwargs)
 
@@ -365,15 +365,15 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             return sum(pipe.execute())
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
-        with self._suppressing_full(f"cannot record the binding of queue {queue!r} to exchange {exchange!r}"):
+        with self._tolerate_full_redis(f"cannot record the binding of queue {queue!r} to exchange {exchange!r}"):
             super()._queue_bind(exchange, routing_key, pattern, queue)
 
     def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
-        with self._suppressing_full(f"cannot delete queue {queue!r}; it will expire"):
+        with self._tolerate_full_redis(f"cannot delete queue {queue!r}; it will expire"):
             super()._delete(queue, *args, **kwargs)
 
     @contextmanager
-    def _suppressing_full(self, what: str) -> Iterator[None]:
+    def _tolerate_full_redis(self, what: str) -> Iterator[None]:
         """Log the error and continue if Redis is at its memory limit: workers must connect in order to free memory."""
         try:
             yield
@@ -391,7 +391,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     def _update_queue_cycle(self) -> None:
         """Restart the wait, because the set of queues has changed."""
         super()._update_queue_cycle()
-        self._woken = True
+        self._notified = True
         self._wake()
 
     # Sending.
@@ -404,13 +404,15 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             if silent > (self.socket_timeout or silent) and not kombu_redis._socket_readable(connection._sock):
                 connection.disconnect()
                 raise ConnectionFault(f"Redis has not answered for {silent:.0f} seconds")
-        elif self._armed_at and monotonic() - self._armed_at > (REARM if self._tracking else self.brpop_timeout):
+        elif self._armed_at and monotonic() - self._armed_at > (
+            REARM_AFTER_S if self._tracking else self.brpop_timeout
+        ):
             self._wake()
         return bool(self.leases.acknowledged or self._may_deliver() or (not self._in_poll and self._room()))
 
     def _room(self) -> int:
         free: int | None = self.qos.room()
-        if free != 0 and (self._line or self._is_full()):
+        if free != 0 and (self._buffer or self._is_full()):
             return 0
         if free is None:  # no prefetch limit; without an event loop, consumers expect one message at a time
             return self.reserve_limit if self.connection.cycle.evented else 1
@@ -419,7 +421,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     def _is_full(self) -> bool:
         """Return whether delivery must pause: held messages fill the memory limit, or one needs isolation."""
         leases = self.leases
-        return leases.is_one_alone() or bool(leases.waiting_alone) or leases.bytes_held >= self.held_bytes
+        return leases.is_isolating() or bool(leases.waiting_for_isolation) or leases.bytes_held >= self.held_bytes
 
     def room_bytes(self) -> int:
         """Return the bytes at which a reservation ends. The last message may exceed them."""
@@ -436,14 +438,14 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def _brpop_start(self, *_: Any) -> None:
         """Deliver buffered messages, then send in one packet: acknowledgements, and a reservation if there is room."""
-        self._deliver_line()
+        self._deliver_buffer()
         connection, leases = self.client.connection, self.leases
         commands: list[tuple[Any, ...]] = []
         if not self._expected:
             self._flush_brpop_reauth()
             self._brpop_sent_at = monotonic()
-        if not self._greeted:
-            self._greeted = True
+        if not self._tracking_requested:
+            self._tracking_requested = True
             self._expect(commands, "tracking", None, "CLIENT", "TRACKING", "ON", "NOLOOP")
         if acknowledged := leases.take_acknowledged():
             self._expect(commands, "acknowledged", None, "HDEL", leases.reserved, *acknowledged)
@@ -456,8 +458,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             script: tuple[str, str] = ("EVALSHA", leases.reserve.sha) if self._scripted else ("EVAL", RESERVE)
             self._scripted, self._in_poll = True, connection
             self._expect(commands, "reserved", (tags, lists, room, size), *script, len(keys), *keys, *arguments)
-            if not self._flowing:
-                self._waiting, self._woken = 0, False
+            if not self._last_was_full:
+                self._waiting, self._notified = 0, False
                 for number, (__, name) in enumerate(lists, 1):
                     self._expect(commands, "waiting", number == len(lists), "LLEN", name)
         if commands:
@@ -476,7 +478,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             connection = self.client.connection
             reply = self._next_reply(connection)
             if reply is None:
-                self._woken = True
+                self._notified = True
                 self._wake()
             else:
                 delivered = self._handle(*self._expected.popleft(), reply) or delivered
@@ -506,23 +508,23 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def _handle(self, kind: str, detail: Any, reply: Any) -> bool:
         if isinstance(reply, ResponseError):
-            self._refused(kind, detail, reply)
+            self._handle_error(kind, detail, reply)
         elif kind == "reserved":
             return self._reserved(*detail, *reply)
         elif kind == "waiting":
             self._waiting += reply
             if detail:  # the reply for the last list
                 self._in_poll = None
-                if not self._waiting and not self._woken:
+                if not self._waiting and not self._notified:
                     self._armed_at, self._in_poll = monotonic(), self.client.connection
         return False
 
-    def _refused(self, kind: str, detail: Any, error: ResponseError) -> None:
+    def _handle_error(self, kind: str, detail: Any, error: ResponseError) -> None:
         if kind == "tracking":
             logger.warning("cannot enable notifications, polling queues every second: %s", error)
             self._tracking = False
         elif isinstance(error, NoScriptError):
-            self._scripted, self._woken = False, True
+            self._scripted, self._notified = False, True
             self._reservation_answered()
         else:
             if detail and kind == "acknowledged":
@@ -534,7 +536,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         self, tags: str, lists: list[tuple[str, str]], room: int, size: int, runs: list[int], messages: list[bytes]
     ) -> bool:
         self._reservation_answered()
-        self._flowing = len(messages) == room or sum(map(len, messages)) >= size
+        self._last_was_full = len(messages) == room or sum(map(len, messages)) >= size
         sources = [lists[number] for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
         for queue in dict.fromkeys(queue for queue, _ in sources):
             self._queue_cycle.rotate(queue)
@@ -544,16 +546,16 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             if queue in self._unleased:
                 unleased.append((queue, name, tag, message))
             else:
-                self._line_up(queue, tag, message)
+                self._add_to_buffer(queue, tag, message)
         delivered = self._deliver_unleased(unleased)
-        return self._deliver_line() or delivered
+        return self._deliver_buffer() or delivered
 
     def _reservation_answered(self) -> None:
         """Allow the next reservation, unless list lengths are still pending."""
         if not (self._expected and self._expected[0][0] == "waiting"):
             self._in_poll = None
 
-    def _line_up(self, queue: str, tag: str, message: bytes) -> None:
+    def _add_to_buffer(self, queue: str, tag: str, message: bytes) -> None:
         try:
             found = decoded(message)
         except UndecodableError as error:
@@ -561,7 +563,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                 self.leases.set_aside(tag, message, str(error))
         else:
             self.leases.hold(tag, message)
-            self._line.append((queue, tag, message, found))
+            self._buffer.append((queue, tag, message, found))
 
     def _deliver(self, queue: str, tag: str, message: bytes, found: dict[str, Any]) -> None:
         found["properties"]["delivery_tag"] = tag
@@ -571,30 +573,30 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self.leases.set_aside(tag, message, str(error))
         except BaseException:
             if (held := self.leases.held.get(tag)) and not held.delivered:
-                self.leases.let_go([tag])
+                self.leases.return_unclaimed([tag])
             raise
 
     def _may_deliver(self) -> bool:
         """Return whether the first buffered message may be delivered now."""
-        if not self._line or self._is_full():
+        if not self._buffer or self._is_full():
             return False
-        return not (is_handled_alone(self._line[0][3]) and self.leases.are_claimed())
+        return not (needs_isolation(self._buffer[0][3]) and self.leases.are_claimed())
 
-    def _deliver_line(self) -> bool:
+    def _deliver_buffer(self) -> bool:
         """Deliver buffered messages as far as possible. Return whether any was delivered."""
         delivered = False
         while not self._closing and self._may_deliver():
-            queue, tag, message, found = self._line[0]
-            alone = queue in self.connection._callbacks and is_handled_alone(found)
+            queue, tag, message, found = self._buffer[0]
+            alone = queue in self.connection._callbacks and needs_isolation(found)
             if alone:
-                self.leases.begin_alone(tag, message)  # raises if Redis does not answer; the message stays buffered
-            self._line.popleft()
+                self.leases.begin_isolation(tag, message)  # raises if Redis does not answer; the message stays buffered
+            self._buffer.popleft()
             if queue not in self.connection._callbacks:  # the consumer was cancelled
-                self.leases.let_go([tag])
+                self.leases.return_unclaimed([tag])
                 continue
             delivered = True
             self._deliver(queue, tag, message, found)
-            if alone and not self.leases.is_one_alone():  # decoding it was harmless, and it is not started yet
+            if alone and not self.leases.is_isolating():  # decoding it was harmless, and it is not started yet
                 self.leases.end_alone(tag)
         return delivered
 
@@ -626,7 +628,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                 if kind == "acknowledged" and detail:
                     self.leases.acknowledged.extend(detail)
             self._expected.clear()
-            self._greeted = self._scripted = self._flowing = False
+            self._tracking_requested = self._scripted = self._last_was_full = False
             self._armed_at = self._brpop_sent_at = None
         super()._on_connection_disconnect(connection)
 
@@ -635,14 +637,14 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self._closing = True
             with suppress(RedisError, OSError, Empty):
                 while any(kind == "reserved" for kind, _ in self._expected):
-                    reply = self._next_reply(self.client.connection, timeout=leases.patience)
+                    reply = self._next_reply(self.client.connection, timeout=leases.timeout_s)
                     if reply is not None:
                         self._handle(*self._expected.popleft(), reply)
             if self._is_connected():  # otherwise the next connection sends them, after repeating lost writes
                 with suppress(RedisError, OSError):
                     leases.flush()
-            leases.let_go([tag for _, tag, _, _ in reversed(self._line)])
-            self._line.clear()
+            leases.return_unclaimed([tag for _, tag, _, _ in reversed(self._buffer)])
+            self._buffer.clear()
             leases.channels.discard(self)
         self._in_poll = None
         super().close()
@@ -658,16 +660,16 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self.cycle = Poller()
-        self._settle_alternatives()
+        self._check_alternatives()
 
-    def _settle_alternatives(self) -> None:
+    def _check_alternatives(self) -> None:
         """Reject several URLs: kombu would switch to the next one with its own transport."""
         if len(self.client.alt) > 1:
             raise ValueError("several redis:// URLs are not supported: use sentinel:// for failover")
 
     def establish_connection(self) -> Any:
         connection = super().establish_connection()
-        self._avail_channels[0].leases.try_writing()
+        self._avail_channels[0].leases.check_writable()
         return connection
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
@@ -691,7 +693,7 @@ class SentinelTransport(Transport):
     default_port = kombu_redis.SentinelTransport.default_port
     Channel = SentinelChannel
 
-    def _settle_alternatives(self) -> None:
+    def _check_alternatives(self) -> None:
         """Do nothing but disable kombu's cycle of URLs: every connection tries all Sentinels."""
         self.client.cycle = None
 

@@ -1,9 +1,9 @@
 """JSON Schema of the message format, for other applications: `request.json` and `result.json`.
 
 pydantic's own schema describes parsed models. These schemas describe accepted input, such as numbers in strings and
-comma-separated labels. `make docs` generates both files from shared/messages.py; a test fails if they are outdated. Each
-validator of shared/messages.py needs a method of the same name in `Reads`. Rules that JSON Schema cannot express are
-added to the descriptions (`BEYOND`).
+comma-separated labels. `make docs` generates both files from shared/messages.py; a test fails if they are outdated.
+Each validator of shared/messages.py needs a method of the same name in `Reads`. Rules that JSON Schema cannot express
+are added to the descriptions (`BEYOND`).
 
 Patterns use only syntax that Python's `re` and ECMA-262 interpret alike: whitespace is spelled out, and `END` replaces
 `$`.
@@ -71,9 +71,9 @@ BEYOND = {
     "Post.id": "A number is converted to text.",
     "Post.extra": f"Not expressed in this schema: at most {MAX_EXTRA_BYTES} bytes of JSON and about 250 nested levels.",
     "Request.labels": (
-        "A list of names, a comma-separated string, or an object that maps each name to its descriptions. Not expressed "
-        f"in this schema: names must differ after trimming; a string contains at most {MAX_LABELS} names of 200 "
-        f"characters; all labels together have at most {MAX_ALL_DESCRIPTIONS} descriptions."
+        "A list of names, a comma-separated string, or an object that maps each name to its descriptions. Not "
+        f"expressed in this schema: names must differ after trimming; a string contains at most {MAX_LABELS} names of "
+        f"200 characters; all labels together have at most {MAX_ALL_DESCRIPTIONS} descriptions."
     ),
     "Request.top_k": "Not expressed in this schema: below 2^63 if written with an exponent or a decimal point.",
 }
@@ -102,7 +102,7 @@ Result = Annotated[
 
 
 class Described(GenerateJsonSchema):
-    """Generates schemas of serialized models, with `#:` comments and `BEYOND` as descriptions."""
+    """Schema generator for serialized models, with `#:` comments and `BEYOND` as descriptions."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         written = super().model_schema(schema)
@@ -116,12 +116,12 @@ class Described(GenerateJsonSchema):
             written["description"] += f" {beyond}"
         return written
 
-    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - a field's name says it
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - pydantic's signature
         return False
 
 
 class Reads(Described):
-    """Generates schemas of accepted input, before pydantic converts it."""
+    """Schema generator for accepted input, before pydantic converts it."""
 
     def str_schema(self, schema: Any) -> dict[str, Any]:
         text = super().str_schema(schema)
@@ -160,7 +160,7 @@ class Reads(Described):
 
     # One method per validator of shared/messages.py, with its name.
 
-    def _text(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _normalize_text(self, inner: dict[str, Any]) -> dict[str, Any]:
         """Allow None where empty text is allowed: it becomes empty text."""
         refused = any("pattern" in each for each in inner.get("anyOf", [inner]))
         return inner if refused else _any_of(inner, {"type": "null"})
@@ -180,7 +180,7 @@ class Reads(Described):
     def _extra_is_small(self, inner: dict[str, Any]) -> dict[str, Any]:
         return inner
 
-    def _described(self, described: dict[str, Any]) -> dict[str, Any]:
+    def _parse_labels(self, described: dict[str, Any]) -> dict[str, Any]:
         return _any_of(
             _text_of(f"[^,{PYTHON_SPACE}]"),
             {
@@ -193,18 +193,18 @@ class Reads(Described):
             described,
         )
 
-    def _some(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_label_count(self, inner: dict[str, Any]) -> dict[str, Any]:
         ((pattern, values),) = inner["patternProperties"].items()
         keys = {"propertyNames": {"pattern": pattern}, "additionalProperties": values}
         return {"type": "object", "minProperties": 1, "maxProperties": MAX_LABELS} | keys
 
-    def _one_or_more(self, several: dict[str, Any]) -> dict[str, Any]:
+    def _as_tuple(self, several: dict[str, Any]) -> dict[str, Any]:
         return _any_of(several["items"], several)
 
-    def _has_a_place(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_placeholder(self, inner: dict[str, Any]) -> dict[str, Any]:
         return inner | {"pattern": r"\{\}"}
 
-    def _is_read_here(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_version(self, inner: dict[str, Any]) -> dict[str, Any]:
         number, *others = inner["anyOf"]
         return _any_of(number | {"maximum": MESSAGE_VERSION}, *others)
 

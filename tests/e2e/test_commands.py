@@ -134,7 +134,7 @@ def test_each_queue_has_its_own_place_in_a_file(redis: RedisServer, tmp_path: Pa
         where = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_QUEUE": queue, "FEEDMILL_QUEUE_LIMIT": "32"}
         said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, **where)
         assert said.returncode == 2
-        assert "1,024 posts were sent before" in said.stderr
+        assert "1,024 posts were sent" in said.stderr
         assert "going on" not in said.stderr
     assert positions(redis) == [1024, 1024]
 

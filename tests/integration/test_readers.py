@@ -337,7 +337,7 @@ def test_more_is_taken_over_than_is_fetched_at_once(
 def test_a_slow_member_leaves_what_others_took(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "STALE_AFTER", 0.0)
+    monkeypatch.setattr(readers, "STALE_FRACTION", 0.0)
     slow = items(GroupReader(server.client, "g", "slow", since=0.0), follow=False)
     write(store, 1, 2, 3)
     first = next(slow)
@@ -384,7 +384,7 @@ def test_members_that_are_gone_are_forgotten(
     owing.read()
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"gone", "me", "owing"}
-    monkeypatch.setattr(readers, "FORGET_AFTER", -1)
+    monkeypatch.setattr(readers, "MEMBER_TTL_S", -1)
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"me", "owing"}
     assert pending(server) == 1

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import ResponseError
 
 from shared import replay
-from shared.replay import LOSABLE, Connections, Replay
+from shared.replay import LOSABLE_S, Connections, Replay
 
 
 class Server:
@@ -86,13 +86,13 @@ def test_a_repetition_that_fails_is_made_good_by_the_next(server: Server) -> Non
 
 def test_keeps_a_write_for_as_long_as_redis_may_lose_it(server: Server) -> None:
     server.write("a")
-    server.now += LOSABLE
+    server.now += LOSABLE_S
     server.write("b")
     assert server.repeated() == ["a", "b"]
     # Repeated, they can be lost once more.
-    server.now += LOSABLE
+    server.now += LOSABLE_S
     assert server.repeated() == ["a", "b"]
-    server.now += LOSABLE + 1
+    server.now += LOSABLE_S + 1
     server.write("c")
     assert server.repeated() == ["c"]
 
@@ -104,7 +104,7 @@ def test_forgets_nothing_while_redis_is_away(server: Server) -> None:
 
 
 def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_KEPT", 10)
+    monkeypatch.setattr(replay, "MAX_KEPT_BYTES", 10)
     server.write("1234", "5678", "90")
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")
@@ -150,7 +150,7 @@ def test_repeats_over_each_connection_where_the_server_may_not_be_asked(server: 
 def test_forgets_what_was_written_long_before_redis_was_last_there(server: Server) -> None:
     """A server that dies now has lost nothing of that, however late a new one is found."""
     server.write("old")
-    server.now += LOSABLE + 1
+    server.now += LOSABLE_S + 1
     server.write("new")
     server.now += 1000
     assert server.repeated() == ["new"]
