@@ -787,8 +787,8 @@ def test_urls_are_set_up_or_refused() -> None:
     for url, words in (
         ("rediss://h?ssl_cert_reqs=none", "ssl_ca_certs"),
         ("redis://a;redis://b", "sentinel"),
-        ("amqp://a", "begins with"),
-        ("redis://a;rediss://b", "begins with"),
+        ("amqp://a", "begin with"),
+        ("redis://a;rediss://b", "begin with"),
     ):
         with pytest.raises(ValueError, match=words):
             settings_for(url)

@@ -85,7 +85,7 @@ def beyond(problem: Any, message: dict[str, Any]) -> bool:
         separated = isinstance(message["labels"], str)
         return separated or "named twice" in said or "descriptions; at most" in said
     if where[-1] == "extra":
-        return "bytes of JSON" in said or "read again" in said
+        return "bytes of JSON" in said or "read back" in said
     if isinstance(value, str):
         return where[0] == "version" or kind in LIMITS - {"string_too_long"}
     return kind in LIMITS and abs(value) >= 2**63
