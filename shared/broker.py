@@ -143,10 +143,10 @@ def connect(settings: Settings) -> Redis:
         client.connection_pool.connection_class = _disconnecting_from_replicas(client.connection_pool.connection_class)
         return client
     # No retries per Sentinel: the next one may answer at once.
-    asking = _sentinel_connection_options(settings) | {"retry": Retry(NoBackoff(), 0)}
+    sentinel_options = _sentinel_connection_options(settings) | {"retry": Retry(NoBackoff(), 0)}
     options |= {"username": found.user, "password": found.password, "db": found.database}
     sentinel: Any = Sentinel
-    master: Redis = sentinel(found.hosts, sentinel_kwargs=asking, **options).master_for(settings.redis_master)
+    master: Redis = sentinel(found.hosts, sentinel_kwargs=sentinel_options, **options).master_for(settings.redis_master)
     return master
 
 

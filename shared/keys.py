@@ -30,7 +30,7 @@ WANTED = "feedmill:wanted"
 #: Celery results that an application waits for. Feedmill's hold one outcome per post, as JSON.
 CELERY_RESULTS = "celery-task-meta-*"
 
-#: Subreddit -> its watermark: all older posts have been processed.
+#: Subreddit -> its watermark: the time up to which all posts have been processed.
 REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
 #: Subreddit -> creation time of the oldest post that the daemon guarantees to send.
 REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
@@ -57,7 +57,7 @@ def result_key(post_id: str) -> str:
 
 
 def suspect_key(message: str) -> str:
-    """Index of a post -> number of its forward passes whose worker vanished. message: digest of the message's id."""
+    """Index of a post -> number of forward passes in which its worker vanished. message: digest of the message's id."""
     return f"feedmill:suspect:{message}"
 
 

@@ -257,9 +257,9 @@ class ResultsStore:
         """
         refreshed = 0
         remaining = iter(scores.items())
-        while some := list(islice(remaining, SCORES_PER_CALL)):
-            keys = [result_key(post_id) for post_id, _ in some]
-            noted = [json.dumps({"score": score, "at": at}) for _, score in some]
+        while batch := list(islice(remaining, SCORES_PER_CALL)):
+            keys = [result_key(post_id) for post_id, _ in batch]
+            noted = [json.dumps({"score": score, "at": at}) for _, score in batch]
             refreshed += int(self._refresh(keys=keys, args=[SCORE, *noted]))
         return refreshed
 

@@ -13,5 +13,5 @@ def tell(state: str) -> None:
     address = os.environ.get(NOTIFY_SOCKET)
     if not address:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told, suppress(OSError):
-        told.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection, suppress(OSError):
+        connection.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)

@@ -94,8 +94,8 @@ def announce(redis: Redis, queue: str, model: str) -> str | None:
     before = found.pop(queue, None)
     pipe: Any = redis.pipeline(transaction=False)
     pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)}))
-    for place, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
-        if place > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
+    for rank, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
+        if rank > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
             pipe.hdel(MODELS, other)
     pipe.execute()
     return before.model if before and before.model != model and now - before.seen < 2 * PERIOD else None

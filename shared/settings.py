@@ -361,8 +361,8 @@ def _scheme(info: ValidationInfo) -> str:
 def _require_scheme(scheme: str, info: ValidationInfo) -> None:
     """Reject settings that have no effect for this kind of address: setting certificates implies a need for TLS."""
     if "redis_url" in info.data and (found := _scheme(info)) != scheme:
-        how = f"begins with {found}://" if info.data["redis_url"] else "is not set"
-        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {how}")
+        actual = f"begins with {found}://" if info.data["redis_url"] else "is not set"
+        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}")
 
 
 def stack_runs(folder: Path) -> bool:
@@ -395,9 +395,9 @@ def load(**flags: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         field, reason = first_problem(error)
-        name, _, place = field.partition(".")
+        name, _, item = field.partition(".")
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
-        raise SettingsError(f"{shown}: {f'{place}: ' if place else ''}{reason}.") from None
+        raise SettingsError(f"{shown}: {f'{item}: ' if item else ''}{reason}.") from None
 
 
 def variables(settings: Settings) -> dict[str, str]:
@@ -424,5 +424,5 @@ def unknown_variables() -> Iterator[str]:
         name = variable.lower().removeprefix(PREFIX.lower())
         if name != variable.lower() and name not in Settings.model_fields:
             nearest = get_close_matches(name, Settings.model_fields, 1)
-            meant = f"; did you mean {PREFIX}{nearest[0].upper()}?" if nearest else ""
-            yield f"{variable} is not a setting and is ignored{meant}"
+            suggestion = f"; did you mean {PREFIX}{nearest[0].upper()}?" if nearest else ""
+            yield f"{variable} is not a setting and is ignored{suggestion}"

@@ -108,10 +108,10 @@ class Described(GenerateJsonSchema):
         written = super().model_schema(schema)
         model = schema["cls"]
         comments = _comments(model)
-        for field, said in written["properties"].items():
+        for field, field_schema in written["properties"].items():
             words = [comments.get(field, ""), BEYOND.get(f"{model.__name__}.{field}", "")]
             if any(words):
-                said["description"] = " ".join(filter(None, words))
+                field_schema["description"] = " ".join(filter(None, words))
         if beyond := BEYOND.get(model.__name__):
             written["description"] += f" {beyond}"
         return written
