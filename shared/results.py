@@ -322,8 +322,8 @@ def newest_first(
 
 
 def identity(letter: DeadLetter) -> str:
-    """Return a digest of what was sent and to which queue. It does not depend on the failure or on the message's id."""
-    if letter.post is None:  # no post to compare, so use the message's id
+    """Return a digest of the post, its options and its queue, so that repeated failures of one request are equal."""
+    if letter.post is None:  # no readable post: compare the message instead
         return digest(letter.id, letter.payload, letter.message)
     elsewhere = (letter.queue,) if letter.queue not in (None, DEFAULT_QUEUE) else ()
     return digest(letter.id, letter.post, letter.options, *elsewhere)
