@@ -232,7 +232,8 @@ def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
     if untrusted := causes.get(ssl.SSLCertVerificationError):
         return (
             f"presents an untrusted certificate ({untrusted.verify_message.rstrip('.')}); nothing was sent to it. The "
-            f"certificate must be valid for {settings.redis.hosts[0][0]} and trusted by {PREFIX}REDIS_CA_FILE."
+            f"certificate must be valid for {settings.redis.hosts[0][0]} and signed by an authority in "
+            f"{PREFIX}REDIS_CA_FILE."
         )
     broken = next((cause for kind, cause in causes.items() if issubclass(kind, ssl.SSLError)), None)
     if broken:
