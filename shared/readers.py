@@ -227,7 +227,11 @@ class Follower:
     stale = False
 
     def __init__(self, redis: Redis, wanted: Wanted = ALL, since: float | None = None, history: int = 0) -> None:
-        """since: seconds since 1970, or None for the stream's end. history: number of earlier results to read first."""
+        """Create a follower.
+
+        since: start time, in seconds since 1970; None for the stream's end. history: number of earlier results to read
+        first.
+        """
         self._redis = redis
         self._wanted = wanted
         self._history = history
@@ -277,7 +281,7 @@ class GroupReader:
         since: float | None = None,
         claim_after: float = CLAIM_AFTER,
     ) -> None:
-        """since: where a new group starts; see `Follower`. claim_after: seconds, see CLAIM_AFTER."""
+        """Create a member. since: start of a new group, as in `Follower`. claim_after: seconds, see CLAIM_AFTER."""
         self._redis = redis
         self._group = group
         self._consumer = consumer
@@ -384,7 +388,10 @@ def open_reader(
     history: int = 0,
     claim_after: float = CLAIM_AFTER,
 ) -> Reader:
-    """Create a reader. consumer: default is host name and process id. Raises UserError for invalid values."""
+    """Create a follower, or a member of a group. Raises UserError for invalid values.
+
+    consumer: the member's name; the default is made of the host's name and the process id.
+    """
     if wanted.min_score is not None and not math.isfinite(wanted.min_score):
         raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
     if wanted.subreddit is not None and not _normalize(wanted.subreddit):
@@ -485,7 +492,10 @@ def _results(entries: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Result | N
 
 
 def _missed(before: str, entries: Sequence[Sequence[Any]], gone: int, purged: int) -> list[Missed]:
-    """Report `gone` missing entries before these. gone: -1 if the number is unknown. purged: purged meanwhile."""
+    """Report missing entries before these.
+
+    gone: number of missing entries, -1 if unknown. purged: number of entries purged meanwhile.
+    """
     if not gone:
         return []
     at_most = gone if gone > 0 else None

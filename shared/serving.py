@@ -259,7 +259,7 @@ def queue_of(redis: Redis, model: str) -> str:
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raise UserError if no worker has ever served the queue, unless it is the default one. Else raises as `known`."""
+    """Raise UserError if no worker has ever served the queue and it is not the default one. Also raises as `known`."""
     served = known(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(
