@@ -1,4 +1,4 @@
-"""The vocabulary both sides share: messages, settings, broker, keys, results, errors.
+"""Code that producers and workers share: messages, settings, broker, keys, results, errors.
 
-Knows nothing of where posts come from or of how they are classified; imports neither torch nor praw.
+Imports neither torch nor praw, and depends on neither producers nor workers.
 """

@@ -1,14 +1,14 @@
-"""Where Redis is, as people write it: one URL, or one for each Sentinel that knows where the master is.
+"""Parse and validate Redis addresses: one server's URL, or a list of Sentinel URLs.
 
-What cannot be served is refused by name: kombu alone takes what it is given, and makes of `rediss://` a connection that
-verifies nothing, and of several `redis://` a choice that nobody has made.
+Unsupported addresses raise an error here because kombu accepts them silently: it connects to `rediss://` without
+verifying certificates, and picks one of several `redis://` URLs on its own.
 """
 
 import re
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
-#: What each kind of address begins with, and the port that it means where it names none.
+#: Default port of each supported URL scheme.
 PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
 HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
 FORMS = "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
@@ -16,7 +16,7 @@ FORMS = "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel:
 
 @dataclass(frozen=True)
 class Address:
-    """A Redis: `hosts` are its own, or its Sentinels'."""
+    """A parsed Redis address. `hosts` are the server itself, or its Sentinels."""
 
     scheme: str
     hosts: tuple[tuple[str, int], ...]
@@ -26,7 +26,7 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Read an address. Raises ValueError with a sentence that says what to write, and quotes no password."""
+    """Parse an address. Raises ValueError with the accepted form; the text never contains the password."""
     parts = [_split(each) for each in url.split(";")]
     first = parts[0]
     if first.scheme not in PORTS or any(part.scheme != first.scheme for part in parts):
@@ -36,15 +36,15 @@ def parse(url: str) -> Address:
     ):
         raise ValueError(_malformed())
     if any(part.query or part.fragment for part in parts):
-        raise ValueError("takes no ?options: certificates and the like have settings of their own (docs/redis.md)")
+        raise ValueError("must not have ?options: set certificates with their own settings (docs/redis.md)")
     if first.scheme != "sentinel" and len(parts) > 1:
         raise ValueError(
-            "names several Redis servers, and nothing would say which of them is the master: run Redis Sentinel beside "
-            "them, and write sentinel://:password@host:26379/0;sentinel://… (a ; in a password is written %3B)"
+            "names several Redis servers, but not which one is the master. Run Redis Sentinel and use "
+            "sentinel://:password@host:26379/0;sentinel://… (write a ; in the password as %3B)"
         )
     shared = {(part.username, part.password, part.path.strip("/") or "0") for part in parts}
     if len(shared) > 1:
-        raise ValueError("must give each of its Sentinels the same user, password and database: they are the master's")
+        raise ValueError("must repeat the same user, password and database (the master's) for each Sentinel")
     return Address(
         first.scheme,
         tuple((part.hostname or "", part.port or PORTS[part.scheme]) for part in parts),
@@ -58,13 +58,13 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url.strip())
         _ = parts.port
-    except ValueError:  # the port is no number; the error would quote the password
+    except ValueError:  # the port is not a number; the original error would quote the password
         raise ValueError(_malformed()) from None
     return parts
 
 
 def _malformed() -> str:
-    return f"must look like {FORMS}; with / # ? and ; in the password percent-encoded"
+    return f"must look like {FORMS}. Percent-encode / # ? and ; in the password"
 
 
 def _no_scheme(url: str) -> str:
@@ -72,6 +72,6 @@ def _no_scheme(url: str) -> str:
     if named is None or named[0].removesuffix("://") in PORTS:
         return _malformed()
     return (
-        f"must look like {FORMS}. {named[0]} is none of these: queue, results and what was sent are all in one Redis, "
-        "so that no other broker can take its place"
+        f"must look like {FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record of sent "
+        "posts in one Redis"
     )

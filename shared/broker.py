@@ -1,7 +1,7 @@
-"""The way into Redis: the Celery application, the Redis client, publishing by name, and the queue's depth.
+"""Connect to Redis: the Celery application, the Redis client, publishing by task name, and queue depth.
 
-Everything that opens a connection does it here, so that passwords, timeouts and errors are handled once.
-JSON only: no process of ours reads or writes pickle.
+Every connection is opened here, so that passwords, timeouts and errors are handled once. Messages are JSON only;
+Feedmill never reads or writes pickle.
 """
 
 import re
@@ -32,32 +32,32 @@ from shared.replay import Connections
 from shared.settings import PREFIX, Settings
 from shared.transport import settings_for
 
-#: The one task. Producers send it by this name; only workers hold its code.
+#: Name of the classification task. Producers send it by name; only workers contain its code.
 CLASSIFY_TASK = "feedmill.classify"
-#: Header with the time of sending, in seconds since 1970: tells how long a post was queued.
+#: Header with the time of sending, in seconds since 1970. Used to measure queueing time.
 SENT_AT = "sent_at"
-#: Seconds before a batch of messages is sent again after a lost connection.
-RETRY_PAUSES = (0.1, 0.5, 2.0)
-#: Seconds that a Sentinel may take: the next one is asked instead.
-SENTINEL_PATIENCE = 2.0
-#: kombu's lists of one queue, by priority; 0 goes first and bears the queue's own name.
+#: Delays in seconds before each retry of publishing a batch over a lost connection.
+RETRY_DELAYS_S = (0.1, 0.5, 2.0)
+#: Seconds to wait for one Sentinel before the next one is tried.
+SENTINEL_TIMEOUT_S = 2.0
+#: Priorities that kombu stores in separate lists per queue. Priority 0 is delivered first; its list has no suffix.
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
-#: Where the transport notes what workers hold, and what is no message at all (shared/leases.py).
+#: Transport options with the names of its keys: messages under lease, their leases, and undecodable messages.
 HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {"undecodable_key": UNDECODABLE}
-#: Of a message's arguments events, logs and Flower show at most so many; of a list's items, so many; of each, so many
-#: characters.
-SHOWN_ARGUMENTS, SHOWN_ITEMS, SHOWN_CHARACTERS = 8, 3, 40
+#: Limits on a message's arguments in events, logs and Flower: arguments shown; items shown per list; characters shown
+#: per item.
+MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40
 
 
 class Application(Celery):
-    """A Celery application that knows our settings."""
+    """A Celery application with Feedmill's settings attached."""
 
     settings: Settings
 
 
 def make_app(settings: Settings) -> Application:
-    """The Celery application that producers, workers and Flower share."""
+    """Create the Celery application used by producers, workers and Flower."""
     backend = settings.broker_url if settings.celery_results == "redis" else "rpc://"
     encoding.register()
     app = Application("feedmill", broker=settings.broker_url, backend=backend)
@@ -72,11 +72,11 @@ def make_app(settings: Settings) -> Application:
         worker_send_task_events=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
-        # A worker that has lost its connection connects again for as long as it takes.
+        # Workers reconnect for as long as it takes.
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         worker_enable_prefetch_count_reduction=False,
-        # Said outright: of rediss:// alone kombu makes a connection that verifies nothing.
+        # Set explicitly: for a rediss:// URL alone, kombu does not verify certificates.
         broker_use_ssl=tls(settings),
         redis_backend_use_ssl=tls(settings),
         broker_transport_options=_sentinel_options(settings),
@@ -86,7 +86,7 @@ def make_app(settings: Settings) -> Application:
 
 
 def tls(settings: Settings) -> dict[str, Any] | None:
-    """How redis-py, kombu and Celery are told to verify a rediss:// server; None for plain text."""
+    """Return the TLS options that make redis-py, kombu and Celery verify a rediss:// server; None for other schemes."""
     if settings.redis.scheme != "rediss":
         return None
     files = {
@@ -98,23 +98,23 @@ def tls(settings: Settings) -> dict[str, Any] | None:
 
 
 def _sentinel_options(settings: Settings) -> dict[str, Any]:
-    """How kombu and Celery find the master that a sentinel:// address means."""
+    """Return the options that kombu and Celery need to find the master through Sentinels."""
     if settings.redis.scheme != "sentinel":
         return {}
-    return {"master_name": settings.redis_master, "sentinel_kwargs": _to_sentinels(settings)}
+    return {"master_name": settings.redis_master, "sentinel_kwargs": _sentinel_connection_options(settings)}
 
 
-def _to_sentinels(settings: Settings) -> dict[str, Any]:
+def _sentinel_connection_options(settings: Settings) -> dict[str, Any]:
     password = settings.redis_sentinel_password
     return {
-        "socket_timeout": SENTINEL_PATIENCE,
-        "socket_connect_timeout": SENTINEL_PATIENCE,
+        "socket_timeout": SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": SENTINEL_TIMEOUT_S,
         "password": password and password.get_secret_value(),
     }
 
 
 def reserve(app: Application) -> None:
-    """Have the application take messages under leases (shared/transport.py): a worker's, since senders take none."""
+    """Make the application receive messages under leases (shared/transport.py). Call in workers only."""
     settings = app.settings
     encoding.bound(MAX_MESSAGE, MAX_DECODED)
     app.conf.update(
@@ -129,7 +129,7 @@ def reserve(app: Application) -> None:
 
 
 def connect(settings: Settings) -> Redis:
-    """A client of the Redis that holds queue and results. Connects with its first command."""
+    """Return a client for the Redis that holds queue and results. It connects on its first command."""
     options: dict[str, Any] = {
         "decode_responses": True,
         "socket_connect_timeout": 5,
@@ -140,23 +140,24 @@ def connect(settings: Settings) -> Redis:
     found = settings.redis
     if found.scheme != "sentinel":
         client = Redis.from_url(settings.broker_url, **options, **(tls(settings) or {}))
-        client.connection_pool.connection_class = _leaving_replicas(client.connection_pool.connection_class)
+        client.connection_pool.connection_class = _disconnecting_from_replicas(client.connection_pool.connection_class)
         return client
-    # Once each: while one Sentinel is tried again and again, the next one knows the answer.
-    asking = _to_sentinels(settings) | {"retry": Retry(NoBackoff(), 0)}
+    # No retries per Sentinel: the next one may answer at once.
+    sentinel_options = _sentinel_connection_options(settings) | {"retry": Retry(NoBackoff(), 0)}
     options |= {"username": found.user, "password": found.password, "db": found.database}
     sentinel: Any = Sentinel
-    master: Redis = sentinel(found.hosts, sentinel_kwargs=asking, **options).master_for(settings.redis_master)
+    master: Redis = sentinel(found.hosts, sentinel_kwargs=sentinel_options, **options).master_for(settings.redis_master)
     return master
 
 
-def _leaving_replicas(kind: Any) -> Any:
-    """Return a class of connections that end where Redis says that it is a replica, as redis-py's to Sentinels do.
+def _disconnecting_from_replicas(kind: Any) -> Any:
+    """Return a connection class that disconnects if Redis reports being a replica, like redis-py's Sentinel client.
 
-    Behind a name or a proxy, the next connection leads to the new master, while the old one would live for ever.
+    After a failover behind a DNS name or proxy, a new connection reaches the new master; the old one would stay on the
+    replica forever.
     """
 
-    class Connection(kind):  # type: ignore[misc]  # whichever redis-py chose
+    class Connection(kind):  # type: ignore[misc]  # the base class depends on the URL
         def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().read_response(*args, **kwargs)
@@ -170,89 +171,90 @@ def _leaving_replicas(kind: Any) -> Any:
 
 @contextmanager
 def told_plainly(settings: Settings) -> Iterator[None]:
-    """Turns a Redis that cannot be reached or trusted, or refuses, into RedisError, a sentence for people."""
+    """Convert errors from an unreachable, untrusted or refusing Redis to RedisError, with a message for users."""
     try:
         yield
     except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
-        if (said := plainly(fault, settings)) is None:
+        if (message := plainly(fault, settings)) is None:
             raise
-        raise RedisError(said) from None
+        raise RedisError(message) from None
 
 
 def plainly(fault: BaseException, settings: Settings) -> str | None:
-    """What Redis does, or does not, and what to do about it, as a sentence; None where that is not known."""
+    """Return a message for users: what failed and how to fix it. None if the error is unknown."""
     why = _why(fault, settings)
     return why and f"Redis at {settings.redis_address} {why}"
 
 
 def _why(fault: BaseException, settings: Settings) -> str | None:
     causes = {type(cause): cause for cause in causes_of(fault)}
-    said = _refusal(fault, causes, settings) or _insecurity(causes, settings)
-    if said or isinstance(fault, ResponseError):
-        return said
-    if lost := causes.get(MasterNotFoundError):  # its text shows redis-py's clients whole
+    message = _refusal(fault, causes, settings) or _tls_failure(causes, settings)
+    if message or isinstance(fault, ResponseError):
+        return message
+    if lost := causes.get(MasterNotFoundError):  # its own text would show redis-py's client objects
         if re.search("AuthenticationError|NOAUTH|WRONGPASS", str(lost)):
-            return f"cannot be asked for: its Sentinels want their own password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
-        return f"is not to be found: no Sentinel answers that knows this master. Set {PREFIX}REDIS_MASTER to its name."
+            return f"cannot be found: its Sentinels require a password. Set {PREFIX}REDIS_SENTINEL_PASSWORD."
+        return f"cannot be found: no reachable Sentinel knows this master. Set {PREFIX}REDIS_MASTER to its name."
     if InvalidResponse in causes:
-        return f"answers, but not as Redis does ({clause(fault)}). Is this its port? Set {PREFIX}REDIS_URL."
+        return f"answers, but not with Redis' protocol ({clause(fault)}). Check the port in {PREFIX}REDIS_URL."
     hint = f"Start the embedded stack with `feedmill up`, or set {PREFIX}REDIS_URL."
     if settings.redis.scheme == "redis" and re.search("closed|reset", str(fault)):
-        hint = f"If it speaks TLS there, {PREFIX}REDIS_URL is to begin with rediss://."
+        hint = f"If it requires TLS, {PREFIX}REDIS_URL must begin with rediss://."
     elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
-        hint = "Does it speak TLS on this port? Nothing is sent to it without."
+        hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port."
     return f"does not answer ({clause(fault)}). {hint}"
 
 
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:
-    """Where it answers, and refuses."""
+    """Return the reason if Redis answered with a refusal, else None."""
     found = settings.redis
     if is_full(fault):
-        return "has reached its memory limit and takes nothing more. Raise its `maxmemory`."
+        return "has reached its memory limit and rejects writes. Raise its `maxmemory`."
     if is_denied(fault):
         return (
             f"does not let user {found.user or 'default'} do this ({clause(causes.get(NoPermissionError) or fault)}). "
-            "docs/redis.md tells which user may do what."
+            "See docs/redis.md for the permissions of each user."
         )
     if is_replica(fault):
-        return f"is a replica, and lets nobody write. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
+        return f"is a read-only replica. Set {PREFIX}REDIS_URL to its master, or to the Sentinels."
     if cannot_save(fault):
-        return f"cannot save its data, and so takes nothing more ({clause(fault)})"
+        return f"cannot save its data and rejects writes ({clause(fault)}). Check its disk and its replicas."
     if AuthenticationError in causes:
         return (
-            f"answers, but {'refuses the password' if found.password else 'wants a password, and none is set'}. "
-            f"Set {PREFIX}REDIS_URL with its password, as {found.scheme}://:password@host:6379/0."
+            f"{'rejects the password' if found.password else 'requires a password, and none is set'}. "
+            f"Set {PREFIX}REDIS_URL to {found.scheme}://:password@host:6379/0."
         )
     return None
 
 
-def _insecurity(causes: Mapping[type, Any], settings: Settings) -> str | None:
-    """Where no TLS comes about."""
+def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
+    """Return the reason if the TLS handshake failed, else None."""
     if untrusted := causes.get(ssl.SSLCertVerificationError):
         return (
-            f"shows a certificate that is not to be trusted ({untrusted.verify_message.rstrip('.')}), and was sent "
-            f"nothing. It must be valid for {settings.redis.hosts[0][0]}, and be vouched for by {PREFIX}REDIS_CA_FILE."
+            f"presents an untrusted certificate ({untrusted.verify_message.rstrip('.')}); nothing was sent to it. The "
+            f"certificate must be valid for {settings.redis.hosts[0][0]} and signed by an authority in "
+            f"{PREFIX}REDIS_CA_FILE."
         )
     broken = next((cause for kind, cause in causes.items() if issubclass(kind, ssl.SSLError)), None)
     if broken:
         return (
-            f"cannot be spoken to with TLS ({broken.reason or broken.strerror}). Is this its TLS port? Does it ask for "
-            f"a certificate of ours: {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE?"
+            f"failed the TLS handshake ({broken.reason or broken.strerror}). Check that this is its TLS port; if it "
+            f"requires a client certificate, set {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE."
         )
     return None
 
 
 def publish(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int = 0) -> None:
-    """Send messages of posts, by task name, in one go, to the application's queue.
+    """Publish messages of posts as one batch to the application's queue.
 
-    Nobody waits for their Celery results; results are stored. Raises kombu.exceptions.OperationalError; some of the
-    messages may then be in the queue all the same.
+    Their Celery results are not kept; the classifications are stored. Retries lost connections, then raises
+    kombu.exceptions.OperationalError. Some of the messages may be in the queue even then.
     """
-    for pause in (*RETRY_PAUSES, None):
+    for pause in (*RETRY_DELAYS_S, None):
         try:
             _send(app, messages, options, priority)
         except BatchPublishError as error:
-            # kombu tries single messages again by itself, batches not.
+            # kombu retries single messages, but not batches.
             if pause is None or not isinstance(error.__cause__, ConnectionFault | TimeoutFault):
                 raise OperationalError(str(error.__cause__ or error)) from error
             time.sleep(pause)
@@ -273,7 +275,7 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
                 ignore_result=True,
                 producer=producer,
                 serializer=encoding.POSTS,
-                compression="gzip" if compressed and characters >= encoding.PACKED_FROM else None,
+                compression="gzip" if compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS else None,
                 priority=priority,
                 argsrepr="()",
                 kwargsrepr=shown_arguments(kwargs),
@@ -281,13 +283,13 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
 
 
 def shown_arguments(kwargs: Mapping[str, object]) -> str:
-    """Arguments of a message as events, logs and Flower show them: short, printable, and nobody's posts."""
+    """Format a message's arguments for events, logs and Flower: short, printable, and without any post's text."""
     shown = (f"'{_short(name)}': {shown_argument(name, value)}" for name, value in kwargs.items())
-    return f"{{{_first(shown, SHOWN_ARGUMENTS, len(kwargs))}}}"
+    return f"{{{_first(shown, MAX_SHOWN_ARGUMENTS, len(kwargs))}}}"
 
 
 def shown_argument(name: object, value: object) -> str:
-    """One of them. What is not known by its name might hold a post: no more than its type is shown."""
+    """Format one argument. Values of unknown arguments could contain posts, so only their type is shown."""
     if value is None or isinstance(value, bool | int | float):
         return _short(value)
     if name == "posts" and isinstance(value, list):
@@ -304,7 +306,7 @@ def _id_of(post: object) -> object:
 
 
 def _listed(what: str, names: Iterable[object], count: int) -> str:
-    shown = _first((_short(name) if isinstance(name, str | int) else "?" for name in names), SHOWN_ITEMS, count)
+    shown = _first((_short(name) if isinstance(name, str | int) else "?" for name in names), MAX_SHOWN_ITEMS, count)
     counted = f"{count} {what.removesuffix('s') if count == 1 else what}"
     return f"<{counted}: {shown}>" if shown else f"<{counted}>"
 
@@ -317,25 +319,25 @@ def _first(shown: Iterable[str], limit: int, count: int) -> str:
 def _short(value: object) -> str:
     try:
         text = str(value)
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         return "…"
-    return printable(text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…")
+    return printable(text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 1]}…")
 
 
 class QueueDepth(NamedTuple):
-    """Messages by where they are: `waiting` in the queue, `held` by workers."""
+    """Number of messages `waiting` in the queue and `held` by workers."""
 
     waiting: int
     held: int
 
 
 def queue_lists(queue: str) -> list[str]:
-    """The lists in which messages of a queue wait, the most urgent first."""
+    """Return the Redis lists of a queue, one per priority, most urgent first."""
     return [f"{queue}{PRIORITY_MARK}{priority}" if priority else queue for priority in PRIORITIES]
 
 
 def queue_depth(redis: Redis, queue: str) -> QueueDepth:
-    """How many messages wait in `queue` over all priorities, and how many workers hold (of any queue of Feedmill's)."""
+    """Count the messages waiting in `queue` over all priorities, and those held by workers of any Feedmill queue."""
     pipe: Any = redis.pipeline(transaction=False)
     for name in queue_lists(queue):
         pipe.llen(name)

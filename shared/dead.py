@@ -1,8 +1,8 @@
-"""The dead letters that are kept, to look at and to remove; shared/results.py writes them.
+"""Read and remove dead letters. shared/results.py writes them.
 
-Beside their stream lies what a queue held that is no message at all: shared/leases.py set it aside, as bytes, in a
-list. Each goes by a name of its own, the id of its entry, `1795255200000-0`, or a digest of its bytes,
-`raw-1f2e3d4c5b6a7988`; a letter goes by its post's id as well.
+There are two kinds: dead letters, which are entries of a Redis stream, and undecodable messages, which
+shared/leases.py moves to a list as raw bytes. A dead letter's name is its stream id, `1795255200000-0`; an undecodable
+message's name is a digest of its bytes, `raw-1f2e3d4c5b6a7988`. Dead letters can also be found by post id.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +16,12 @@ from shared.keys import DEAD_LETTERS, UNDECODABLE, buried_key
 from shared.messages import DeadLetter
 from shared.results import PAGE, identity, newest_first
 
-#: How an element's name begins.
+#: Prefix of the names of undecodable messages.
 RAW = "raw-"
 
 
 class Entry(NamedTuple):
-    """A dead letter in its stream."""
+    """A dead letter and the id of its stream entry."""
 
     name: str
     letter: DeadLetter
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 class Element(NamedTuple):
-    """What a queue held that is no message."""
+    """An undecodable message: bytes from a queue that are not a Celery message."""
 
     name: str
     content: bytes
@@ -40,41 +40,41 @@ class Element(NamedTuple):
 
 
 class DeadLetters:
-    """What is there of dead letters. Each method raises redis.exceptions.RedisError."""
+    """Access to the dead letters in Redis. Each method raises redis.exceptions.RedisError."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     def count(self) -> int:
-        """How many there are, elements included."""
+        """Return the number of dead letters plus the number of undecodable messages."""
         letters: Any = self._redis.xlen(DEAD_LETTERS)
         elements: Any = self._redis.llen(UNDECODABLE)
         return int(letters + elements)
 
     def newest(self, count: int) -> Iterator[Entry | Element]:
-        """Yield the newest `count` letters, oldest of them first; before them the newest `count` elements."""
+        """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first."""
         if count > 0:
             yield from self._elements(count)
             yield from self.letters(count)
 
     def letters(self, count: int) -> Iterator[Entry]:
-        """Yield the newest `count` letters, oldest of them first.
+        """Yield the newest `count` dead letters, oldest first.
 
-        The first pass keeps ids alone; the second pass reads forward. A page of letters is in memory at a time.
+        The first pass collects only stream ids; the second reads the entries in order, one page in memory at a time.
         """
         names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
         if names:
             yield from self._between(names[-1], names[0])
 
     def all(self) -> Iterator[Entry | Element]:
-        """All that are there now, elements first, oldest first; no letter that comes meanwhile."""
+        """Yield all undecodable messages, then all dead letters, oldest first; skip letters added meanwhile."""
         newest: Any = self._redis.xrevrange(DEAD_LETTERS, count=1)
         yield from self._elements()
         if newest:
             yield from self._between("-", newest[0][0])
 
     def find(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the names of all entries that go by each of these names; their content is not kept."""
+        """Return the names of all entries that match each given name or post id. Does not keep their content."""
         found: dict[str, dict[str, None]] = {name: {} for name in names}
         for each in self.all():
             for name in {each.name, each.post_id} & found.keys():
@@ -82,31 +82,31 @@ class DeadLetters:
         return {name: list(several) for name, several in found.items()}
 
     def get(self, name: str) -> Entry | Element | None:
-        """Return the entry of this name; None if it is gone."""
+        """Return the entry with this name, or None if it no longer exists."""
         if name.startswith(RAW):
             return next((each for each in self._elements() if each.name == name), None)
         return next(self._between(name, name), None)
 
     def expect_again(self, letter: DeadLetter) -> None:
-        """It is about to be sent once more: should that fail, it is another letter, though this one is there still."""
+        """Allow a new dead letter for the same post. Call before retrying: otherwise another failure writes none."""
         self._redis.delete(buried_key(identity(letter)))
 
     def remove(self, each: Entry | Element) -> None:
-        """Remove it for good; elements of the same bytes all together."""
+        """Delete an entry. Undecodable messages with identical bytes are all deleted."""
         if isinstance(each, Entry):
             self._redis.xdel(DEAD_LETTERS, each.name)
         else:
             self._redis.lrem(UNDECODABLE, 0, each.content)  # type: ignore[arg-type]  # the stub wants text
 
     def _between(self, start: str, end: str) -> Iterator[Entry]:
-        """Yield the letters from one id to another, oldest first."""
+        """Yield the letters between two stream ids, oldest first."""
         while letters := self._redis.xrange(DEAD_LETTERS, start, end, count=PAGE):
             for each in cast(list[Any], letters):
                 yield _entry(*each)
                 start = f"({each[0]}"
 
     def _elements(self, count: int = 0) -> list[Element]:
-        """The newest `count`, or all, oldest of them first. They need not be UTF-8."""
+        """Return the newest `count` undecodable messages, oldest first; 0 returns all. They may not be UTF-8."""
         client: Any = self._redis
         found: list[bytes] = client.execute_command("LRANGE", UNDECODABLE, 0, count - 1, **{NEVER_DECODE: True})
         return [Element(f"{RAW}{blake2b(content, digest_size=8).hexdigest()}", content) for content in reversed(found)]

@@ -1,9 +1,9 @@
-"""Bodies of messages: posts to JSON, packed, and back, as any Celery application writes and reads them, but faster.
+"""Encode and decode message bodies: JSON, optionally compressed, compatible with any Celery application.
 
-kombu's own packer takes six times as long as isal's for the same format; its reader of JSON looks at every object for
-types that JSON has not; and its unpackers unpack whatever comes: a megabyte of gzip may hold a gigabyte of nothing.
-`register` and `bound` put others in their place, for the whole process. Once bound, JSON is refused as well, before it
-is read, if its objects would take too much memory: 64 MiB of `{}` are 1.6 GB of Python objects.
+`register` replaces kombu's codecs for the whole process, for speed: kombu's gzip takes six times as long as isal's, and
+its JSON reader checks every object for kombu's own types. `bound` adds limits for workers, because kombu decompresses
+bodies of any size: one megabyte of gzip can expand to a gigabyte. After `bound`, JSON whose objects would take too
+much memory is also rejected before it is parsed: 64 MiB of `{}` become 1.6 GB of Python objects.
 """
 
 import bz2
@@ -23,56 +23,55 @@ from pydantic import TypeAdapter
 
 try:
     from isal.isal_zlib import compress
-except ImportError:  # no wheel for this machine
+except ImportError:  # isal has no wheel for this platform
     from zlib import compress
 
-#: The stubs take a pair for a function, and lack a name.
+#: Typed as Any: kombu's type stubs are wrong about registered codecs and lack a name.
 compression: Any = _compression
 serialization: Any = _serialization
-#: Name of the serializer that takes posts as they are, and what it writes is called as other JSON is.
+#: Name of the serializer that accepts Post objects; and the content type and encoding of its output, plain JSON.
 POSTS, JSON = "posts", ("application/json", "utf-8")
 GZIP = "application/x-gzip"
-#: Characters of posts from which on packing is worth its time: an eighth of a single one's message is saved, and of
-#: many posts' half.
-PACKED_FROM = 1000
-#: Of isal's four, and zlib's ten: a tenth more bytes than the best of them, in a seventh of its time.
-LEVEL = 2
-#: Bytes that lzma may take for itself: what packs with its highest setting asks for half as many, a hostile header for
-#: gigabytes.
-LZMA_MEMORY = 2**27
-#: By type.
+#: Characters of text per message above which compression pays: it saves an eighth of a one-post message, and half of
+#: a message of many posts.
+MIN_COMPRESSED_CHARACTERS = 1000
+#: Compression level, valid in isal (0 to 3) and zlib (0 to 9): output 10% larger than isal's best, in 1/7 of its time.
+COMPRESSION_LEVEL = 2
+#: Bytes of memory that the lzma decoder may use. Data packed at the highest preset needs half of this; a hostile header
+#: can request gigabytes.
+LZMA_MEMORY_BYTES = 2**27
+#: Decompressor factories by content type.
 UNPACKERS: dict[str, Callable[[], Any]] = {
     GZIP: zlib.decompressobj,
     "application/x-bz2": bz2.BZ2Decompressor,
-    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=LZMA_MEMORY),
+    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=LZMA_MEMORY_BYTES),
 }
-#: Estimated bytes of memory of an object, a list, any other value in JSON, and a name in an object; from measurements
-#: with Python 3.11.
-OBJECT, LIST, VALUE, KEY = 200, 96, 56, 120
-#: What a character of JSON takes at most; and those that are no separators.
-MOST_EACH = OBJECT + 5
-OTHERS = bytes(set(range(256)) - set(b"{[,:"))
-#: A string in JSON. What looks like more objects within a string is text. Possessive, or each escape would be kept, to
-#: be tried again, in a hundred bytes.
+#: Estimated bytes of memory per JSON object, list, other value, and object key; measured with Python 3.11.
+OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, KEY_BYTES = 200, 96, 56, 120
+#: Upper bound on bytes of memory per JSON character; and all bytes that are not JSON separators.
+MAX_BYTES_PER_CHARACTER = OBJECT_BYTES + 5
+NON_SEPARATORS = bytes(set(range(256)) - set(b"{[,:"))
+#: A JSON string, so that separators inside strings are not counted. Possessive quantifiers: with backtracking, each
+#: escape sequence would take a hundred bytes of state.
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-#: Whatever a body holds, with posts as pydantic writes them, in a fifth of the time.
+#: Serializes any body, with pydantic's fast path for posts: a fifth of the time.
 BODY: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def register() -> None:
-    """From now on JSON is read, and gzip packed, the fast way; and POSTS is a serializer."""
-    write: Any = partial(BODY.dump_json, exclude_defaults=True)  # bytes, where the stub wants a string
+    """Replace kombu's JSON and gzip codecs with faster ones and register the POSTS serializer, process-wide."""
+    write: Any = partial(BODY.dump_json, exclude_defaults=True)  # returns bytes; the stub expects str
     serialization.register(POSTS, write, read, *JSON)
     serialization.register("json", dumps, read, *JSON)
     compression.register(pack, compression.get_decoder(GZIP), GZIP)
 
 
-#: Bytes of memory that the objects of one JSON text may take, by `memory_of`; set by `bound`.
+#: Maximum bytes of memory for the objects of one JSON text, as `memory_of` estimates them. Set by `bound`.
 _memory_limit = math.inf
 
 
 def memory_of(body: Any) -> int:
-    """Estimate the bytes of memory that a body of JSON takes, decoded, from the separators in it; rather too many.
+    """Estimate the bytes of memory that a decoded JSON body takes, from its separators. Tends to overestimate.
 
     body: a string, or any buffer.
     """
@@ -85,21 +84,26 @@ def _as_bytes(body: Any) -> bytes:
 
 
 def _characters(text: bytes) -> int:
-    """Bytes of the text itself: a character beyond ASCII makes all of its string take four bytes each."""
+    """Return the bytes for the text itself. One non-ASCII character makes a Python string use four bytes for each."""
     return (2 if text.isascii() and not (b"\\" in text and b"\\u" in text) else 5) * len(text)
 
 
 def _separators(text: bytes) -> int:
-    found = text.translate(None, OTHERS)  # one pass over the text, where counting each takes four
-    return OBJECT * found.count(b"{") + LIST * found.count(b"[") + VALUE * found.count(b",") + KEY * found.count(b":")
+    found = text.translate(None, NON_SEPARATORS)  # one pass; counting each separator in the full text would take four
+    return (
+        OBJECT_BYTES * found.count(b"{")
+        + LIST_BYTES * found.count(b"[")
+        + VALUE_BYTES * found.count(b",")
+        + KEY_BYTES * found.count(b":")
+    )
 
 
 def is_too_large(body: Any, limit: float) -> bool:
-    """Return whether a body of JSON takes more than `limit` bytes of memory, decoded.
+    """Return whether a decoded JSON body would take more than `limit` bytes of memory.
 
-    Where separators within strings may be the reason, they are left out of the count, which ends at the limit.
+    If the quick estimate exceeds the limit, count again without the separators inside strings.
     """
-    if not body or len(body) * MOST_EACH <= limit:  # nearly always: without a look at it
+    if not body or len(body) * MAX_BYTES_PER_CHARACTER <= limit:  # the common case, decided by length alone
         return False
     text = _as_bytes(body)
     if _characters(text) + _separators(text) <= limit:
@@ -114,29 +118,31 @@ def is_too_large(body: Any, limit: float) -> bool:
 
 
 def read(data: Any) -> Any:
-    """JSON, with kombu's own types in it where they are there. data: a string, or any buffer of UTF-8.
+    """Parse JSON, including kombu's extended types. data: a string, or any UTF-8 buffer.
 
-    Raises ValueError, before anything is read, where it is too large for `bound`.
+    Raises ValueError before parsing if the body exceeds the limit set by `bound`.
     """
     if is_too_large(data, _memory_limit):
-        raise ValueError(f"a body whose objects would take more than {_memory_limit:,} bytes of memory")
+        raise ValueError(f"the body's objects would take more than {_memory_limit:,} bytes of memory")
     text = data if isinstance(data, str) else bytes(data).decode()
     return loads(text) if '"__type__"' in text else json.loads(text)
 
 
 def pack(data: bytes) -> bytes:
-    """As zlib does."""
-    packed: bytes = compress(data, LEVEL)
+    """Compress data in zlib format."""
+    packed: bytes = compress(data, COMPRESSION_LEVEL)
     return packed
 
 
 def bound(limit: int, memory: int) -> None:
-    """From now on a body of more than `limit` bytes is refused, one whose objects would take more than `memory` bytes,
-    and one of a type that cannot be bounded.
+    """Reject bodies that are too large to decode safely, for the rest of the process.
+
+    limit: maximum bytes of a decompressed body. memory: maximum bytes of memory for its decoded objects. Content types
+    and compressions that cannot be bounded are rejected as well.
     """
-    for kind in serialization.TRUSTED_CONTENT:  # which kombu decodes unasked, by any codec of Python's, zlib among them
+    for kind in serialization.TRUSTED_CONTENT:  # kombu decodes these without `accept_content`, by any Python codec
         serialization.register(f"refused {kind}", _refuse_kind, _refuse_kind, kind, "binary")
-    global _memory_limit  # noqa: PLW0603 - kombu's registry of serializers is as global
+    global _memory_limit  # noqa: PLW0603 - kombu's serializer registry is global too
     _memory_limit = memory
     for kind in compression.encoders():
         packs, _ = compression.get_encoder(kind)
@@ -144,17 +150,19 @@ def bound(limit: int, memory: int) -> None:
 
 
 def unpack(kind: str, limit: int, packed: bytes) -> bytes:
-    """Raises ValueError where it is too long, and what the unpacker of this kind raises where it is damaged."""
+    """Decompress a body. Raises ValueError if it is longer than `limit` or truncated, and the decompressor's own error
+    if it is damaged.
+    """
     unpacker = UNPACKERS[kind]()
     unpacked: bytes = unpacker.decompress(packed, limit)
     if not unpacker.eof:
-        raise ValueError(f"a body that holds more than {limit:,} bytes, or breaks off")
+        raise ValueError(f"the compressed body is truncated, or expands to more than {limit:,} bytes")
     return unpacked
 
 
 def _refuse(_: bytes) -> bytes:
-    raise ValueError("a body that is not compressed with gzip, bzip2 or lzma")
+    raise ValueError("the body's compression is not gzip, bzip2 or lzma")
 
 
 def _refuse_kind(_: Any) -> Any:
-    raise ValueError("a body that is not JSON")
+    raise ValueError("the body is not JSON")

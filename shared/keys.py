@@ -1,93 +1,93 @@
-"""Every key in Redis, in one table: name, type, who writes it, and what bounds it.
+"""Every Redis key: its name, type, writer and bound.
 
-A test runs the whole system and fails when a key appears that is not here, or that nothing bounds.
+A test runs the whole system and fails if it finds a key that is missing from `TABLE` or can grow without bound.
 """
 
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-#: Stream of results, newest last; one entry for each classification that was new.
+#: Results, newest last; one entry per new classification.
 RESULTS_STREAM = "feedmill:results"
-#: Stream of dead letters, newest last; one entry for each post that could not be classified, and for each message in
-#: which no posts could be made out.
+#: Dead letters, newest last; one entry per post that could not be classified, and per message whose posts could not be
+#: read.
 DEAD_LETTERS = "feedmill:dead"
-#: Counters since the store was made: `stored`, `repeated` (already there), `failed` (posts without a label), `gone`
-#: (purged before they could be stored), `answered` (found there), `trimmed` and `dead_trimmed` (results and dead
-#: letters cut from their stream's old end).
+#: Counters since the store was created: `stored`, `repeated` (result already stored), `failed` (posts written as dead
+#: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
+#: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams).
 COUNTERS = "feedmill:counters"
-#: List of what lay in a queue and is no message at all, newest first; raw bytes.
+#: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
-#: Hash: consumer group of the stream of results -> its place there, to tell what was trimmed before the group read it.
+#: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
 GROUPS = "feedmill:groups"
-#: Hash: worker process and lane -> which posts are in the forward pass that it is at, as JSON.
+#: Worker process and lane -> the posts in its current forward pass, as JSON.
 PASSES = "feedmill:passes"
-#: Hash: queue -> the model that workers serve it with, and when one said so last, as JSON.
+#: Queue -> the model that its workers serve, and when a worker last announced it, as JSON.
 MODELS = "feedmill:models"
-#: Hash: worker's node name -> when it was alive last, by Redis' clock, and its process, as JSON.
+#: Worker's node name -> when it last registered, by Redis' clock, and its process, as JSON.
 WORKERS = "feedmill:workers"
-#: Hash: queue -> the model that it is to be served with, by `feedmill deploy`, as JSON.
+#: Queue -> the model requested with `feedmill deploy`, as JSON.
 WANTED = "feedmill:wanted"
-#: Celery's results of messages that an application waits for, each with its outcomes: JSON, of tasks that are ours.
+#: Celery results that an application waits for. Feedmill's hold one outcome per post, as JSON.
 CELERY_RESULTS = "celery-task-meta-*"
 
-#: Hash of the Reddit daemon: subreddit -> the time until which everything of it is dealt with.
+#: Subreddit -> its watermark: the time up to which all posts have been processed.
 REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
-#: Hash: subreddit -> when the oldest post was created that the daemon promised to send.
+#: Subreddit -> creation time of the oldest post that the daemon guarantees to send.
 REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
-#: Hash: topic -> when its listings were last walked to their end.
+#: Topic -> when its listings were last read to the end.
 REDDIT_DEEP = "feedmill:reddit:deep"
-#: Hash: subreddit and beginning -> a gap, posts that were out of reach, as JSON.
+#: Subreddit and start of a gap -> the gap: a period whose posts could not be read, as JSON.
 REDDIT_GAPS = "feedmill:reddit:gaps"
-#: Hash: subreddit -> why it is not read, and who stands in for it, as JSON.
+#: Subreddit -> why it is not read, and its substitute, as JSON.
 REDDIT_REPLACED = "feedmill:reddit:replaced"
-#: Sorted set of posts to look at again, by when.
+#: Posts to recheck, scored by due time.
 REDDIT_LOOKS = "feedmill:reddit:looks"
-#: String, JSON: how the daemon fares.
+#: Status of the Reddit daemon, as JSON.
 REDDIT_STATUS = "feedmill:reddit:status"
 
 
 def reddit_known_key(subreddit: str) -> str:
-    """Sorted set of a subreddit's posts that are dealt with: fullname, by when it was created."""
+    """Processed posts of a subreddit: fullname, scored by creation time."""
     return f"feedmill:reddit:known:{subreddit}"
 
 
 def result_key(post_id: str) -> str:
-    """Hash of a post's results: fingerprint -> Classification as JSON; and `score` -> its latest score as JSON."""
+    """Results of a post: fingerprint -> Classification, as JSON; and `score` -> its latest score, as JSON."""
     return f"feedmill:result:{post_id}"
 
 
 def suspect_key(message: str) -> str:
-    """Hash: index of a post -> in how many passes of vanished workers it was. message: digest of its id."""
+    """Index of a post -> number of forward passes in which its worker vanished. message: digest of the message's id."""
     return f"feedmill:suspect:{message}"
 
 
 def labels_key(hour: int) -> str:
-    """Hash of what was stored in one hour, counted since 1970: label -> new results."""
+    """Label -> number of new results in one hour. hour: hours since 1970."""
     return f"feedmill:labels:{hour}"
 
 
 def sent_key(post_id: str) -> str:
-    """Hash of what was already sent of a post: digest of text and options -> when, in seconds since 1970."""
+    """Record of what was sent for a post: digest of text and options -> time of sending, in seconds since 1970."""
     return f"feedmill:sent:{post_id}"
 
 
 def tombstone_key(post_id: str) -> str:
-    """Of a post that was purged: when, in seconds since 1970, and nothing else. Nothing is sent or stored of it."""
+    """Tombstone of a purged post: the time, in seconds since 1970. The post is not sent or stored while it exists."""
     return f"feedmill:gone:{post_id}"
 
 
 def buried_key(letter: str) -> str:
-    """Which entry of their stream a dead letter is. letter: digest of what was sent."""
+    """Stream entry id of a dead letter. letter: digest of what was sent."""
     return f"feedmill:buried:{letter}"
 
 
 def position_key(file: str) -> str:
-    """Where the reading of a file stopped: a number of records. file: digest of which, and of how it is read."""
+    """Number of records read from a file so far. file: digest of the file and of the reading options."""
     return f"feedmill:position:{file}"
 
 
 class Key(NamedTuple):
-    """One row of the table. `bound` says why the key cannot grow, or stay, for ever."""
+    """A row of the table. `bound` says what limits the key's size or lifetime."""
 
     pattern: str
     type: str
@@ -95,59 +95,56 @@ class Key(NamedTuple):
     bound: str
 
 
-#: First match counts. The patterns of Celery and kombu hold for their versions in constraints.txt.
+#: The first matching pattern applies. Patterns for Celery's and kombu's keys match the versions in constraints.txt.
 TABLE: tuple[Key, ...] = (
     Key(RESULTS_STREAM, "stream", "shared/results.py", "trimmed to results_stream_length"),
     Key(DEAD_LETTERS, "stream", "shared/results.py", "trimmed to dead_letters_length"),
     Key(COUNTERS, "hash", "shared/results.py", "seven fields"),
-    Key(GROUPS, "hash", "shared/readers.py", "one field a group; a new group's first removes stale ones"),
-    Key(PASSES, "hash", "workers/suspects.py", "a field a lane of a worker process, KEPT at most; ttl NOTE_TTL_S"),
-    Key(MODELS, "hash", "shared/serving.py", "a field a queue, MOST at most; dropped after KEPT"),
-    Key(WANTED, "hash", "shared/serving.py", "a field a queue, MOST at most"),
+    Key(GROUPS, "hash", "shared/readers.py", "one field per group; stale ones are removed when a group first reads"),
+    Key(PASSES, "hash", "workers/suspects.py", "one field per lane of a worker process; ttl NOTE_TTL_S"),
+    Key(MODELS, "hash", "shared/serving.py", "one field per queue, at most MOST; dropped after KEPT"),
+    Key(WANTED, "hash", "shared/serving.py", "one field per queue, at most MOST"),
     Key(
         WORKERS,
         "hash",
         "shared/serving.py",
-        "a field a worker; dropped after EXPECTED_S of silence; ttl EXPECTED_S",
+        "one field per worker; dropped after EXPECTED_S of silence; ttl EXPECTED_S",
     ),
-    Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl NOTE_TTL_S; deleted when the message has ended"),
+    Key("feedmill:suspect:*", "hash", "workers/suspects.py", "ttl NOTE_TTL_S; deleted when the message is finished"),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
-    Key("feedmill:labels:*", "hash", "shared/results.py", "LABELS_COUNTED fields; ttl label_counts_ttl"),
+    Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
-    Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
-    Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
-    Key(REDDIT_DEEP, "hash", "producers/reddit/state.py", "one field a topic of the topics file"),
+    Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
+    Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
+    Key(REDDIT_DEEP, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
     Key(REDDIT_GAPS, "hash", "producers/reddit/state.py", "MAX_GAPS fields"),
-    Key(REDDIT_REPLACED, "hash", "producers/reddit/state.py", "one field a subreddit of the topics file"),
-    Key(REDDIT_LOOKS, "zset", "producers/reddit/state.py", "ttl LOOKS_TTL; one member a post, until its last look"),
+    Key(REDDIT_REPLACED, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
+    Key(
+        REDDIT_LOOKS, "zset", "producers/reddit/state.py", "ttl LOOKS_TTL; one member per post, until its last recheck"
+    ),
     Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
     Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "KNOWN members; ttl KNOWN_TTL"),
-    Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the file's end"),
+    Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
-    Key(CELERY_RESULTS, "string", "Celery, for messages whose result is kept", "ttl celery_result_ttl"),
-    Key("celery-taskset-meta-*", "any", "Celery, groups and chords", "ttl celery_result_ttl"),
-    Key("feedmill:reserved", "hash", "shared/leases.py, what workers hold", "window_rows of each worker"),
-    Key("feedmill:reserved_index", "zset", "shared/leases.py, their leases", "window_rows of each worker"),
-    Key(UNDECODABLE, "list", "shared/leases.py, what is no message", "undecodable_limit entries"),
-    Key("_kombu.binding.*", "set", "kombu, which queue hears which exchange", "one member a queue and worker"),
-    Key("_kombu.binding_permanent.*", "set", "kombu, bindings without expiry", "one member a queue"),
-    Key("_kombu.binding_deadlines*", "any", "kombu, when bindings expire", "one member a binding"),
-    Key("*.reply.celery.pidbox*", "list", "Celery, answers to inspect", "expires with its reader"),
-    Key("*.celery.pidbox*", "list", "Celery, remote control", "expires with its worker"),
-    Key("celeryev.*", "list", "Celery, event readers such as Flower", "expires with its reader"),
-    Key(
-        "training*",
-        "list",
-        "applications, the trainings that they ask for",
-        "a message a training that was asked for by hand",
-    ),
-    Key("feedmill", "list", "producers, the waiting messages", "queue_limit messages"),
-    Key("feedmill\x06\x16?", "list", "producers, those of priority 3, 6 and 9", "queue_limit messages"),
-    Key("feedmill-*", "list", "producers, the same for another model's queue", "queue_limit messages"),
+    Key(CELERY_RESULTS, "string", "Celery, results of messages sent with a result", "ttl celery_result_ttl"),
+    Key("celery-taskset-meta-*", "any", "Celery, state of groups and chords", "ttl celery_result_ttl"),
+    Key("feedmill:reserved", "hash", "shared/leases.py, messages held under leases", "window_rows of each worker"),
+    Key("feedmill:reserved_index", "zset", "shared/leases.py, expiry of each lease", "window_rows of each worker"),
+    Key(UNDECODABLE, "list", "shared/leases.py, undecodable messages", "undecodable_limit entries"),
+    Key("_kombu.binding.*", "set", "kombu, queues bound to each exchange", "one member per queue and worker"),
+    Key("_kombu.binding_permanent.*", "set", "kombu, bindings that do not expire", "one member per queue"),
+    Key("_kombu.binding_deadlines*", "any", "kombu, expiry of bindings", "one member per binding"),
+    Key("*.reply.celery.pidbox*", "list", "Celery, replies to inspect commands", "expires with its reader"),
+    Key("*.celery.pidbox*", "list", "Celery, remote control commands", "expires with its worker"),
+    Key("celeryev.*", "list", "Celery, events for readers such as Flower", "expires with its reader"),
+    Key("training*", "list", "applications, requested trainings", "one message per training, each requested by hand"),
+    Key("feedmill", "list", "producers, waiting messages of priority 0 to 2", "queue_limit messages"),
+    Key("feedmill\x06\x16?", "list", "producers, waiting messages of priority 3 to 9", "queue_limit messages"),
+    Key("feedmill-*", "list", "producers, waiting messages for another model's queue", "queue_limit messages"),
 )
 
 
 def find(name: str) -> Key | None:
-    """The row of the table that the key `name` belongs to."""
+    """Return the table's row that matches the key `name`, or None."""
     return next((key for key in TABLE if fnmatchcase(name, key.pattern)), None)

@@ -1,13 +1,13 @@
-"""The Lua scripts of the leases: reserve, renew and find ended ones, put back, replace, set aside.
+"""Lua scripts for leases: reserve, renew and find expired ones, return, set aside, replace.
 
-shared/leases.py describes the keys. Redis refuses a script at `maxmemory` unless its first write frees memory; after
-that it lets the script go on. So each begins by deleting nothing, which also fails on keys of another type before
-anything was changed.
+shared/leases.py describes the keys. At `maxmemory` Redis rejects a script at its first write that can use memory, but
+lets it continue after a write that cannot. So each script starts with a deletion, even of nothing. This also makes
+the script fail on keys of the wrong type before it changes anything.
 """
 
-#: Takes up to ARGV[2] messages, or ARGV[3] bytes, from lists KEYS[3..], the first of them first; ARGV[4..] says of each
-#: list for how many seconds they are leased, 0 for not at all. Returns list and number, list and number, …, and the
-#: messages.
+#: Reserves up to ARGV[2] messages, or until ARGV[3] bytes are reached, from lists KEYS[3..], in that order. ARGV[4..]
+#: are the lease lengths in seconds, one per list; 0 takes messages without a lease. Returns a flat array (list number,
+#: message count, list number, message count, …) of the lists that had any, and the messages.
 RESERVE = """
 redis.call('HDEL', KEYS[1], '')
 redis.call('ZREM', KEYS[2], '')
@@ -36,12 +36,12 @@ end
 return {runs, messages}
 """
 
-#: Renews the leases of tags ARGV[6..] in index KEYS[1] for ARGV[1] seconds. Then finds up to ARGV[2] that ended, the
-#: latest first, whose messages in hash KEYS[2] have ARGV[5] bytes, or a message more; none when the last contact,
-#: ARGV[3], is longer ago than ARGV[4] seconds: Redis was away, and living holders had no chance to renew. Returns the
-#: time, the tags found, and whether there may be more. A lease that ends later than its own length from now dates from
-#: before Redis' clock was set back; it is cut to that length.
-KEEP = """
+#: Renews the leases of tags ARGV[6..] in index KEYS[1] for ARGV[1] seconds. Then finds up to ARGV[2] expired leases,
+#: latest first, until their messages in hash KEYS[2] reach ARGV[5] bytes. Finds none if the last contact, ARGV[3], was
+#: more than ARGV[4] seconds ago: Redis was unreachable, and living workers could not renew. Returns the time, the
+#: expired tags, and their number if there may be more, else 0. A lease that ends further in the future than its own
+#: length was made before Redis' clock was set back; it is shortened to that length.
+RENEW = """
 redis.call('ZREM', KEYS[1], '')
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -66,8 +66,8 @@ end
 return {string.format('%.17g', now), ended, (#found == limit or #ended < #found) and #ended or 0}
 """
 
-#: Puts messages back that are still held: by ARGV[1], RPUSH for next out, into lists KEYS[3..], tag and message by
-#: turns in ARGV[3..]; only where the lease ends by ARGV[2].
+#: Returns messages to their lists KEYS[3..] with command ARGV[1]: RPUSH makes a message the next to be delivered.
+#: ARGV[3..] alternates tags and messages. Skips messages that are no longer held, or whose lease ends after ARGV[2].
 RESTORE = """
 for number = 3, #KEYS do
     local tag, message = ARGV[2 * number - 3], ARGV[2 * number - 2]
@@ -79,7 +79,8 @@ for number = 3, #KEYS do
 end
 """
 
-#: Moves what ARGV[1] holds to the front of list KEYS[3], of which ARGV[3] are kept. Returns how many are there no more.
+#: Moves the message held under tag ARGV[1] to the front of list KEYS[3], as ARGV[2], and trims that list to ARGV[3]
+#: entries. Returns how many were trimmed.
 SET_ASIDE = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -88,7 +89,7 @@ redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
 return math.max(0, length - ARGV[3])
 """
 
-#: Replaces the message that is held under ARGV[1] by ARGV[2], if it is held still.
+#: Replaces the message held under tag ARGV[1] with ARGV[2], if it is still held.
 REPLACE = """
 redis.call('HDEL', KEYS[1], '')
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end

@@ -1,24 +1,26 @@
-"""What a process holds of a Redis' messages: reserved under leases, renewed while it lives, put back when they end.
+"""Messages that this process holds: reserved under leases, renewed while it lives, returned when a lease expires.
 
-    `reserved`         hash: tag -> the message as it lay in its list
-    `reserved_index`   sorted set: tag -> when its lease ends, by Redis' own clock
-    `undecodable`      list, newest first, bounded: what is no message and was set aside
+    `reserved`         hash: tag -> the message as it was in its list
+    `reserved_index`   sorted set: tag -> expiry of its lease, by Redis' clock
+    `undecodable`      list, newest first, bounded: undecodable messages that were set aside
 
-A *tag* names one reservation of one message: `<process>-<seconds of a lease>-<reservation>-<position> <list>`. Tags
-sort in the order of taking, say where the message goes back to, and a late acknowledgement cannot take away a later
-delivery. The keys are not kombu's `unacked`: neither sweeps what the other holds.
+A *tag* names one reservation of one message: `<process>-<lease seconds>-<reservation>-<position> <list>`. Tags sort in
+order of reservation and name the list that the message returns to. A late acknowledgement cannot remove a later
+delivery, because that has another tag. The keys differ from kombu's `unacked`: stock workers and Feedmill's workers
+never redeliver each other's messages.
 
-A message is held until it is acknowledged or given back; a thread renews the leases meanwhile, and puts back what other
-processes stopped renewing. When a connection ends, its messages go back to their lists, but for those that are
-*claimed*: work on them goes on, and their acknowledgements go out over the next connection. Who claims a message must
-acknowledge it, reject it or give up the claim. Neither references nor garbage collection decide anything.
+A message is held until it is acknowledged or returned. The lease thread renews leases meanwhile, and returns the
+messages of other processes whose leases expired. When a connection ends, its messages return to their lists, except
+those that are *claimed*: work on them continues, and their acknowledgements are sent over the next connection. The code
+that claims a message must acknowledge it, reject it or give up the claim. References and garbage collection play no
+role.
 
-A message that comes back is the next out of its own list. Its `delivery_info` then has `redelivered`, as with kombu;
-`delivery_count`, its earlier deliveries; `lapse_count`, how many of those ended with a lease that nobody renewed, which
-means that the process vanished or stood still; and `alone_lapse_count`, in how many of these it was handled alone
+A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
+kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
+process vanished or stalled; and `alone_lapse_count`, those of them that were delivered in isolation
 (shared/transport.py).
 
-Channels are expected to have the options that shared/transport.py names.
+Channels must provide the options listed in shared/transport.py.
 """
 
 import atexit
@@ -40,39 +42,39 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from shared.encoding import is_too_large, memory_of
-from shared.lease_scripts import KEEP, REPLACE, RESERVE, RESTORE, SET_ASIDE
+from shared.lease_scripts import RENEW, REPLACE, RESERVE, RESTORE, SET_ASIDE
 from shared.refusals import is_replica
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of one message, at most, as it lies in its list and as it is unpacked: a thousand of the longest posts that
-#: Reddit takes. And bytes of memory, at most, of the objects that are made of it: four times as many.
+#: Maximum bytes of one message, in its list and decompressed: enough for a thousand of the longest posts that Reddit
+#: allows. And maximum bytes of memory for its decoded objects: four times as much.
 MAX_MESSAGE = 64 * 2**20
 MAX_DECODED = 4 * MAX_MESSAGE
-#: Tags renewed, leases looked at, and bytes put back (or one message more) in one call: each takes Redis a few
-#: milliseconds at most.
-RENEWED, SWEPT, SWEPT_BYTES = 1000, 100, 2**20
-#: Bytes that are kept of what is no message, at most: 64 MiB of all of it, unless `undecodable_limit` is set higher.
-KEPT_ASIDE = 2**16
+#: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
+#: messages returned, which the last message may exceed.
+RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
+#: Maximum bytes kept of an undecodable message: 64 MiB for all of them with the default `undecodable_limit`.
+MAX_UNDECODABLE_BYTES = 2**16
 
 
 @dataclass(slots=True)
 class Held:
     """A message that this process holds."""
 
-    #: Bytes, as it lay in its list; 0 where it was taken by itself.
+    #: Bytes of the message in its list; 0 if it was fetched with `basic_get`.
     queued: int = 0
-    #: Estimated bytes of memory, and once it is delivered those of its body as well.
+    #: Estimated bytes of memory; includes the body once the message is delivered.
     size: int = 0
     delivered: bool = False
-    #: Whether it is held beyond the end of its connection.
+    #: True if the message stays held when its connection ends.
     claimed: bool = False
-    #: Whether it waits for a time, or a rate limit.
+    #: True if the message is postponed: it waits for its ETA or for a rate limit.
     later: bool = False
 
 
 class Leases:
-    """What this process holds of one Redis, and the thread that keeps it. Thread-safe."""
+    """Leases of the messages that this process holds in one Redis, and the thread that renews them. Thread-safe."""
 
     def __init__(self, channel: Any) -> None:
         prefix = channel.global_keyprefix
@@ -80,55 +82,57 @@ class Leases:
             prefix + key for key in (channel.reserved_key, channel.reserved_index_key, channel.undecodable_key)
         )
         self.seconds = float(channel.visibility_timeout)
-        self._interval = min(float(channel.unacked_restore_interval), self.seconds / 3)
-        self._kept_aside = channel.undecodable_limit
+        self._interval_s = min(float(channel.unacked_restore_interval), self.seconds / 3)
+        self._undecodable_limit = channel.undecodable_limit
         pool = channel._get_pool()
-        #: An answer that takes longer than this would let leases end.
-        self.patience = self._interval
+        #: Timeout of a command, in seconds. Waiting longer would let leases expire.
+        self.timeout_s = self._interval_s
         for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
-            pool.connection_kwargs[option] = self.patience
+            pool.connection_kwargs[option] = self.timeout_s
         self.client: Redis = Redis(connection_pool=pool)
         script = self.client.register_script
-        self._keep, self._restore, self._set_aside, self._replace = map(script, (KEEP, RESTORE, SET_ASIDE, REPLACE))
+        self._renew_script, self._restore, self._set_aside, self._replace = map(
+            script, (RENEW, RESTORE, SET_ASIDE, REPLACE)
+        )
         self.reserve = script(RESERVE)
-        #: By tag.
+        #: Messages by tag.
         self.held: dict[str, Held] = {}
-        #: Estimated bytes of the delivered messages, and apart from them of those that wait for something else.
+        #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
         self.bytes_held = self.bytes_later = 0
-        #: The tag of the message that is handled alone, and the message as it came.
-        self._alone: tuple[str, bytes] | None = None
-        #: Tags of delivered messages that wait to be handled alone: nothing else is delivered meanwhile.
-        self.waiting_alone: set[str] = set()
-        #: Tags of messages that are to go back as soon as Redis answers, and the command that puts them back.
-        self._returning: deque[tuple[list[str], str]] = deque()
-        #: Tags whose acknowledgement waits to be sent.
+        #: The message delivered in isolation: its tag, and its bytes as received.
+        self._isolated: tuple[str, bytes] | None = None
+        #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
+        self.waiting_for_isolation: set[str] = set()
+        #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
+        self._pending_returns: deque[tuple[list[str], str]] = deque()
+        #: Tags whose acknowledgements have not been sent yet.
         self.acknowledged: deque[str] = deque()
         self.channels: WeakSet[Any] = WeakSet()
-        #: Whether an event loop sends acknowledgements, over the connections of its channels alone: what it has stored
-        #: before may have to be written again first (shared/replay.py).
+        #: True if an event loop sends the acknowledgements. It uses only its channels' connections: after a reconnect,
+        #: recent results may have to be written again first (shared/replay.py).
         self.evented = False
         self._process, self._numbers = uuid4().hex, count()
         self._lock = threading.Lock()
-        self._keeper: threading.Thread | None = None
-        #: When leases are to be renewed, by the monotonic clock. By Redis' clock: its last answer, and since when it
-        #: has answered without a gap.
+        self._thread: threading.Thread | None = None
+        #: Time of the next renewal, by the monotonic clock. By Redis' clock: its last answer, and the start of the
+        #: current period without gaps between answers.
         self._renew_at = self._contact = self._since = 0.0
         self._pid = os.getpid()
         atexit.register(self.release)
 
     def prefix(self) -> str:
-        """What the tags of one reservation begin with; later ones sort later."""
+        """Return a new prefix for the tags of one reservation. Later prefixes sort later."""
         return f"{self._process}-{self.seconds:g}-{next(self._numbers):012d}"
 
-    # What is held.
+    # Held messages.
 
     def hold(self, tag: str, message: bytes) -> None:
-        """Renew the lease of a reserved message from now on."""
+        """Start renewing the lease of a reserved message."""
         with self._lock:
             self.held[tag] = Held(len(message), memory_of(message))
 
     def deliver(self, tag: str, size: int) -> None:
-        """Note that a message was delivered, and the bytes of memory that its body takes."""
+        """Record the delivery of a message. size: bytes of memory of its body."""
         with self._lock:
             found = self.held.setdefault(tag, Held())
             found.size += size
@@ -136,7 +140,7 @@ class Leases:
             self.bytes_held += found.size
 
     def claim(self, tag: str) -> None:
-        """Hold a message until it is acknowledged or given back, even past the end of its connection."""
+        """Hold a message until it is acknowledged or returned, even if its connection ends."""
         with self._lock:
             if found := self.held.get(tag):
                 found.claimed = True
@@ -146,17 +150,17 @@ class Leases:
                     self.bytes_later -= found.size
 
     def unclaim(self, tag: str) -> None:
-        """Give up a claim: the message goes back when its connection ends."""
+        """Give up a claim: the message returns to its list when its connection ends."""
         if found := self.held.get(tag):
             found.claimed = False
 
     def are_claimed(self) -> bool:
-        """Return whether any message is being worked on."""
+        """Return whether any message is claimed."""
         with self._lock:
             return any(found.claimed for found in self.held.values())
 
     def put_off(self, tag: str) -> None:
-        """Count a message that waits for a time, or a rate limit, apart from those that are worked on."""
+        """Mark a delivered message as postponed (ETA or rate limit) and count its memory separately."""
         with self._lock:
             found = self.held.get(tag)
             if found and not (found.claimed or found.later):
@@ -171,54 +175,54 @@ class Leases:
                 self.bytes_later -= found.size
             elif found and found.delivered:
                 self.bytes_held -= found.size
-            if self._alone and self._alone[0] == tag:
-                self._alone = None
-            self.waiting_alone.discard(tag)
+            if self._isolated and self._isolated[0] == tag:
+                self._isolated = None
+            self.waiting_for_isolation.discard(tag)
 
-    # A message that is handled alone.
+    # Delivery in isolation.
 
-    def begin_alone(self, tag: str, message: bytes) -> None:
-        """Note in Redis that this message is handled alone, so that a vanished process counts against it."""
-        self._alone = tag, message
+    def begin_isolation(self, tag: str, message: bytes) -> None:
+        """Record in Redis that this message is delivered in isolation, so that a crash counts against it."""
+        self._isolated = tag, message
         noted = json.loads(message)
         noted["properties"]["delivery_info"]["alone"] = True
         self._replace([self.reserved], [tag, json.dumps(noted)])
 
-    def note_alone(self, tag: str) -> None:
-        """Note the same of a message that was delivered before and is begun now."""
+    def record_isolation(self, tag: str) -> None:
+        """Record isolation for a message that was delivered earlier and starts now."""
         if tag in self.held and not self.is_alone(tag):
             held: Any = self.client.hget(self.reserved, tag)
             if held:
-                self.begin_alone(tag, held)
+                self.begin_isolation(tag, held)
 
     def end_alone(self, tag: str) -> None:
-        """Take the note back: the message has proved harmless, or what comes next is watched elsewhere."""
-        alone = self._alone
+        """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
+        alone = self._isolated
         if alone and alone[0] == tag:
             self._replace([self.reserved], [tag, alone[1]])
 
     def is_alone(self, tag: str) -> bool:
-        alone = self._alone
+        alone = self._isolated
         return bool(alone and alone[0] == tag)
 
-    def is_one_alone(self) -> bool:
-        """Return whether a message is being handled alone."""
-        alone = self._alone
+    def is_isolating(self) -> bool:
+        """Return whether a message delivered in isolation is being processed."""
+        alone = self._isolated
         found = self.held.get(alone[0]) if alone else None
         return bool(found and found.claimed)
 
-    # How it ends.
+    # Acknowledging and returning messages.
 
     def take_acknowledged(self) -> list[str]:
         with self._lock:
             return [self.acknowledged.popleft() for _ in range(len(self.acknowledged))]
 
     def acknowledge(self, tag: str) -> None:
-        self.acknowledged.append(tag)  # first: with nothing left to do, the thread ends
+        self.acknowledged.append(tag)  # before `_forget`: the lease thread exits once nothing is held or pending
         self._forget(tag)
 
     def flush(self) -> None:
-        """Send the acknowledgements that wait. Not by MULTI, which is refused at `maxmemory`."""
+        """Send pending acknowledgements. Does not use MULTI, which Redis rejects at `maxmemory`."""
         if tags := self.take_acknowledged():
             try:
                 pipe = self.client.pipeline(transaction=False)
@@ -229,36 +233,36 @@ class Leases:
                 self.acknowledged.extend(tags)
                 raise
 
-    def try_writing(self) -> None:
-        """Raises what Redis answers where nothing can be reserved: a replica, no permission, a disk that is full."""
+    def check_writable(self) -> None:
+        """Test that Redis accepts writes. Raises its error otherwise: read-only replica, no permission, disk full."""
         self.client.zrem(self.index, "")
         self.client.hdel(self.reserved, "")
 
-    def give_back(self, tags: Sequence[str], command: str = "RPUSH") -> None:
-        """Put back messages that this process holds, in this order: the last is the next out."""
+    def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
+        """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
         delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
-        self._put_back(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
+        self._restore_all(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
         for tag in tags:
             self._forget(tag)
 
-    def let_go(self, tags: Iterable[str], command: str = "RPUSH") -> None:
-        """Give back what is not claimed, now or as soon as Redis answers. Its leases are renewed until then."""
+    def return_unclaimed(self, tags: Iterable[str], command: str = "RPUSH") -> None:
+        """Return unclaimed messages, now or as soon as Redis answers. Their leases are renewed until then."""
         free = [tag for tag in tags if (found := self.held.get(tag)) and not found.claimed]
-        self._returning.append((free, command))
+        self._pending_returns.append((free, command))
         with suppress(RedisError, OSError):
-            self._return()
+            self._return_pending()
 
-    def _return(self) -> None:
-        while self._returning:
+    def _return_pending(self) -> None:
+        while self._pending_returns:
             with self._lock:
-                tags, command = self._returning.popleft() if self._returning else ([], "")
+                tags, command = self._pending_returns.popleft() if self._pending_returns else ([], "")
             try:
-                self.give_back([tag for tag in tags if tag in self.held], command)
+                self.return_messages([tag for tag in tags if tag in self.held], command)
             except BaseException:
-                self._returning.appendleft((tags, command))
+                self._pending_returns.appendleft((tags, command))
                 raise
 
-    def _put_back(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
+    def _restore_all(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
         if tags:
             arguments: list[Any] = [command, until]
             messages: list[Any] = self.client.hmget(self.reserved, tags)
@@ -267,85 +271,92 @@ class Leases:
             self._restore([self.reserved, self.index, *(tag.partition(" ")[2] for tag in tags)], arguments)
 
     def set_aside(self, tag: str, message: bytes, reason: str) -> None:
-        """Keep for people what is no message, or its beginning, so that no worker meets it again."""
+        """Move an undecodable message to the `undecodable` list, truncated, so that no worker receives it again."""
         queue = tag.partition(" ")[2]
         logger.error("undecodable message in %r (%s): moved to %r", queue, reason, self.undecodable)
         keys = [self.reserved, self.index, self.undecodable]
         self._forget(tag)
-        if gone := self._set_aside(keys, [tag, message[:KEPT_ASIDE], self._kept_aside]):
-            logger.warning("%r is full: %d of its oldest elements were dropped", self.undecodable, gone)
+        if gone := self._set_aside(keys, [tag, message[:MAX_UNDECODABLE_BYTES], self._undecodable_limit]):
+            logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
 
-    # The thread.
+    # The lease thread.
 
     def start(self, channel: Any) -> None:
-        """Keep leases, and look for ended ones, for as long as this channel is open or something is held."""
+        """Run the lease thread for as long as this channel is open or a message is held."""
         with self._lock:
             self.channels.add(channel)
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
-                self._keeper.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
-        pause, told = threading.Event(), False
+        pause, warned = threading.Event(), False
         while True:
             more = False
             try:
-                more, told = self._turn(), False
-            except Exception as fault:  # whatever it is: while this process lives, so must its leases
-                logger.log(logging.DEBUG if told else logging.WARNING, "leases cannot be renewed for now (%s)", fault)
-                self._renew_at, told = 0.0, True
-                if is_replica(fault):  # the master is elsewhere, and a new connection may lead there
+                more, warned = self._run_once(), False
+            except Exception as fault:  # any error: leases must be renewed as long as the process lives
+                logger.log(logging.DEBUG if warned else logging.WARNING, "cannot renew leases, will retry: %s", fault)
+                self._renew_at, warned = 0.0, True
+                if is_replica(fault):  # after a failover, a new connection may reach the new master
                     self.client.connection_pool.disconnect(inuse_connections=False)
             with self._lock:
                 if not (self.channels or self.held or self.acknowledged):
-                    self._keeper = None
+                    self._thread = None
                     break
             if not more:
-                pause.wait(self._interval)
+                pause.wait(self._interval_s)
         self.client.connection_pool.disconnect(inuse_connections=False)
 
-    def _turn(self) -> bool:
-        """Renew leases when they are due, then put back some that ended; whether there are more.
+    def _run_once(self) -> bool:
+        """Renew leases that are due and return some expired messages. Return whether more have expired.
 
-        The work of a turn is bounded, so that whatever ends elsewhere, the leases of this process are renewed.
+        The work per turn is bounded, so that many expired leases cannot delay the renewal of this process' own.
         """
         held: list[str] = []
         if monotonic() >= self._renew_at:
             self._renew_at = monotonic() + self.seconds / 3
             with self._lock:
                 held = list(self.held)
-            for start in range(RENEWED, len(held), RENEWED):
-                self._look(held[start : start + RENEWED], 0)
-        settled = self._contact - self._since >= 1.5 * self._interval
-        now, ended, more = self._look(held[:RENEWED], SWEPT if settled else 0)
-        if not 0 <= float(now) - self._contact <= 2 * self._interval:
-            self._since = float(now)  # Redis was away, or its clock was set
+            for start in range(RENEWALS_PER_CALL, len(held), RENEWALS_PER_CALL):
+                self._renew(held[start : start + RENEWALS_PER_CALL], 0)
+        settled = self._contact - self._since >= 1.5 * self._interval_s
+        now, ended, more = self._renew(held[:RENEWALS_PER_CALL], EXPIRED_PER_CALL if settled else 0)
+        if not 0 <= float(now) - self._contact <= 2 * self._interval_s:
+            self._since = float(now)  # Redis was unreachable, or its clock was changed
         self._contact = float(now)
         if not self.evented:
             self.flush()
-        self._return()
-        self._put_back([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
+        self._return_pending()
+        self._restore_all([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
         return bool(more)
 
-    def _look(self, renewed: Sequence[str], limit: int) -> Any:
-        """Renew these leases, and find up to `limit` that ended; return what KEEP does."""
-        arguments: list[Any] = [self.seconds, limit, self._contact, 2 * self._interval, SWEPT_BYTES, *renewed]
-        return self._keep([self.index, self.reserved], arguments)
+    def _renew(self, renewed: Sequence[str], limit: int) -> Any:
+        """Renew these leases and find up to `limit` expired ones. Return the result of the RENEW script."""
+        arguments: list[Any] = [
+            self.seconds,
+            limit,
+            self._contact,
+            2 * self._interval_s,
+            EXPIRED_BYTES,
+            *renewed,
+        ]
+        return self._renew_script([self.index, self.reserved], arguments)
 
     def release(self) -> None:
-        """What this process leaves unfinished need not wait for its lease."""
+        """Send pending acknowledgements and return all held messages without waiting for their leases to expire."""
         if os.getpid() == self._pid and (self.held or self.acknowledged):
             with suppress(RedisError, OSError):
                 self.flush()
-                self.give_back(sorted(self.held, reverse=True))
+                self.return_messages(sorted(self.held, reverse=True))
 
 
-#: By connection parameters and keys.
+#: Leases by process, keys and connection parameters.
 _LEASES: dict[tuple[Any, ...], Leases] = {}
 
 
 def release() -> None:
-    """Put back all that this process holds: for an end by `os._exit`, of which `atexit` does not hear."""
+    """Return all messages that this process holds. Call before `os._exit`, which skips `atexit` handlers."""
     for leases in _LEASES.values():
         leases.release()
 
@@ -359,7 +370,7 @@ def leases_of(channel: Any) -> Leases:
 
 
 def counted(message: bytes, *, lapse: bool = False) -> bytes | str:
-    """A message that comes back, marked as redelivered and counted. What is no message stays as it is."""
+    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged."""
     try:
         if is_too_large(message, MAX_DECODED):
             return message
@@ -372,16 +383,16 @@ def counted(message: bytes, *, lapse: bool = False) -> bytes | str:
         counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
         info |= {name: count_in(info, name) + 1 for name, applies in counts.items() if applies}
         return json.dumps(found)
-    except Exception:  # what a sender can put there has many; without an answer nothing else would come back either
+    except Exception:  # malformed input can raise any error; raising would block the return of all other messages
         return message
 
 
 def lapsed(message: bytes) -> bytes | str:
-    """A message that comes back because its lease ended: its process vanished, or stood still."""
+    """Mark a message whose lease expired because its process vanished or stalled."""
     return counted(message, lapse=True)
 
 
 def count_in(delivery_info: dict[str, Any], name: str) -> int:
-    """A count that `counted` made; 0 where a sender put something else in its place."""
+    """Return a counter written by `counted`; 0 if the sender put an invalid value there."""
     found = delivery_info.get(name)
     return found if type(found) is int and 0 < found < 2**31 else 0

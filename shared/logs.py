@@ -1,4 +1,4 @@
-"""How every process logs: one line an event, for people or as JSON, to standard error."""
+"""Logging for every process: one line per event to standard error, as text or as JSON."""
 
 import logging
 import sys
@@ -7,25 +7,25 @@ from datetime import UTC, datetime
 from shared.errors import json_line, printable_lines
 from shared.settings import Settings
 
-#: Characters of a record that are kept, of its beginning and of its end: a traceback stands there.
-BEGINNING, END = 20_000, 10_000
+#: Maximum characters kept from a record's beginning and from its end, where tracebacks are.
+MAX_START_CHARACTERS, MAX_END_CHARACTERS = 20_000, 10_000
 
 
 class TextFormatter(logging.Formatter):
-    """One record a line, without control characters; further lines, such as a traceback's, are indented.
+    """Format a record as one line without control characters. Further lines, such as tracebacks, are indented.
 
-    So no words of a sender can reach the terminal, or pass for a record of their own.
+    Untrusted text in a message can neither control the terminal nor imitate another record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if len(text) > BEGINNING + END:
-            text = f"{text[:BEGINNING]}…{text[-END:]}"
+        if len(text) > MAX_START_CHARACTERS + MAX_END_CHARACTERS:
+            text = f"{text[:MAX_START_CHARACTERS]}…{text[-MAX_END_CHARACTERS:]}"
         return printable_lines(text).replace("\n", "\n    ")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the traceback where there is one."""
+    """Format a record as a JSON object on one line: time, level, logger, message, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -40,13 +40,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(settings: Settings) -> None:
-    """Send every logger's records to standard error in the chosen format, once."""
+    """Send all log records to standard error in the configured format. Replaces earlier handlers."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-    # One line for each message received and succeeded is Flower's to show, not the log's.
+    # Celery logs two lines per message at INFO. Flower shows these events instead.
     for chatty in ("celery.worker.strategy", "celery.app.trace"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

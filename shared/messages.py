@@ -1,7 +1,7 @@
-"""What travels: a post, the options of a request, and one outcome per post.
+"""The message format: posts, the options of a request, and one outcome per post.
 
-The models here are the public contract: other applications send `feedmill.classify` with these fields as
-JSON and read these outcomes. They say what is valid; they know nothing of Celery, Redis or the model.
+These models are the public contract. Other applications send `feedmill.classify` with these fields as JSON, and read
+the outcomes. The models define what is valid; they know nothing of Celery, Redis or the classification model.
 """
 
 import html
@@ -27,42 +27,44 @@ from pydantic_core import from_json, to_json
 
 from shared.errors import LONGEST_REASON, PostRefused, RequestRefused, cut, first_problem
 
-#: Raised only when an older worker would read a message wrongly; a worker reads this version and all below it. Within a
-#: version only optional fields are added. Docs: docs/messages.md; schema: shared/schema/.
+#: Incremented only if an older worker would misread a message. Workers read this version and all earlier ones. New
+#: optional fields do not change the version. See docs/messages.md and shared/schema/.
 MESSAGE_VERSION = 1
-#: Raised whenever `clean` gives another text for the same post: results of another version are not reused.
+#: Incremented when `clean` returns a different text for the same post. Results of other versions are not reused.
 CLEANING_VERSION = 1
-#: Posts in one message, at most: bounds what one message can hold a worker up with.
+#: Maximum posts per message. Limits how long one message can occupy a worker.
 MAX_POSTS_PER_MESSAGE = 1000
-#: Characters. Reddit allows 300 in a title and 40,000 in a body; other sources get some room.
+#: Characters. Reddit allows 300 in a title and 40,000 in a body; other sources may need more.
 MAX_TITLE, MAX_BODY = 4_000, 100_000
-#: Bytes of JSON that another application may attach to a post.
+#: Maximum bytes of JSON in `extra`, the data that an application attaches to a post.
 MAX_EXTRA_BYTES = 4096
-#: Bytes of JSON that are kept with a dead letter, at most: of the post (nearly any valid one is shorter), of its
-#: options; and of all dead letters of one message together, whole. Characters of a traceback, and of an id.
+#: Maximum bytes of JSON kept in a dead letter: for the post (nearly all valid posts are smaller); for its options; and
+#: for all complete dead letters of one message together.
 MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**14, 2**23
+#: Maximum characters of a dead letter's traceback.
 MAX_DEAD_TRACEBACK = 8_000
+#: Maximum characters of an id.
 MAX_ID = 128
-#: Labels that one message may choose from, at most; descriptions of one label, and of all together.
+#: Maximum labels per message; descriptions per label; and descriptions of all labels together.
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
 MAX_ALL_DESCRIPTIONS = 512
-#: What Reddit puts in place of a body that is gone.
+#: Body texts that Reddit shows in place of removed or deleted bodies.
 GONE = frozenset({"[removed]", "[deleted]"})
 
 
 def clean(title: str, body: str) -> str:
-    """The text that is classified: unescaped title, a blank line, unescaped body.
+    """Return the text to classify: HTML-unescaped title, a blank line, HTML-unescaped body.
 
-    The title alone when the body is missing or gone; the body alone when there is no title.
+    Returns only the title if the body is missing, removed or deleted, and only the body if there is no title.
     """
     title = html.unescape(title).strip()
     body = "" if body.strip() in GONE else html.unescape(body).strip()
     return f"{title}\n\n{body}" if title and body else title or body
 
 
-def _text(value: object) -> object:
-    """None means no text; lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
+def _normalize_text(value: object) -> object:
+    """Normalize text: None becomes "", and lone surrogates, valid in JSON but not in UTF-8, are replaced."""
     if value is None:
         return ""
     if not isinstance(value, str) or value.isascii():
@@ -70,16 +72,16 @@ def _text(value: object) -> object:
     return value.encode("utf-8", "replace").decode()
 
 
-#: Last in an annotation, since pydantic runs validators from the right: the limits then see repaired text.
-Repaired = BeforeValidator(_text)
+#: Place this last in an annotation. pydantic runs before-validators right to left, so limits apply to repaired text.
+Repaired = BeforeValidator(_normalize_text)
 
 
-#: Seconds since 1970, UTC, until the year 9999.
+#: Seconds since 1970, UTC, up to the year 9999.
 UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799)]
 
 
 class Post(BaseModel):
-    """One post. Only `id` and a title or a body are required. Authors are never kept: unknown fields drop."""
+    """One post. Requires `id` and a title or a body. Unknown fields are dropped, so authors are never stored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -89,14 +91,14 @@ class Post(BaseModel):
     body: Annotated[str, StringConstraints(max_length=MAX_BODY), Repaired] = ""
     subreddit: Annotated[str, StringConstraints(max_length=100), Repaired] | None = None
     score: Annotated[int, Field(ge=-(2**53), le=2**53)] | None = None
-    #: What the post links to.
+    #: URL that the post links to.
     url: Annotated[str, StringConstraints(max_length=4096), Repaired] | None = None
-    #: Where the post itself is.
+    #: URL of the post itself.
     permalink: Annotated[str, StringConstraints(max_length=4096), Repaired] | None = None
     created_utc: UnixTime | None = None
-    #: When its text was last changed.
+    #: Time of the last edit of the post's text.
     edited_utc: UnixTime | None = None
-    #: Pinned to the top of its subreddit.
+    #: True if the post is pinned to the top of its subreddit.
     stickied: bool = False
     nsfw: bool = False
     spoiler: bool = False
@@ -108,14 +110,14 @@ class Post(BaseModel):
         if value is None:
             return None
         try:
-            # Brackets around it stand for what it is stored within: there it lies deeper.
+            # The extra brackets simulate the nesting depth at which the value is stored.
             written = to_json([[[[value]]]])
             from_json(written)
-        except ValueError:  # a lone surrogate, or nested too deeply: it could not be stored, or not be read again
-            raise ValueError("cannot be written as JSON in UTF-8 and read again") from None
+        except ValueError:  # a lone surrogate, or nested too deeply to be stored and read back
+            raise ValueError("cannot be written as UTF-8 JSON and read back") from None
         size = len(written) - len("[[[[]]]]")
         if size > MAX_EXTRA_BYTES:
-            raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are kept")
+            raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are allowed")
         return value
 
     @model_validator(mode="after")
@@ -126,12 +128,12 @@ class Post(BaseModel):
 
     @cached_property
     def text(self) -> str:
-        """What is classified; see `clean`."""
+        """The text to classify; see `clean`."""
         return clean(self.title, self.body)
 
     @classmethod
     def parse(cls, raw: object) -> "Post":
-        """Read one post. Raises PostRefused with the field and the reason."""
+        """Parse one post. Raises PostRefused with the field and the reason."""
         if not isinstance(raw, dict):
             raise PostRefused(None, "", "a post must be a JSON object")
         try:
@@ -141,17 +143,17 @@ class Post(BaseModel):
             raise PostRefused(str(post_id)[:MAX_ID] if post_id else None, *first_problem(error)) from None
 
 
-def _described(value: object) -> object:
-    """Labels with their descriptions, from a mapping, or from names that describe themselves.
+def _parse_labels(value: object) -> object:
+    """Return labels as a mapping to their descriptions. A label without a description is its own description.
 
-    A string is split on commas, as in transformers' zero-shot pipeline; a list is left as it is.
+    Splits a string on commas, like transformers' zero-shot pipeline. List items are not split.
     """
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, dict):
         return value
     if not isinstance(value, list | tuple):
-        # Posts that were sent in the labels' place are not quoted: reasons are logged, and shown in Flower.
+        # Do not quote the value: it may be a post in the wrong field, and reasons appear in logs and in Flower.
         kind = type(value).__name__
         raise ValueError(f"expected a list, names separated by commas, or an object of descriptions; got {kind}")
     described: dict[str, tuple[str]] = {}
@@ -165,13 +167,13 @@ def _described(value: object) -> object:
     return described
 
 
-def _one_or_more(value: object) -> object:
+def _as_tuple(value: object) -> object:
     if not isinstance(value, str | list | tuple):
         raise ValueError("expected a description, or a list of them")
     return (value,) if isinstance(value, str) else value
 
 
-def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _check_label_count(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     if not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"name at least one label, and at most {MAX_LABELS}")
     if (described := sum(map(len, labels.values()))) > MAX_ALL_DESCRIPTIONS:
@@ -179,17 +181,17 @@ def _some(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return labels
 
 
-def _has_a_place(template: str) -> str:
+def _check_placeholder(template: str) -> str:
     if "{}" not in template:
-        raise ValueError(f"no {{}} in {cut(template)!r}; it marks where the label goes, as in 'This is about {{}}.'")
+        raise ValueError(f"must contain {{}} for the label, as in 'This is about {{}}.', not {cut(template)!r}")
     return template
 
 
-def _is_read_here(version: int) -> int:
+def _check_version(version: int) -> int:
     if version > MESSAGE_VERSION:
         raise ValueError(
-            f"the message is of version {version}, and this worker reads none above {MESSAGE_VERSION}; "
-            f"update the worker, or send version {MESSAGE_VERSION}"
+            f"version {version} is not supported; this worker reads versions up to {MESSAGE_VERSION}. Update the "
+            f"worker, or send version {MESSAGE_VERSION}"
         )
     return version
 
@@ -197,34 +199,34 @@ def _is_read_here(version: int) -> int:
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), Repaired]
 Description = Annotated[str, StringConstraints(min_length=1, max_length=500, strip_whitespace=True), Repaired]
 Descriptions = Annotated[
-    tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_one_or_more)
+    tuple[Description, ...], Field(min_length=1, max_length=MAX_DESCRIPTIONS), BeforeValidator(_as_tuple)
 ]
-#: Label -> what stands for it in the template: the label itself, a description, or several.
-Labels = Annotated[dict[Label, Descriptions], AfterValidator(_some), BeforeValidator(_described)]
-#: The sentence that a label is put into.
-Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_has_a_place), Repaired]
-#: What a message was written for. Never dumped: it says how to read the options, and is none of them.
-Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_is_read_here)]
+#: Label -> the texts that replace `{}` in the template: the label itself, or one or more descriptions.
+Labels = Annotated[dict[Label, Descriptions], AfterValidator(_check_label_count), BeforeValidator(_parse_labels)]
+#: Hypothesis template: a sentence with `{}` in place of the label.
+Template = Annotated[str, StringConstraints(max_length=500), AfterValidator(_check_placeholder), Repaired]
+#: Message version. Never serialized: it controls how options are read and is not itself an option.
+Version = Annotated[int, Field(ge=1, exclude=True), AfterValidator(_check_version)]
 
 
 class ClassifyOptions(BaseModel):
-    """How the posts of one message are to be classified; None means what the worker is set to."""
+    """Options for classifying the posts of one message. None selects the worker's setting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    #: Of the message; absent means 1. A newer one is refused before anything else that may be wrong with it.
+    #: Message version; 1 if absent. Newer versions than the worker's are rejected before other options are validated.
     version: Version = 1
     labels: Labels | None = None
     template: Template | None = None
     multi_label: bool = False
-    #: The message fails when any of its posts does; the good ones are stored all the same.
+    #: Fail the message if any post fails. Results of the valid posts are stored anyway.
     strict: bool = False
-    #: How many of the scores the reply carries, the best first; what is stored has all of them.
+    #: Number of scores in the reply, best first. Stored results contain all scores.
     top_k: Annotated[int, Field(ge=1)] | None = None
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "ClassifyOptions":
-        """Read a message's options. Raises RequestRefused with the option and the reason."""
+        """Parse a message's options. Raises RequestRefused with the option and the reason."""
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
@@ -232,18 +234,18 @@ class ClassifyOptions(BaseModel):
             raise RequestRefused(f"{option}: {reason}") from None
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `feedmill.classify` that ask for this; defaults are left out."""
+        """Return the keyword arguments of `feedmill.classify` for these options, without defaults."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
 class Classification(BaseModel):
-    """What one post was found to be, by which model, where and when."""
+    """The classification of one post: label and scores, with the model, worker and time that produced them."""
 
     model_config = ConfigDict(frozen=True)
 
     id: str
     label: str
-    #: Every label's score, best first.
+    #: Score of every label, best first.
     scores: dict[str, float]
     model: str
     revision: str | None
@@ -254,17 +256,17 @@ class Classification(BaseModel):
     classified_at: float
     worker: str
     device: str
-    #: Seconds from sending to the result; None where the sender gave no `sent_at` header.
+    #: Seconds from sending to result; None if the sender set no `sent_at` header.
     queued_seconds: float | None
 
 
-#: Cuts what senders and libraries may have made long: it is copied for each post of a message.
+#: Truncated types for values from senders and libraries, because each post of a message gets a copy.
 Id = Annotated[str, AfterValidator(lambda text: text[:MAX_ID]), Repaired]
 Reason = Annotated[str, AfterValidator(lambda text: cut(text, LONGEST_REASON)), Repaired]
 
 
 class PostError(BaseModel):
-    """Why one post has no classification."""
+    """The reason why one post has no classification."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -276,55 +278,55 @@ class PostError(BaseModel):
         return cls(id=refused.post_id, error=str(refused))
 
 
-#: One per post of a message, in the message's order.
+#: One outcome per post of a message, in the message's order.
 Outcome = Classification | PostError
 
 
 class DeadLetter(BaseModel):
-    """A post that could not be classified, with all that it takes to find out why, and to try again.
+    """A post that could not be classified, with everything needed to diagnose the failure and to retry.
 
-    Or a message in which no posts could be made out: then it has a `payload`, and no `post`.
+    A message whose posts could not be read is a dead letter with `payload` instead of `post`.
     """
 
     model_config = ConfigDict(frozen=True)
 
     id: Id | None
     reason: Reason
-    #: The post's fields as they were sent, in JSON; None where that is too long (MAX_DEAD_POST_BYTES and below).
+    #: The post's fields as sent, as JSON; None if longer than MAX_DEAD_POST_BYTES.
     post: str | None
-    #: The message's other arguments (labels, template, ...), likewise.
+    #: The message's other arguments (labels, template, …) as JSON; None if longer than MAX_DEAD_OPTIONS_BYTES.
     options: str | None
-    #: Id of the Celery message; None where there was none.
+    #: Id of the Celery message; None if there was none.
     message: Id | None
     worker: str
     #: Seconds since 1970, UTC.
     failed_at: float
-    #: Where the error came from: files, lines and kinds of errors, no post's words; None where nothing was raised.
+    #: Files, lines and types of the error, without any post's text; None if no exception was raised.
     traceback: Annotated[str, Repaired] | None = None
-    #: How many times it was tried: deliveries of its message, where nothing else counts.
+    #: Number of attempts: deliveries of the message, unless attempts were counted per post.
     attempts: int = 1
-    #: The queue that the message came out of: there it is sent again. None where there was none, or it is not known.
+    #: Queue that the message came from, used for retries; None if unknown.
     queue: Annotated[str, Repaired] | None = None
-    #: Of a message in which no posts could be made out: its body as it came, cut at MAX_DEAD_POST_BYTES.
+    #: Body of a message whose posts could not be read, truncated to MAX_DEAD_POST_BYTES.
     payload: Annotated[str, Repaired] | None = None
 
 
 def digest(*parts: str | None) -> str:
-    """128 bits over the parts, in hex. Parts are framed, so that ("ab", "c") differs from ("a", "bc")."""
+    """Return a 128-bit hash of the parts, in hex. Parts are framed: ("ab", "c") and ("a", "bc") differ."""
     framed = ",".join(["null" if part is None else encode_basestring_ascii(part) for part in parts])
     return blake2b(f"[{framed}]".encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(post: Post, recipe: str) -> str:
-    """What makes two classifications the same: the post, its text, and the recipe.
+    """Return the identity of a classification: a digest of the post, its text and the recipe.
 
-    recipe: digest of model, weights, label set, template, multi-label flag and truncation.
+    recipe: digest of model, weights, label set, template, multi-label flag and truncation length.
     """
     return digest(post.id, post.text, str(CLEANING_VERSION), recipe)
 
 
 def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:
-    """Each post, or why it was refused, in order."""
+    """Parse each post, in order. A post that is refused becomes a PostError with the reason."""
 
     def parse(item: object) -> Post | PostError:
         try:

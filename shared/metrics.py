@@ -1,8 +1,8 @@
-"""Figures for Prometheus, and whether a process is well: one small HTTP server, for workers and for the Reddit daemon.
+"""Serve Prometheus metrics and health checks over HTTP, for workers and the Reddit daemon.
 
-The only file that knows prometheus-client, which is asked for once a port is set. What there is to tell its owners
-say: their figures are declared in tables, which docs/reference/metrics.md shows, and are read when somebody asks for
-them, not before. The figures of the queue and of the results are here: every process can read them off Redis.
+Only this module imports prometheus-client, and only when a port is set. Each process declares its metrics in a table,
+shown in docs/metrics.md, and collects their values on each scrape. Metrics of the queue and the results are declared
+here, because every process can read them from Redis.
 """
 
 import logging
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that Redis may take to answer one command of somebody who only looks. Prometheus waits for 10 in all.
-REDIS_TIMEOUT = 1.0
-#: Seconds after which a connection that asks for nothing is closed.
-HTTP_TIMEOUT = 10.0
+#: Timeout of a Redis command during a scrape or health check, in seconds. Prometheus waits 10 seconds in total.
+REDIS_TIMEOUT_S = 1.0
+#: Seconds before an idle HTTP connection is closed.
+HTTP_TIMEOUT_S = 10.0
 
-#: When the messages that go out next were sent, without fetching a message, which may have megabytes: kombu writes a
-#: message's headers behind its body, so its last 32 KiB hold them. No post's text can pass for one: there its quotes
-#: are escaped.
+#: Reads the send time of the next message in each list from its last 32 KiB, because whole messages can be megabytes
+#: long: kombu writes headers after the body. Post text cannot match, because its quotes are escaped.
 #:
-#:   KEYS  the lists of one queue      ARGV[1]  the header
+#:   KEYS  the lists of one queue      ARGV[1]  the header's name
 #:
-#: Returns the header's value in the last message of each list that has one.
+#: Returns the header's value in the next message of each list that has one.
 OLDEST = """
 local found = {}
 for i = 1, #KEYS do
@@ -58,7 +57,7 @@ return found
 
 
 class Kind(StrEnum):
-    """Prometheus' kinds of metrics."""
+    """Prometheus' metric types."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -67,7 +66,7 @@ class Kind(StrEnum):
 
 
 class Figure(NamedTuple):
-    """One metric: its name as Prometheus shows it, and what it tells. A counter's name ends with _total."""
+    """Declaration of a metric: name, type, help text and label names. Names of counters end with _total."""
 
     name: str
     kind: Kind
@@ -76,7 +75,11 @@ class Figure(NamedTuple):
 
 
 class Spread(Protocol):
-    """A histogram: how many values were at most each bound and above the one before, how many above all; their sum."""
+    """A histogram's data.
+
+    `counts` holds the number of values in each bucket, not cumulated: one per upper bound, then those above all bounds.
+    `total` is the sum of all values.
+    """
 
     @property
     def bounds(self) -> Sequence[float]: ...
@@ -87,76 +90,76 @@ class Spread(Protocol):
 
 
 class Sum(NamedTuple):
-    """A summary: how many values there were, and their sum."""
+    """A summary's data: the number of values, and their sum."""
 
     number: int
     total: float
 
 
 class Sample(NamedTuple):
-    """What a figure is now; `labels` in the order of the figure's."""
+    """The current value of a metric. `labels` are in the order of `figure.labels`."""
 
     figure: Figure
     value: float | Spread | Sum
     labels: tuple[str, ...] = ()
 
 
-#: Gives what there is to tell, whenever somebody asks. Called on the server's threads.
+#: Returns current samples. Called on the server's threads for each scrape.
 Source = Callable[[], Iterable[Sample]]
-#: Gives a sentence about each thing that is not well. Called on the server's threads.
+#: Returns one sentence per problem; none if healthy. Called on the server's threads.
 Verdict = Callable[[], Sequence[str]]
 
-REDIS_UP = Figure("feedmill_redis_up", Kind.GAUGE, "1 where Redis answered this scrape, else 0.")
+REDIS_UP = Figure("feedmill_redis_up", Kind.GAUGE, "1 if Redis answered this scrape, else 0.")
 QUEUE_MESSAGES = Figure(
     "feedmill_queue_messages",
     Kind.GAUGE,
-    "Messages in each queue, of all priorities (waiting); and in the queue of this process those that workers have "
-    "taken, of any queue (held).",
+    "Messages in each queue over all priorities (state waiting). Messages that workers hold, from any queue, are "
+    "reported under this process' own queue (state held).",
     ("queue", "state"),
 )
 QUEUE_LIMIT = Figure(
     "feedmill_queue_limit_messages",
     Kind.GAUGE,
-    "Messages that may wait before producers pause: the setting queue_limit of this process.",
+    "Number of waiting messages at which producers pause: the setting queue_limit of this process.",
     ("queue",),
 )
 QUEUE_OLDEST = Figure(
     "feedmill_queue_oldest_seconds",
     Kind.GAUGE,
-    "Age of the waiting message that was sent first, of those that go out next; absent where none waits.",
+    "Age of the oldest message among the next ones to be delivered; absent if the queue is empty.",
     ("queue",),
 )
-#: By the name of their field in the store's counters.
+#: Metrics by field of the store's counters.
 RESULTS = {
-    field: Figure(f"feedmill_results_{field}_total", Kind.COUNTER, what)
-    for field, what in {
-        "stored": "Results stored since the store was made.",
-        "repeated": "Results that were there already: classified again after a redelivery, say.",
-        "failed": "Posts that ended as dead letters, since the store was made.",
-        "gone": "Results and dead letters that were dropped, since their posts had been purged.",
-        "answered": "Posts that were asked for again, and answered with the stored result.",
-        "trimmed": "Results trimmed from the old end of their stream; each post's own are still there.",
-        "dead_trimmed": "Dead letters trimmed from the old end of their stream: nothing is left of them.",
+    field: Figure(f"feedmill_results_{field}_total", Kind.COUNTER, text)
+    for field, text in {
+        "stored": "Results stored since the store was created.",
+        "repeated": "Results that were already stored, for example after a redelivery.",
+        "failed": "Posts written as dead letters since the store was created.",
+        "gone": "Results and dead letters dropped because their posts were purged.",
+        "answered": "Repeated requests answered with the stored result.",
+        "trimmed": "Results trimmed from the start of the results stream. Each post's own results remain.",
+        "dead_trimmed": "Dead letters trimmed from the start of their stream and lost.",
     }.items()
 }
-#: What every process reads off Redis: the same whoever is asked, so take the maximum, never the sum.
+#: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
 REDIS_FIGURES = (REDIS_UP, QUEUE_MESSAGES, QUEUE_LIMIT, QUEUE_OLDEST, *RESULTS.values())
 
 
 def connect_briefly(settings: Settings) -> Redis:
-    """A client for whoever only looks: where Redis does not answer it says so soon, and tries once more at most."""
+    """Return a client for monitoring, with short timeouts and at most one retry."""
     redis = connect(settings)
-    times = {"socket_timeout": REDIS_TIMEOUT, "socket_connect_timeout": REDIS_TIMEOUT}
+    times = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
     redis.connection_pool.connection_kwargs.update(times)
-    # Once more, at once: of a Redis that was started again the first command finds the old connection.
+    # One immediate retry: after a Redis restart, the first command fails on the old connection.
     redis.set_retry(Retry(NoBackoff(), 1))
     return redis
 
 
 def oldest_seconds(redis: Redis, queue: str) -> float | None:
-    """The age of the message that was sent first, of those that `queue`'s priorities give out next.
+    """Return the age in seconds of the oldest message among the next ones of each of the queue's priorities.
 
-    None where none waits, or none of them bears the time of its sending. Raises redis.exceptions.RedisError.
+    None if the queue is empty or no message has a send time. Raises redis.exceptions.RedisError.
     """
     keys = queue_lists(queue)
     script: Any = redis.register_script(OLDEST)
@@ -165,7 +168,7 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
 
 
 class RedisFigures:
-    """What every process reads off Redis. Where Redis is away, that is all there is to tell."""
+    """Metrics that every process reads from Redis. If Redis is unreachable, only `feedmill_redis_up` is reported."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -179,7 +182,7 @@ class RedisFigures:
             oldest = {name: oldest_seconds(self._redis, name) for name, depth in depths.items() if depth.waiting}
             counters = self._store.counters()._asdict()
         except RedisFault as fault:
-            logger.debug("a scrape without Redis: %s", fault)
+            logger.debug("cannot read metrics from Redis: %s", fault)
             yield Sample(REDIS_UP, 0.0)
             return
         yield Sample(REDIS_UP, 1.0)
@@ -193,7 +196,7 @@ class RedisFigures:
             yield Sample(figure, counters[field])
 
     def away(self) -> list[str]:
-        """A sentence where Redis does not answer."""
+        """Return a sentence if Redis does not answer, else an empty list."""
         try:
             self._redis.ping()
         except RedisFault as fault:
@@ -202,14 +205,16 @@ class RedisFigures:
 
 
 def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready: Verdict) -> "Server":
-    """Serve what the sources tell at /metrics, and the verdicts at /healthz and /readyz, 200 or 503 with its reasons.
+    """Start an HTTP server: metrics at /metrics, health checks at /healthz and /readyz (200, or 503 with the problems).
 
-    From threads that end with the process. Raises UserError when prometheus-client is missing, or the port is taken.
+    It runs on daemon threads. Raises UserError if prometheus-client is missing or the port is in use.
     """
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
-        raise UserError("Metrics need prometheus-client: `pip install 'feedmill[monitor]'` brings it.") from None
+        raise UserError(
+            "Metrics require prometheus-client. Install it with `pip install 'feedmill[monitor]'`."
+        ) from None
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Collector(sources))
@@ -218,15 +223,15 @@ def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready:
         server = Server(address, port, registry, {"/healthz": health, "/readyz": ready})
     except OSError as error:
         raise UserError(
-            f"Metrics cannot be served on {address}:{port}: {error.strerror}. Choose another {PREFIX}METRICS_PORT, "
-            f"or another {PREFIX}METRICS_ADDRESS; each process needs a port of its own."
+            f"Cannot serve metrics on {address}:{port}: {error.strerror}. Set another {PREFIX}METRICS_PORT or "
+            f"{PREFIX}METRICS_ADDRESS; each process needs its own port."
         ) from None
-    logger.info("metrics at http://%s:%d/metrics", address, server.port)
+    logger.info("serving metrics at http://%s:%d/metrics", address, server.port)
     return server
 
 
 class _Collector:
-    """Turns samples into what prometheus-client prints."""
+    """Adapter from samples to prometheus-client's metric families."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -254,7 +259,7 @@ def _family(figure: Figure, samples: Iterable[Sample]) -> "Metric":
     for _, value, labels in samples:
         if figure.kind is Kind.HISTOGRAM and not isinstance(value, int | float | Sum):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
-            counts = accumulate(list(value.counts))  # copied at once: another thread adds to them
+            counts = accumulate(list(value.counts))  # a copy, because another thread updates the counts
             family.add_metric(labels, list(zip(bounds, counts, strict=True)), value.total)
         elif figure.kind is Kind.SUMMARY and isinstance(value, Sum):
             family.add_metric(labels, value.number, value.total)
@@ -265,9 +270,9 @@ def _family(figure: Figure, samples: Iterable[Sample]) -> "Metric":
 
 
 class Server(ThreadingMixIn, TCPServer):
-    """Answers GET, each on a thread of its own. Unlike http.server's it asks no name server who it is.
+    """An HTTP server with one thread per request. Unlike http.server's, it makes no DNS lookup at startup.
 
-    port: 0 takes a free one. Raises OSError.
+    port: 0 selects a free one. Raises OSError.
     """
 
     daemon_threads = True
@@ -287,14 +292,14 @@ class Server(ThreadingMixIn, TCPServer):
         self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - socketserver's signature
-        """Who asked has gone, most likely: no reason for a traceback on the terminal."""
-        logger.debug("metrics could not be answered", exc_info=True)
+        """Log a failed request at debug level. Usually the client disconnected, which deserves no traceback."""
+        logger.debug("cannot answer a metrics request", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "feedmill", ""
     server: Server
-    timeout = HTTP_TIMEOUT
+    timeout = HTTP_TIMEOUT_S
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -304,7 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
             problems = verdict()
             self._answer(503 if problems else 200, "".join(f"{problem}\n" for problem in problems) or "ok\n")
         else:
-            self._answer(404, "There are /metrics, /healthz and /readyz.\n")
+            self._answer(404, "Not found. Available: /metrics, /healthz and /readyz.\n")
 
     do_HEAD = do_GET  # noqa: N815 - http.server's name
 
@@ -315,8 +320,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             text = encode(self.server.registry).decode()
         except Exception:
-            logger.exception("the metrics cannot be told")
-            self._answer(500, "The metrics cannot be told; the log has the reason.\n")
+            logger.exception("cannot collect metrics")
+            self._answer(500, "Cannot collect metrics; see the log for the reason.\n")
         else:
             self._answer(200, text, content_type)
 

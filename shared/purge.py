@@ -1,15 +1,15 @@
-"""Removes posts by their ids, wherever Feedmill keeps something of them, and remembers that they are gone.
+"""Delete all stored data of posts by id, and leave tombstones that keep the posts from being ingested again.
 
-Deleting what is there would not do: a worker may have the post in hand, and a producer may read it again. So a
-tombstone is set first, after which nothing is stored or sent of the post (shared/results.py, producers/push.py), and
-what was there before is deleted then. A purge that breaks off may be made again, and harms nothing. It works at
-`maxmemory` as well: each of its scripts deletes before it writes, and Redis refuses only a script's first write.
+Deleting alone is not enough: a worker may be classifying the post, and a producer may read it again. So a purge first
+sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
+existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: each script
+starts with a deletion, because Redis rejects only a script's first write.
 
-What it does not reach: what a worker has in memory, until it is done with it. Nothing is stored of it; but where
-another application waits for such a message, it gets the outcome, and Celery keeps that for `celery_result_ttl`, as it
-keeps those of a chord's messages until the last is done. And Redis cuts what is deleted from a stream out of its memory
-with the last of the entries that lie beside it there: at once where `stream-node-max-entries` is 1, as in
-docker/redis.conf. Its append-only file has what was, until `rewrite`.
+Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
+application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages
+until the chord is finished. Redis frees a deleted stream entry when all entries of its stream node are deleted:
+immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until
+`rewrite`.
 """
 
 import json
@@ -28,23 +28,23 @@ from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
 
-#: Posts that are looked for in one pass over a stream: each call of the script is told all of them.
+#: Ids per pass over a stream. Each call of the script receives all of them.
 IDS_AT_ONCE = 1000
-#: Bytes of entries that one call of the script reads: a millisecond or two, in which Redis serves nobody else.
+#: Bytes of entries that one call of the script reads. Takes one or two milliseconds, during which Redis is blocked.
 SWEEP_BYTES = 2**19
-#: Keys that one SCAN looks at, and of Celery's results those that are fetched together: one may hold 1,000 outcomes.
+#: Keys per SCAN; and Celery results per MGET, one of which can hold 1,000 outcomes.
 SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
-#: Characters of an id, at most; shared/messages.py takes no longer ones.
-LONGEST_ID = 128
+#: Maximum characters of an id, as in shared/messages.py.
+MAX_ID = 128
 
-#: Deletes the entries of some posts from a part of a stream, ten entries at a time: they differ in size by far.
+#: Deletes entries of the given posts from a part of a stream. Reads ten entries at a time, because sizes vary widely.
 #:
 #:   KEYS[1]  feedmill:results or feedmill:dead, stream
-#:   ARGV[1]  where to begin, as XRANGE takes it        ARGV[2]  bytes of entries after which to end
+#:   ARGV[1]  first id, as XRANGE takes it              ARGV[2]  bytes of entries after which to stop
 #:   ARGV[3+] ids of the posts
 #:
-#: Returns where the next call is to begin, "" after the last entry, and how many entries were deleted. Entries that
-#: an earlier version wrote have no field `id`; there it is the first of what their JSON says.
+#: Returns the first id of the next call, "" after the last entry, and the number of deleted entries. Entries written by
+#: earlier versions have no field `id`; their post id is the first value of their JSON.
 SWEEP = """
 local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
 for i = 3, #ARGV do wanted[ARGV[i]] = true end
@@ -70,19 +70,19 @@ repeat
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
 """
-#: Sets tombstones. Deletes first: once a script has written, Redis lets it go on at `maxmemory`.
+#: Sets tombstones. DEL comes first: after one write, Redis lets a script continue at `maxmemory`.
 #:
 #:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
-BURY = """
+SET_TOMBSTONES = """
 for _, key in ipairs(KEYS) do
   redis.call('DEL', key)
   redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
 end
 """
-#: Puts one text in another's place, where that is still there, and leaves its time to live. Deletes nothing first: once
-#: a script has written, Redis lets it go on at `maxmemory`.
+#: Replaces a text if it is unchanged, and keeps its TTL. The HDEL deletes nothing, but comes first: after one write,
+#: Redis lets a script continue at `maxmemory`.
 #:
-#:   KEYS[1] celery-task-meta-<id>, string    ARGV[1] the text expected there    ARGV[2] the new one
+#:   KEYS[1] celery-task-meta-<id>, string    ARGV[1] the expected text    ARGV[2] the new text
 #:   KEYS[2] feedmill:reserved, hash
 REPLACE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -91,112 +91,111 @@ redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
 return 1
 """
 
-#: What an outcome or an error says where it said something of a purged post.
+#: Text that replaces the purged parts of an outcome or an error.
 PURGED = "purged"
-#: The fields that tell a classification, and those of a post's error: results of other applications' tasks may lie
-#: beside ours.
+#: Fields that identify a classification, and a post's error. Results of other applications' tasks have the same keys.
 CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"}), frozenset({"id", "error"})
-#: The id of an outcome in a message's result, as Celery writes it; and what the result of a failed message has.
+#: Matches an outcome's id in a message's result; and text that only the result of a failed message contains.
 ID_IN_JSON = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
 FAILURE_IN_JSON = b'"exc_type"'
-#: What the text of MessageFailed (shared/errors.py) says before it quotes posts' reasons, what stands between two of
-#: them, and what ends a post's id.
-REASONS, BETWEEN, AFTER_ID = " posts failed: ", "; ", ": "
+#: Parts of MessageFailed's text (shared/errors.py): before the reasons, between two reasons, and after a post's id.
+REASONS_PREFIX, REASON_SEPARATOR, ID_SUFFIX = " posts failed: ", "; ", ": "
 
 
 class Purged(NamedTuple):
-    """How much a purge found, and removed."""
+    """Number of items that a purge found and removed."""
 
-    #: Posts that were remembered as sent.
+    #: Posts with a record of having been sent.
     sent: int = 0
-    #: Posts that had results.
+    #: Posts with results.
     results: int = 0
-    #: Entries of the stream of results.
+    #: Entries of the results stream.
     entries: int = 0
     #: Entries of the dead-letter stream.
     dead_letters: int = 0
-    #: Messages whose results, kept by Celery, said something of the posts.
+    #: Celery results that contained outcomes or errors of the posts.
     celery_results: int = 0
-    #: Messages, waiting or held by a worker, that had some of the posts.
+    #: Messages, waiting or held by a worker, that contained any of the posts.
     messages: int = 0
 
 
 def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
-    """Remove all that is kept of these posts, and leave a tombstone of each.
+    """Delete everything stored about these posts, and leave a tombstone for each.
 
-    A tombstone says when, and nothing else. Neither `Pusher` nor `ResultsStore` takes such a post again, until the
-    tombstone expires (`tombstone_ttl`) or is lifted. Raises UserError for what cannot be an id, and
-    redis.exceptions.RedisError; the same posts may then be purged again.
+    A tombstone contains only its time. `Pusher` and `ResultsStore` reject a post until its tombstone expires
+    (`tombstone_ttl`) or is lifted. Raises UserError for invalid ids, and redis.exceptions.RedisError. A failed purge
+    can be repeated.
     """
-    posts = _checked(ids)
-    for some in _batches(posts):
-        _set_tombstones(redis, settings, some)
-    # First: what is in no message any more cannot come out of one afterwards.
-    found = Purged(messages=_empty_messages(redis, settings, posts))
-    for some in _batches(posts):
+    posts = _valid_ids(ids)
+    for batch in _batches(posts):
+        _set_tombstones(redis, settings, batch)
+    # Messages first: afterwards, no worker can receive one of the posts any more.
+    found = Purged(messages=_remove_from_messages(redis, settings, posts))
+    for batch in _batches(posts):
         counts = Purged(
-            sent=redis.unlink(*map(sent_key, some)),
-            results=redis.unlink(*map(result_key, some)),
-            entries=_sweep(redis, RESULTS_STREAM, some),
-            dead_letters=_sweep(redis, DEAD_LETTERS, some),
+            sent=redis.unlink(*map(sent_key, batch)),
+            results=redis.unlink(*map(result_key, batch)),
+            entries=_sweep(redis, RESULTS_STREAM, batch),
+            dead_letters=_sweep(redis, DEAD_LETTERS, batch),
         )
         found = Purged(*map(sum, zip(found, counts, strict=True)))
     return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)) if posts else 0)
 
 
 def lift(redis: Redis, ids: Iterable[str]) -> int:
-    """Remove the tombstones of posts that were purged by mistake, which may then be sent again; returns how many.
+    """Remove the tombstones of these posts, so that they can be sent again. Return how many were removed.
 
-    What was purged does not come back. Raises as `purge` does.
+    Purged data is not restored. Raises as `purge` does.
     """
-    return sum(redis.unlink(*map(tombstone_key, some)) for some in _batches(_checked(ids)))
+    return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids)))
 
 
 def rewrite(redis: Redis) -> None:
-    """Have Redis begin to write its append-only file anew, as things are now, where it keeps one.
+    """Start rewriting Redis' append-only file, so that it no longer contains purged data. Does nothing without one.
 
-    Raises UserError while it writes one that may have been begun before a purge, and redis.exceptions.RedisError.
+    Raises UserError while another rewrite is in progress, which may have started before the purge; and
+    redis.exceptions.RedisError.
     """
     persistence: Any = redis.info("persistence")
     if not persistence["aof_enabled"]:
         return
     if persistence["aof_rewrite_in_progress"]:
         raise UserError(
-            "Redis is writing its append-only file anew at this moment, perhaps since before the purge: the posts are "
-            "gone, but that file may have them. Ask for --rewrite again when it is done."
+            "Redis is already rewriting its append-only file, possibly since before the purge, so the new file may "
+            "still contain the purged posts. Run the command with --rewrite again when Redis is done."
         )
     redis.bgrewriteaof()
 
 
-def _checked(ids: Iterable[str]) -> list[str]:
-    """Each once, as posts bear them (`Post.id`)."""
+def _valid_ids(ids: Iterable[str]) -> list[str]:
+    """Return the ids in the form of `Post.id`, without duplicates. Raises UserError."""
     posts = dict.fromkeys(post_id.encode("utf-8", "replace").decode().strip() for post_id in ids)
     for post_id in posts:
-        if not 1 <= len(post_id) <= LONGEST_ID:
+        if not 1 <= len(post_id) <= MAX_ID:
             raise UserError(
-                f"'{printable(post_id):.40}' is no post's id: it has {len(post_id)} characters, not 1 to {LONGEST_ID}."
+                f"'{printable(post_id):.40}' is not a post id: it has {len(post_id)} characters, not 1 to {MAX_ID}."
             )
     return list(posts)
 
 
 def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
     remaining = iter(posts)
-    while some := list(islice(remaining, IDS_AT_ONCE)):
-        yield some
+    while batch := list(islice(remaining, IDS_AT_ONCE)):
+        yield batch
 
 
 def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> None:
-    bury: Any = redis.register_script(BURY)
+    bury: Any = redis.register_script(SET_TOMBSTONES)
     bury(keys=[tombstone_key(post_id) for post_id in posts], args=[int(time.time()), settings.tombstone_ttl])
 
 
-def _empty_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
-    """Take the posts out of messages of all queues; returns how many messages had any."""
+def _remove_from_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
+    """Remove the posts from messages in all queues. Return the number of changed messages."""
     return queued.remove(redis, serving.queues(redis, settings), frozenset(posts)) if posts else 0
 
 
 def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:
-    """Delete the posts' entries from a stream; returns how many there were."""
+    """Delete the posts' entries from a stream. Return the number of deleted entries."""
     sweep: Any = redis.register_script(SWEEP)
     start, deleted = "-", 0
     while start:
@@ -206,80 +205,82 @@ def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:
     return deleted
 
 
-# What Celery keeps: the outcomes of messages that another application waits for.
+# Celery results: outcomes of messages that other applications wait for.
 
 
 def _clean_celery_results(redis: Redis, posts: Collection[str]) -> int:
-    """Take the posts' outcomes out of messages' results; returns how many results were changed."""
+    """Remove the posts' outcomes from Celery results. Return the number of changed results."""
     cleaned, cursor = 0, 0
     while True:
         cursor, keys = redis.scan(cursor, match=CELERY_RESULTS, count=SCAN_COUNT)
         for start in range(0, len(keys), RESULTS_AT_ONCE):
-            some = keys[start : start + RESULTS_AT_ONCE]
-            cleaned += sum(_clean(redis, key, text, posts) for key, text in zip(some, _fetch(redis, some), strict=True))
+            batch = keys[start : start + RESULTS_AT_ONCE]
+            cleaned += sum(
+                _clean(redis, key, text, posts) for key, text in zip(batch, _fetch(redis, batch), strict=True)
+            )
         if not cursor:
             return cleaned
 
 
 def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
-    """The texts of these keys as they are: where they are not ours they need not be UTF-8."""
+    """Return the raw values of these keys. Other applications' results need not be UTF-8."""
     texts: list[bytes | None] = redis.execute_command("MGET", *keys, **{NEVER_DECODE: True})
     return texts
 
 
 def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
-    """Clean one result, of which `text` was just read; whether there was anything to clean."""
+    """Remove the posts from one result, last read as `text`. Return whether it was changed."""
     replace: Any = redis.register_script(REPLACE)
     while text is not None and (clean := _without(text, posts)) is not None:
         if replace(keys=[key, HELD["reserved_key"]], args=[text, clean]):
             return True
-        (text,) = _fetch(redis, [key])  # somebody has changed it meanwhile
+        (text,) = _fetch(redis, [key])  # another client has changed it meanwhile
     return False
 
 
 def _without(text: bytes, posts: Collection[str]) -> str | None:
-    """A message's result without what it says of these posts; None where it says nothing of them, or is none of ours.
+    """Return a Celery result without these posts; None if it does not contain them, or is not Feedmill's.
 
-    It stays what Celery's readers expect: an outcome becomes an error, and a failed message's error keeps its type.
+    The result stays valid for Celery's readers: outcomes become errors, and a failed message's error keeps its type.
     """
-    if FAILURE_IN_JSON not in text and not any(_read(found) in posts for found in ID_IN_JSON.findall(text)):
+    if FAILURE_IN_JSON not in text and not any(_decode_id(found) in posts for found in ID_IN_JSON.findall(text)):
         return None
     try:
         meta = json.loads(text)
         result = meta["result"]
-    except (ValueError, RecursionError, KeyError, TypeError):  # no JSON, or nothing of Celery's
+    except (ValueError, RecursionError, KeyError, TypeError):  # not JSON, or not a Celery result
         return None
     if isinstance(result, list):
         outcomes = [{"id": item["id"], "error": PURGED} if _is_outcome(item, posts) else item for item in result]
         return None if outcomes == result else json.dumps(meta | {"result": outcomes})
-    if isinstance(result, dict) and (quoted := _quoting(result.get("exc_message"), posts)):
-        # Reasons may hold somebody's words. Those of the message's other posts go too; they are in the dead letters.
-        error = result | {"exc_message": [f"{quoted}{REASONS}{PURGED}"]}
+    if isinstance(result, dict) and (quoted := _text_before_reasons(result.get("exc_message"), posts)):
+        # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
+        error = result | {"exc_message": [f"{quoted}{REASONS_PREFIX}{PURGED}"]}
         return json.dumps(meta | {"result": error, "traceback": None})
     return None
 
 
 def _is_outcome(item: object, posts: Collection[str]) -> bool:
-    """Whether this is an outcome of ours, of one of these posts."""
+    """Return whether the item is a Feedmill outcome of one of these posts."""
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
 
 
-def _quoting(message: object, posts: Collection[str]) -> str:
-    """What an error's text says before it quotes the reasons of posts, where these are among them; else ""."""
-    said, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS)
+def _text_before_reasons(message: object, posts: Collection[str]) -> str:
+    """Return the start of an error's text, before the quoted reasons, if any of these posts is quoted; else ""."""
+    text, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS_PREFIX)
     if not found:
         return ""
-    # Where an id ends is not marked: it may hold what separates it from its reason.
-    begins = [0, *(match.end() for match in re.finditer(BETWEEN, reasons))]
-    ends = [match.start() for match in re.finditer(AFTER_ID, reasons)]
-    named = (reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + LONGEST_ID)
-    return said if any(post_id in posts for post_id in named) else ""
+    # Try every possible end of an id, because an id can itself contain the separator.
+    begins = [0, *(match.end() for match in re.finditer(REASON_SEPARATOR, reasons))]
+    ends = [match.start() for match in re.finditer(ID_SUFFIX, reasons)]
+    named = (reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + MAX_ID)
+    return text if any(post_id in posts for post_id in named) else ""
 
 
-def _read(quoted: bytes) -> str:
-    """The text of a JSON string, "" where it is none."""
+def _decode_id(quoted: bytes) -> str:
+    """Decode a JSON string; "" if it is invalid."""
     try:
         return str(json.loads(quoted)).strip()
     except ValueError:

@@ -1,11 +1,11 @@
-"""Takes posts out of messages that wait in the queue, or that a worker holds, and leaves the messages where they are.
+"""Remove posts from waiting and held messages. The messages keep their place.
 
-A post becomes its bare id: the message keeps one outcome per post, in its order, and the others of it are classified as
-if nothing had happened. A message is exchanged in one step, and only where it still lies as it was read; where it has
-moved on meanwhile, it is met again in the place that it moved to: lists, what is held, and lists once more.
+A post is reduced to its id, so the message still has one outcome per post, in order, and its other posts are classified
+as usual. A message is replaced atomically, and only if it has not changed. Messages can move during a scan, so lists
+are scanned first, then held messages, then lists again.
 
-Not reached is what a worker has in memory, until it is done with it; nor what is no JSON, or is packed by anything but
-gzip.
+Limits: posts stay in a worker's memory until their message is finished. Messages that are not JSON, or compressed with
+anything but gzip, are not changed.
 """
 
 import json
@@ -22,19 +22,19 @@ from shared.broker import CLASSIFY_TASK, HELD, queue_lists
 from shared.leases import MAX_MESSAGE
 from shared.messages import Post
 
-#: Messages fetched together: one of ours has some 20 KB, but a stranger's may have a thousand times as many.
+#: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
 MESSAGES_AT_ONCE = 10
-#: What makes an object with an id a post.
+#: Fields that distinguish a post from other objects with an id.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
-#: The value of `body_encoding` with which kombu writes bodies; without it a body lies there as text.
+#: Value of `body_encoding` in kombu's messages. Without the field, the body is plain text.
 BASE64 = "base64"
-#: What a sender's headers say in place of the beginning of the arguments.
+#: Replacement for the argument previews in a message's headers.
 PURGED = "purged"
 
-#: Puts one message in another's place. Deletes nothing first: once a script has written, Redis lets it go on at
-#: `maxmemory`.
+#: Replaces a waiting message if it is still in the list. The HDEL deletes nothing, but comes first: after one write,
+#: Redis lets a script continue at `maxmemory`.
 #:
-#:   KEYS[1] list    KEYS[2] feedmill:reserved, hash    ARGV[1] the message expected there    ARGV[2] the new one
+#:   KEYS[1] list    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message
 EXCHANGE_WAITING = """
 local at = redis.call('LPOS', KEYS[1], ARGV[1])
 if not at then return 0 end
@@ -42,9 +42,9 @@ redis.call('HDEL', KEYS[2], '')
 redis.call('LSET', KEYS[1], at, ARGV[2])
 return 1
 """
-#: The same where a worker holds it.
+#: Replaces a message held by a worker if it is unchanged.
 #:
-#:   KEYS[1] feedmill:reserved, hash    ARGV[1] the message expected there    ARGV[2] the new one    ARGV[3] its tag
+#:   KEYS[1] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message    ARGV[3] its tag
 EXCHANGE_HELD = """
 if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
 redis.call('HDEL', KEYS[1], '')
@@ -54,9 +54,9 @@ return 1
 
 
 def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int:
-    """Take these posts out of the messages of these queues; returns how many messages had any.
+    """Remove these posts from the messages of these queues. Return the number of changed messages.
 
-    Raises redis.exceptions.RedisError; it may then be called again.
+    Idempotent. Raises redis.exceptions.RedisError.
     """
     waiting: Any = redis.register_script(EXCHANGE_WAITING)
     held: Any = redis.register_script(EXCHANGE_HELD)
@@ -71,7 +71,7 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
 
 
 def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes]]:
-    """The messages of a list, the newest first: what is added meanwhile moves the others on, and hides none."""
+    """Yield the messages of a list, newest first: new messages shift the others towards the part not yet read."""
     start = 0
     while messages := redis.execute_command(
         "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
@@ -81,7 +81,7 @@ def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes]]:
 
 
 def _held(redis: Any, name: str) -> Iterator[tuple[bytes, bytes]]:
-    """The messages that workers hold, each with its tag."""
+    """Yield the messages that workers hold, each with its tag."""
     cursor = 0
     while True:
         cursor, messages = redis.execute_command(
@@ -93,7 +93,7 @@ def _held(redis: Any, name: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _without(message: bytes, posts: Collection[str]) -> str | None:
-    """A message, as it lies in Redis, without these posts; None where it has none of them, or cannot be read."""
+    """Return a stored message without these posts; None if it does not contain them or cannot be read."""
     try:
         found = json.loads(message)
         packed = found["headers"].get("compression") == encoding.GZIP
@@ -101,12 +101,12 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         in_base64 = declared == BASE64 or not found["body"].startswith("[")
         data = b64decode(found["body"]) if in_base64 else found["body"].encode()
         body = json.loads(encoding.unpack(encoding.GZIP, MAX_MESSAGE, data) if packed else data)
-        clean = _reduced(body, posts)
+        clean = _redact(body, posts)
         if found["headers"].get("task") == CLASSIFY_TASK and isinstance(clean, list) and clean:
-            clean[0] = _bare_first(clean[0], posts)
+            clean[0] = _redact_arguments(clean[0], posts)
         if clean == body:
             return None
-        # A sender that lets Celery describe the arguments sends their beginning.
+        # Senders that do not set their own previews send the start of the arguments.
         found["headers"] |= {"argsrepr": PURGED, "kwargsrepr": PURGED}
         data = json.dumps(clean).encode()
         data = encoding.pack(data) if packed else data
@@ -115,38 +115,38 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         return None
 
 
-def _reduced(value: Any, posts: Collection[str]) -> Any:
-    """The value with each of these posts reduced to its id, however deep: callbacks have posts as well."""
+def _redact(value: Any, posts: Collection[str]) -> Any:
+    """Reduce each of these posts in a JSON value to its id, at any depth: callbacks can contain posts too."""
     if isinstance(value, list):
-        return [_reduced(item, posts) for item in value]
+        return [_redact(item, posts) for item in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() & OTHER_FIELDS and _id(value.get("id")) in posts:
+    if value.keys() & OTHER_FIELDS and _post_id(value.get("id")) in posts:
         return {"id": value["id"]}
     clean = {
-        name: _bare(item, posts) if name == "posts" and isinstance(item, list) else _reduced(item, posts)
+        name: _redact_list(item, posts) if name == "posts" and isinstance(item, list) else _redact(item, posts)
         for name, item in value.items()
     }
-    if clean.get("task") == CLASSIFY_TASK and "args" in clean:  # a callback
-        clean["args"] = _bare_first(clean["args"], posts)
+    if clean.get("task") == CLASSIFY_TASK and "args" in clean:  # a callback's signature
+        clean["args"] = _redact_arguments(clean["args"], posts)
     return clean
 
 
-def _bare_first(args: Any, posts: Collection[str]) -> Any:
-    """Positional arguments of a classification, of which the first is its list of posts."""
+def _redact_arguments(args: Any, posts: Collection[str]) -> Any:
+    """Reduce the posts in the positional arguments of a classification, whose first item is the list of posts."""
     if isinstance(args, list) and args and isinstance(args[0], list):
-        return [_bare(args[0], posts), *args[1:]]
+        return [_redact_list(args[0], posts), *args[1:]]
     return args
 
 
-def _bare(items: list[Any], posts: Collection[str]) -> list[Any]:
-    """The items of a list of posts, reduced whatever fields they have: a sender may add unknown ones."""
+def _redact_list(items: list[Any], posts: Collection[str]) -> list[Any]:
+    """Reduce these posts in a list of posts, even if they have only unknown fields."""
     return [
-        {"id": item["id"]} if isinstance(item, dict) and _id(item.get("id")) in posts else _reduced(item, posts)
+        {"id": item["id"]} if isinstance(item, dict) and _post_id(item.get("id")) in posts else _redact(item, posts)
         for item in items
     ]
 
 
-def _id(value: object) -> str | None:
-    """As `Post` takes it."""
+def _post_id(value: object) -> str | None:
+    """Return an id in the form of `Post.id`; None for other types."""
     return str(value).encode("utf-8", "replace").decode().strip() if isinstance(value, str | int | float) else None

@@ -1,12 +1,12 @@
-"""Reads the stream of results: on from a place of one's own, or as a member of a consumer group.
+"""Read the results stream, from a private cursor or as a member of a consumer group, and report missed results.
 
-XREAD alone would not do. Redis trims the stream whether it was read or not, and XREAD then goes on at the oldest entry
-that is left without a word. So entries are fetched by a script, which in the same moment compares where the reader
-stands with what the store has counted (shared/results.py): how many entries were written, trimmed, and are there. What
-is neither was purged, and is nobody's loss. XREAD only waits. Redis 7 has figures of its own (`entries-added`, a
-group's `entries-read`), but 6.2 has not, and they cannot tell a purged entry from a trimmed one.
+XREAD alone cannot report them: Redis trims entries whether or not they were read, and XREAD then silently continues at
+the oldest entry left. So a script fetches entries and, atomically, compares the reader's position with the store's
+counters (shared/results.py): entries written, trimmed and present. Entries that are neither present nor trimmed were
+purged, and are not reported. XREAD is used only to wait. Redis 7 has similar figures (`entries-added`, a group's
+`entries-read`), but Redis 6.2 does not, and they cannot distinguish purged from trimmed entries.
 
-Nothing here knows the command, or Celery's tasks.
+Knows nothing of the command line or of Celery's tasks.
 """
 
 import logging
@@ -33,20 +33,20 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Fetches the next entries, and says what was trimmed before them.
+#: Fetches the next entries and reports what was trimmed before them.
 #:
 #:   KEYS[1]  feedmill:results   stream     KEYS[2]  feedmill:counters  hash    KEYS[3]  feedmill:groups  hash
 #:   ARGV[1]  entries, at most              ARGV[2]  the group, or ""           ARGV[3]  its member
-#:   without a group: ARGV[4]  id of the entry that was read last, or "$" for the stream's end
-#:                    ARGV[5]  its place, as the last call returned it, or ""
+#:   without a group: ARGV[4]  id of the last entry read, or "$" for the end of the stream
+#:                    ARGV[5]  the position returned by the last call, or ""
 #:
-#: A member first gets what is pending with it: what it was given and has not acknowledged. A place is an id with the
-#: numbers of entries that were written until then, trimmed and purged; a group's is kept in KEYS[3].
+#: A group's member first receives its pending entries: delivered to it, but not acknowledged. A position is an entry's
+#: id with the numbers of entries written up to it, trimmed, and purged. A group's position is stored in KEYS[3].
 #:
-#: Returns, of the entries: whether they were pending, {id, fields} of each (false for the fields where it is gone), the
-#: id that was read last before, that now, the place; of what was trimmed in between: how many entries are gone (-1:
-#: nobody knows), and how many were purged meanwhile, of these or others; of the stream: its first id, how many entries
-#: were ever trimmed, and ever purged.
+#: Returns ten values. On the entries: 1 if they were pending, else 0; {id, fields} of each, with false as the fields of
+#: a deleted entry; the id of the last entry read before this call, and after it; the new position. On the gap before
+#: them: the number of missing entries, -1 if unknown; the number of entries purged meanwhile, in the gap or elsewhere.
+#: On the stream: its first id; all entries ever trimmed; all ever purged.
 FETCH = """
 local stream, group, count = KEYS[1], ARGV[2], tonumber(ARGV[1])
 local counts = redis.call('HMGET', KEYS[2], 'stored', 'trimmed')
@@ -77,7 +77,7 @@ if cursor == '$' then
   local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   cursor, position, purged_then = newest and newest[1] or '0-0', stored, purged
 else
-  -- Nothing that is this old is left: what came after it may be trimmed as well.
+  -- If no entry this old is left, entries after it may have been trimmed as well.
   local behind = length > 0 and #redis.call('XRANGE', stream, '-', cursor, 'COUNT', 1) == 0
   if behind and position then
     if trimmed > tonumber(trimmed_then) then
@@ -109,20 +109,21 @@ if group ~= '' and now ~= '' and now ~= place then
       if not groups[known] then redis.call('HDEL', KEYS[3], known) end
     end
   end
-  redis.pcall('HSET', KEYS[3], group, now) -- a Redis that is full refuses, and must be read all the same
+  redis.pcall('HSET', KEYS[3], group, now) -- pcall: reading must work even if a full Redis refuses the write
 end
 return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged}
 """
 
-#: Takes over entries that a member of the group was given and has not acknowledged for a while, and forgets members
-#: that are gone and owe nothing.
+#: Takes over entries that another member received but has not acknowledged for a while, and removes members that are
+#: inactive and have no pending entries.
 #:
-#:   KEYS[1]  feedmill:results  stream      ARGV[1]  the group           ARGV[2]  the member that takes over
-#:   ARGV[3]  milliseconds after which      ARGV[4]  id to begin with    ARGV[5]  entries, at most
-#:   ARGV[6]  milliseconds of silence after which a member is forgotten
+#:   KEYS[1]  feedmill:results   stream       ARGV[1]  the group          ARGV[2]  the member that takes over
+#:   KEYS[2]  feedmill:counters  hash         ARGV[4]  id to start from   ARGV[5]  entries, at most
+#:   ARGV[3]  milliseconds after which an entry is taken over
+#:   ARGV[6]  milliseconds of inactivity after which a member is removed
 #:
-#: Returns the id to begin with next time, "0-0" at the end; the ids that no entries are left of (Redis 7 and newer; on
-#: 6.2 they are taken over); the stream's first id, how many entries were ever trimmed, and ever purged.
+#: Returns the id to start from next time, "0-0" at the end; the ids of deleted entries (Redis 7 and newer; Redis 6.2
+#: takes them over); the stream's first id; all entries ever trimmed; all ever purged.
 CLAIM = """
 local stream, group, member = KEYS[1], ARGV[1], ARGV[2]
 local claimed = redis.call('XAUTOCLAIM', stream, group, member, ARGV[3], ARGV[4], 'COUNT', ARGV[5], 'JUSTID')
@@ -139,49 +140,49 @@ local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
 return {claimed[1], claimed[3] or {}, first and first[1] or '', trimmed, stored - trimmed - redis.call('XLEN', stream)}
 """
 
-#: Entries that one call fetches: by a follower, and by a member of a group, which owes them until it is through.
+#: Entries per fetch: for a follower; and for a group's member, where other members wait for them if it stops.
 FOLLOWED_AT_ONCE, GIVEN_AT_ONCE = 500, 100
-#: Seconds after which what a member was given and has not acknowledged is another's.
+#: Seconds without acknowledgement after which another member takes over an entry.
 CLAIM_AFTER = 60.0
-#: Of that time: between two looks for such entries; and after which a member looks what is still its own.
-CLAIM_EVERY, STALE_AFTER = 0.25, 0.5
-#: Seconds between two looks, at least.
-LEAST_PAUSE = 0.1
-#: Seconds of silence after which a member of a group that owes nothing is forgotten. Its name may come back.
-FORGET_AFTER = 3600
-#: Seconds that a reader waits for an entry before it looks after other things.
+#: Fractions of that time: interval between takeovers; and age at which a member re-reads its own pending entries.
+CLAIM_FRACTION, STALE_FRACTION = 0.25, 0.5
+#: Minimum seconds between takeovers.
+MIN_CLAIM_INTERVAL_S = 0.1
+#: Seconds of inactivity after which a member without pending entries is removed. Its name can be used again.
+MEMBER_TTL_S = 3600
+#: Maximum seconds that a reader waits for an entry before it returns to its caller.
 WAIT = 1.0
-#: Seconds before a lost connection is tried again; the last one as often as it takes.
+#: Delays before reconnecting, in seconds. The last one repeats.
 PAUSES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
-#: What a group, and a member of one, may be called.
+#: Valid names of groups and members.
 NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
-#: Seconds since 1970, until the year 9999.
+#: Seconds since 1970: the end of the year 9999.
 LATEST = 253_402_300_800
-#: The greatest second half of an entry's id, whose first are milliseconds since 1970.
+#: Largest sequence number of an entry id, `<milliseconds since 1970>-<sequence number>`.
 LAST_OF_MILLISECOND = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Missed:
-    """Results that were trimmed before they were read, between two times, in seconds since 1970."""
+    """Results that were trimmed before they were read. Times are seconds since 1970."""
 
-    #: How many; None where that is not known. None of them was purged.
+    #: Number of trimmed results, without purged ones; None if unknown.
     count: int | None
-    #: When the last one before them was written, and the first one after them.
+    #: Times of the last entry before the gap, and of the first entry after it.
     since: float
     until: float
-    #: At most so many, where posts were purged meanwhile, and it is not known which; None where it is not known at all.
+    #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
     at_most: int | None = None
 
 
 class Wanted(NamedTuple):
-    """Which results are handed out; None for all."""
+    """Filter for results. None matches all."""
 
-    #: The best label, exactly as it is written.
+    #: Best label, matched exactly.
     label: str | None = None
-    #: Of the best label, at least.
+    #: Minimum score of the best label.
     min_score: float | None = None
-    #: In any case, with "r/" or without.
+    #: Subreddit, case-insensitive, with or without "r/".
     subreddit: str | None = None
 
     def has(self, result: Result) -> bool:
@@ -189,7 +190,7 @@ class Wanted(NamedTuple):
         return (
             (self.label is None or found.label == self.label)
             and (self.min_score is None or found.scores[found.label] >= self.min_score)
-            and (self.subreddit is None or _plain(result.post.subreddit or "") == _plain(self.subreddit))
+            and (self.subreddit is None or _normalize(result.post.subreddit or "") == _normalize(self.subreddit))
         )
 
 
@@ -197,41 +198,45 @@ ALL = Wanted()
 
 
 class Read(NamedTuple):
-    """Something for the reader, and the entries that are acknowledged when it was taken."""
+    """An item for the caller, and the entries to acknowledge once it is processed."""
 
     item: Result | Missed
     ids: tuple[str, ...] = ()
 
 
 class Reader(Protocol):
-    """Where results come from. Every method raises redis.exceptions.RedisError."""
+    """A source of results. Every method raises redis.exceptions.RedisError."""
 
     @property
     def stale(self) -> bool:
-        """Whether what was read last, and is not acknowledged, may be another's by now: read again."""
+        """True if unacknowledged items may have been taken over by another member: call `read` again."""
 
     def read(self) -> list[Read] | None:
-        """What is there, without waiting; None where nothing is, an empty list where nothing of it is wanted."""
+        """Return available items without waiting. None if there are none; an empty list if none match the filter."""
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as there may be something to read, at the latest after `seconds`."""
+        """Return as soon as there may be something to read, or after `seconds`."""
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """These were taken, and need not come again. Acknowledge before the next `read`, or they do."""
+        """Mark entries as processed. Call before the next `read`, which otherwise returns them again."""
 
 
 class Follower:
-    """Keeps its place itself: each result once, for as long as this object lives."""
+    """A reader with a private cursor. Returns each result once during its lifetime."""
 
     stale = False
 
     def __init__(self, redis: Redis, wanted: Wanted = ALL, since: float | None = None, history: int = 0) -> None:
-        """since: seconds since 1970; None: the stream's end. history: how many of those before come first."""
+        """Create a follower.
+
+        since: start time, in seconds since 1970; None for the stream's end. history: number of earlier results to read
+        first.
+        """
         self._redis = redis
         self._wanted = wanted
         self._history = history
-        self._cursor = "$" if since is None else _just_before(since)
-        self._place = ""
+        self._cursor = "$" if since is None else _last_id_before(since)
+        self._position = ""
         self._fetch: Any = redis.register_script(FETCH)
 
     def read(self) -> list[Read] | None:
@@ -245,9 +250,9 @@ class Follower:
 
     def _read(self) -> list[Read] | None:
         answer = self._fetch(
-            keys=[RESULTS_STREAM, COUNTERS, GROUPS], args=[FOLLOWED_AT_ONCE, "", "", self._cursor, self._place]
+            keys=[RESULTS_STREAM, COUNTERS, GROUPS], args=[FOLLOWED_AT_ONCE, "", "", self._cursor, self._position]
         )
-        _, entries, before, self._cursor, self._place, gone, meanwhile, *_ = answer
+        _, entries, before, self._cursor, self._position, gone, meanwhile, *_ = answer
         if not entries:
             return None
         reads = [Read(missed) for missed in _missed(before, entries, gone, meanwhile)]
@@ -257,14 +262,14 @@ class Follower:
         self._redis.xread({RESULTS_STREAM: self._cursor}, count=1, block=_milliseconds(seconds))
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """Nothing is owed."""
+        """Do nothing: followers have no pending entries."""
 
 
 class GroupReader:
-    """A member of a consumer group: its members share the stream, and each result is given until one acknowledges it.
+    """A member of a consumer group. Members share the stream; an entry is delivered until a member acknowledges it.
 
-    Results that are not wanted are acknowledged unseen, for the whole group. No two processes may bear one name: each
-    would be given what the other has in hand.
+    Results that do not match the filter are acknowledged at once, for the whole group. Member names must be unique:
+    two processes with the same name would receive each other's pending entries.
     """
 
     def __init__(
@@ -276,37 +281,37 @@ class GroupReader:
         since: float | None = None,
         claim_after: float = CLAIM_AFTER,
     ) -> None:
-        """since: where the group begins, if it is new; see `Follower`. claim_after: seconds, see CLAIM_AFTER."""
+        """Create a member. since: start of a new group, as in `Follower`. claim_after: seconds, see CLAIM_AFTER."""
         self._redis = redis
         self._group = group
         self._consumer = consumer
         self._wanted = wanted
         self._claim_after = claim_after
-        #: Where the group stands; where to begin with as long as there is none.
-        self._cursor = "$" if since is None else _just_before(since)
+        #: The group's position. Start position if the group does not exist yet.
+        self._cursor = "$" if since is None else _last_id_before(since)
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
-        #: Taken, and not yet acknowledged.
-        self._taken: list[str] = []
-        #: To be told with what is read next.
-        self._found: list[Read] = []
+        #: Entries to acknowledge.
+        self._to_acknowledge: list[str] = []
+        #: Items to return from the next `read`.
+        self._lost_items: list[Read] = []
         self._fetch: Any = redis.register_script(FETCH)
         self._claim: Any = redis.register_script(CLAIM)
 
     @property
     def stale(self) -> bool:
-        return time.monotonic() - self._read_at > self._claim_after * STALE_AFTER
+        return time.monotonic() - self._read_at > self._claim_after * STALE_FRACTION
 
     def read(self) -> list[Read] | None:
         self._send_acknowledgements()
         if time.monotonic() >= self._claim_at:
-            self._found += self._take_over()
+            self._lost_items += self._claim_entries()
         self._read_at = time.monotonic()
         answer = self._in_group(
             self._fetch, [RESULTS_STREAM, COUNTERS, GROUPS], [GIVEN_AT_ONCE, self._group, self._consumer, "", ""]
         )
         pending, entries, before, cursor, _, gone, meanwhile, *figures = answer
-        reads, self._found = self._found, []
+        reads, self._lost_items = self._lost_items, []
         if pending:
             reads += self._lost([entry_id for entry_id, fields in entries if fields is None], *figures)
             entries = [entry for entry in entries if entry[1] is not None]
@@ -319,48 +324,48 @@ class GroupReader:
             if result and self._wanted.has(result):
                 reads.append(Read(result, (entry_id,)))
             else:
-                self._taken.append(entry_id)
+                self._to_acknowledge.append(entry_id)
         return reads
 
     def wait(self, seconds: float) -> None:
-        # Not XREADGROUP: it would hand entries out without the script's look at what was trimmed.
+        # Not XREADGROUP: it would deliver entries without checking for trimmed ones.
         seconds = min(seconds, self._claim_at - time.monotonic())
         if seconds > 0:
             self._redis.xread({RESULTS_STREAM: self._cursor}, count=1, block=_milliseconds(seconds))
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """What cannot be sent now is sent before the next reading."""
-        self._taken.extend(ids)
+        """Acknowledge entries. If Redis is unreachable, the next `read` sends the acknowledgement."""
+        self._to_acknowledge.extend(ids)
         with suppress(ConnectionFault, TimeoutFault):
             self._send_acknowledgements()
 
     def _send_acknowledgements(self) -> None:
-        if self._taken:
-            self._redis.xack(RESULTS_STREAM, self._group, *self._taken)
-            self._taken.clear()
+        if self._to_acknowledge:
+            self._redis.xack(RESULTS_STREAM, self._group, *self._to_acknowledge)
+            self._to_acknowledge.clear()
 
-    def _take_over(self) -> list[Read]:
-        """Make the silent members' entries pending here, from where the next fetch takes them."""
+    def _claim_entries(self) -> list[Read]:
+        """Take over entries that other members did not acknowledge. The next fetch returns them as pending."""
         idle = _milliseconds(self._claim_after)
-        arguments = [self._group, self._consumer, idle, self._claim_from, GIVEN_AT_ONCE, FORGET_AFTER * 1000]
+        arguments = [self._group, self._consumer, idle, self._claim_from, GIVEN_AT_ONCE, MEMBER_TTL_S * 1000]
         self._claim_from, gone, *figures = self._in_group(self._claim, [RESULTS_STREAM, COUNTERS], arguments)
-        # Where more are to be taken over, they are when these are done.
-        pause = max(self._claim_after * CLAIM_EVERY, LEAST_PAUSE) if self._claim_from == "0-0" else 0.0
+        # Continue right after this batch if more entries can be taken over.
+        pause = max(self._claim_after * CLAIM_FRACTION, MIN_CLAIM_INTERVAL_S) if self._claim_from == "0-0" else 0.0
         self._claim_at = time.monotonic() + pause
         return self._lost(gone, *figures)
 
     def _lost(self, ids: Sequence[str], first: str, trimmed: int, purged: int) -> list[Read]:
-        """What is to be said of entries that were given to somebody, and are there no more."""
-        # Trimming takes the oldest: what is younger than the first one left was purged.
+        """Report pending entries that no longer exist."""
+        # Trimming removes the oldest entries. Missing entries newer than the stream's first one were purged.
         lost = [entry_id for entry_id in ids if trimmed and first and _order(entry_id) < _order(first)]
-        self._taken.extend(set(ids).difference(lost))
+        self._to_acknowledge.extend(set(ids).difference(lost))
         if not lost:
             return []
         count = None if purged else len(lost)
-        return [Read(Missed(count, _written(lost[0]), _written(lost[-1]), len(lost)), tuple(lost))]
+        return [Read(Missed(count, _written_at(lost[0]), _written_at(lost[-1]), len(lost)), tuple(lost))]
 
     def _in_group(self, script: Any, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Run a script; where there is no such group, make it first."""
+        """Run a script. Create the group first if it does not exist."""
         try:
             return script(keys=keys, args=arguments)
         except ResponseError as fault:
@@ -369,7 +374,7 @@ class GroupReader:
         try:
             self._redis.xgroup_create(RESULTS_STREAM, self._group, id=self._cursor, mkstream=True)
         except ResponseError as fault:
-            if "BUSYGROUP" not in str(fault):  # another member was quicker
+            if "BUSYGROUP" not in str(fault):  # another member created it first
                 raise
         return script(keys=keys, args=arguments)
 
@@ -383,34 +388,37 @@ def open_reader(
     history: int = 0,
     claim_after: float = CLAIM_AFTER,
 ) -> Reader:
-    """The reader for these wishes. consumer: unset, this host and process. Raises UserError for a bad one."""
+    """Create a follower, or a member of a group. Raises UserError for invalid values.
+
+    consumer: the member's name; the default is made of the host's name and the process id.
+    """
     if wanted.min_score is not None and not math.isfinite(wanted.min_score):
-        raise UserError(f"{wanted.min_score} is no score that results could have at least.")
-    if wanted.subreddit is not None and not _plain(wanted.subreddit):
-        raise UserError(f"{printable(wanted.subreddit)!r:.80} is no subreddit's name; write python, or r/python.")
+        raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
+    if wanted.subreddit is not None and not _normalize(wanted.subreddit):
+        raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
     if since is not None and not 0 <= since < LATEST:
-        raise UserError(f"{since} is no time to read from: give seconds since 1970.")
+        raise UserError(f"since must be in seconds since 1970, before the year 10000, not {since}.")
     if group is None:
         if consumer is not None:
-            raise UserError("A consumer is a member of a group: name the group as well, or leave out the consumer.")
+            raise UserError("consumer requires a group. Name the group as well, or leave out the consumer.")
         return Follower(redis, wanted, since, history)
     if not 0 < claim_after < LATEST:
-        raise UserError(f"{claim_after} is no time after which to take over: give seconds, more than 0.")
+        raise UserError(f"claim_after must be a positive number of seconds, not {claim_after}.")
     if consumer is None:
         consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname():.48}-{os.getpid()}")
     for what, name in (("group", group), ("consumer", consumer)):
         if not NAME.fullmatch(name):
             raise UserError(
-                f"'{printable(name):.80}' is no name of a {what}: give 1 to 64 letters, digits, or any of - _ . : @"
+                f"'{printable(name):.80}' is not a valid {what} name. Use 1 to 64 letters, digits, or any of - _ . : @"
             )
     return GroupReader(redis, group, consumer, wanted, since, claim_after)
 
 
 def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator[list[Read]]:
-    """What a reader reads, as it comes; an empty list at least whenever nothing came for `wait` seconds.
+    """Yield batches of items as they arrive; an empty list at least every `wait` seconds.
 
-    Goes on after a lost connection, for as long as it takes; without `follow` ends where nothing is left. The caller
-    acknowledges. Raises redis.exceptions.RedisError when Redis does not answer at all, or refuses.
+    Reconnects for as long as it takes. Without `follow`, stops at the end of the stream. The caller acknowledges.
+    Raises redis.exceptions.RedisError if the first attempt fails, or if Redis refuses a command.
     """
     answered, failures = False, 0
     while True:
@@ -422,12 +430,12 @@ def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator
             if not answered or isinstance(fault, AuthenticationError):
                 raise
             if not failures:
-                logger.warning("Redis does not answer (%s); trying again until it does", fault)
+                logger.warning("Redis does not answer (%s); retrying until it does", fault)
             time.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
             failures += 1
             continue
         if failures:
-            logger.warning("Redis answers again; going on at the same place")
+            logger.warning("Redis answers again; continuing at the same position")
         answered, failures = True, 0
         if batch is None and not follow:
             return
@@ -435,17 +443,17 @@ def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator
 
 
 def items(reader: Reader, follow: bool = True) -> Iterator[Result | Missed]:
-    """Item by item; each is acknowledged when the next one is asked for. Otherwise as `batches`."""
+    """Yield single items, each acknowledged when the next one is requested. Otherwise like `batches`."""
     for batch in batches(reader, follow):
         for item, ids in batch:
             yield item
             reader.acknowledge(ids)
             if reader.stale and isinstance(item, Result):
-                break  # the rest is still pending here, or was taken over: the next reading tells
+                break  # the rest is still pending, or was taken over; the next `read` decides
 
 
 def newest(redis: Redis, count: int, wanted: Wanted = ALL, until: str = "+") -> list[Result]:
-    """The newest `count` results that are wanted, up to an entry's id, oldest of them first."""
+    """Return the newest `count` matching results up to the entry id `until`, oldest first."""
     found: list[Result] = []
     while len(found) < count:
         at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == ALL else FOLLOWED_AT_ONCE
@@ -459,7 +467,7 @@ def newest(redis: Redis, count: int, wanted: Wanted = ALL, until: str = "+") -> 
 
 @contextmanager
 def told_plainly(settings: Settings) -> Iterator[None]:
-    """As shared.broker's; and where a key holds what is not Feedmill's, says so. Raises RedisError."""
+    """Extend shared.broker's `told_plainly` with an error for keys that another application uses. Raises RedisError."""
     try:
         with broker.told_plainly(settings):
             yield
@@ -467,48 +475,51 @@ def told_plainly(settings: Settings) -> Iterator[None]:
         if "WRONGTYPE" not in str(fault):
             raise
         raise RedisError(
-            f"Redis at {settings.redis_address} holds something else under a name of Feedmill's, {RESULTS_STREAM} most "
-            "likely: another application uses it as well. Set another database, as in redis://host:6379/1."
+            f"Redis at {settings.redis_address} holds another application's data under a key of Feedmill's, probably "
+            f"{RESULTS_STREAM}. Set another database in FEEDMILL_REDIS_URL, for example redis://host:6379/1."
         ) from None
 
 
 def _results(entries: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Result | None]]:
-    """(entry id, result) of each; None for what somebody else wrote, which would hold up a group for ever."""
+    """Yield (entry id, result). The result is None for unreadable entries, which would block a group forever."""
     for entry_id, fields in entries:
         try:
             by_name = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
             yield entry_id, read_entry(by_name)
         except (ValueError, KeyError, TypeError) as error:
-            logger.warning("entry %s of %s cannot be read and is skipped: %r", entry_id, RESULTS_STREAM, error)
+            logger.warning("skipping unreadable entry %s of %s: %r", entry_id, RESULTS_STREAM, error)
             yield entry_id, None
 
 
 def _missed(before: str, entries: Sequence[Sequence[Any]], gone: int, purged: int) -> list[Missed]:
-    """What is to be said when so many entries are gone between one that was read and these."""
+    """Report missing entries before these.
+
+    gone: number of missing entries, -1 if unknown. purged: number of entries purged meanwhile.
+    """
     if not gone:
         return []
     at_most = gone if gone > 0 else None
-    return [Missed(None if purged else at_most, _written(before), _written(entries[0][0]), at_most)]
+    return [Missed(None if purged else at_most, _written_at(before), _written_at(entries[0][0]), at_most)]
 
 
-def _plain(subreddit: str) -> str:
-    """In the form in which subreddits are compared: "/r/Python" is "python"."""
+def _normalize(subreddit: str) -> str:
+    """Normalize a subreddit's name for comparison: "/r/Python" becomes "python"."""
     return subreddit.strip().casefold().removeprefix("/").removeprefix("r/").removesuffix("/")
 
 
-def _just_before(since: float) -> str:
-    """The id after which entries come that were written from then on."""
+def _last_id_before(since: float) -> str:
+    """Return the largest entry id before a time, so that reading after it starts at that time."""
     first = int(since * 1000)
     return f"{first - 1}-{LAST_OF_MILLISECOND}" if first > 0 else "0-0"
 
 
 def _milliseconds(seconds: float) -> int:
-    """At least one: to Redis none means for ever."""
+    """Convert to milliseconds, at least 1: Redis treats 0 as forever."""
     return max(1, math.ceil(seconds * 1000))
 
 
-def _written(entry_id: str) -> float:
-    """When an entry was written, in seconds since 1970: its id tells."""
+def _written_at(entry_id: str) -> float:
+    """Return when an entry was written, in seconds since 1970, from its id."""
     return int(entry_id.partition("-")[0]) / 1000
 
 

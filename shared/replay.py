@@ -1,9 +1,8 @@
-"""Writes of the last seconds, repeated when Redis may have lost them.
+"""Repeat the writes of the last seconds when Redis may have lost them.
 
-A Redis that is killed can lose the last second of its append-only file, and a replica that takes its place what the
-master had not passed on: always the latest writes. A worker that stored a result before that and acknowledges its
-message after it would lose the result. A lost connection is the sign: no connection survives the server that it led
-to. Each new connection asks which server it is: as long as it is the same one, nothing was lost.
+A killed Redis can lose the last second of its append-only file. A promoted replica can lack what its master had not
+yet replicated. A worker could then acknowledge a message whose result was lost. Such a loss always closes connections,
+so each new connection checks the server's identity. If the server is the same, nothing was lost.
 """
 
 import re
@@ -17,19 +16,19 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 T = TypeVar("T")
-#: Seconds of writes that a Redis may lose: two of its append-only file while the disk is slow; of a replica ten, with
-#: the `min-replicas-max-lag` that docs/durability.md advises.
-LOSABLE = 10.0
-#: Bytes of writes that are kept, at most.
-MOST_KEPT = 64 * 2**20
+#: Seconds of writes that Redis may lose: two with a slow disk and an append-only file; ten with a replica and the
+#: `min-replicas-max-lag` recommended in docs/durability.md.
+LOSABLE_S = 10.0
+#: Maximum bytes of writes kept for repetition.
+MAX_KEPT_BYTES = 64 * 2**20
 
 
 class Connections:
-    """Notices when a client is connected to another server; pass it to redis-py as `redis_connect_func`."""
+    """Identity of the server that a client is connected to. Pass an instance to redis-py as `redis_connect_func`."""
 
     def __init__(self) -> None:
-        #: The server's `run_id` and `master_replid`, which changes when a replica takes its place; an object of its own
-        #: where it does not tell, which equals no other; None before `start`, since not every user may ask.
+        #: The server's `run_id` and `master_replid`; the latter changes when a replica is promoted. A unique object if
+        #: the server does not tell them. None before `start`: not every user has permission for INFO.
         self.latest: object = None
 
     def __call__(self, connection: Any) -> None:
@@ -39,14 +38,14 @@ class Connections:
             self._note(connection.read_response)
 
     def start(self, redis: Redis) -> None:
-        """Ask for the server from now on. Raises redis.exceptions.RedisError."""
+        """Start identifying the server on each connection. Raises redis.exceptions.RedisError."""
         if self.latest is None:
             self._note(redis.info)
 
     def _note(self, ask: Callable[[], object]) -> None:
         try:
             found = re.findall(r"\b(?:run_id|master_replid)\W+(\w+)", str(ask()))
-        except ResponseError:  # this user may not ask
+        except ResponseError:  # no permission for INFO
             found = []
         self.latest = tuple(found) or object()
 
@@ -58,9 +57,9 @@ class _Write(NamedTuple):
 
 
 class Replay:
-    """The latest idempotent writes of one client, which it repeats to each new server. Thread-safe.
+    """Recent idempotent writes of one client, repeated to each new server. Thread-safe.
 
-    redis: of `shared.broker.connect`; over any other client, nothing is kept or repeated.
+    redis: a client of `shared.broker.connect`. With any other client, nothing is kept or repeated.
     """
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,18 +67,18 @@ class Replay:
         self._clock = clock
         found = redis.connection_pool.connection_kwargs.get("redis_connect_func")
         self._connections = found if isinstance(found, Connections) else None
-        #: The server that has all that is kept; None before there is any.
+        #: The server that has received all kept writes; None before the first write.
         self._seen: object = None
         self._kept: deque[_Write] = deque()
         self._size = 0
-        #: When Redis was last known to answer: what it lost was written LOSABLE seconds before at most.
+        #: Time of Redis' last answer. Writes more than LOSABLE_S seconds older than this are safe.
         self._contact = clock()
         self._lock = threading.RLock()
 
     def write(self, write: Callable[[], T], size: int) -> T:
-        """Return what `write` does, when all that Redis may have lost is written again. Raises redis' errors.
+        """Call `write` and return its result, then repeat writes that Redis may have lost. Raises redis-py's errors.
 
-        size: bytes of it.
+        size: bytes of the write.
         """
         with self._lock:
             written = write()
@@ -88,7 +87,7 @@ class Replay:
             return written
 
     def keep(self, write: Callable[[], object], size: int) -> None:
-        """Note what Redis holds already: it is written again if Redis loses it. Raises redis' errors the first time."""
+        """Keep a finished write for repetition. Only the first call accesses Redis, and can raise redis-py's errors."""
         if self._connections is None:
             return
         with self._lock:
@@ -97,19 +96,19 @@ class Replay:
                 self._seen = self._connections.latest
             self._kept.append(_Write(write, size, self._clock()))
             self._size += size
-            while self._size > MOST_KEPT:
+            while self._size > MAX_KEPT_BYTES:
                 self._size -= self._kept.popleft().size
 
     def check(self) -> None:
-        """Ask Redis for a sign of life while it may lose something, and catch up. Raises redis' errors."""
+        """Ping Redis if it may still lose a kept write, then catch up. Raises redis-py's errors."""
         if self._kept:
             self._redis.ping()
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Repeat what is kept, where the server is new; forget what Redis can no longer lose. Raises redis' errors.
+        """Repeat kept writes if the server is new, and forget writes that are safe. Raises redis-py's errors.
 
-        To be called after a command has succeeded: while Redis is away, nothing is forgotten.
+        Call after a successful command: while Redis is unreachable, nothing may be forgotten.
         """
         with self._lock:
             while self._connections and self._seen is not None and self._seen != (latest := self._connections.latest):
@@ -117,12 +116,12 @@ class Replay:
                 self._forget(self._contact)
                 for _ in range(len(self._kept)):
                     self._kept[0].repeat()
-                    # Moved to the end with a new time: it can be lost once more.
+                    # Keep it with a new time: the new server can lose it too.
                     self._kept.append(self._kept.popleft()._replace(at=now))
                 self._seen = latest
             self._contact = self._clock()
             self._forget(self._contact)
 
     def _forget(self, now: float) -> None:
-        while self._kept and now - self._kept[0].at > LOSABLE:
+        while self._kept and now - self._kept[0].at > LOSABLE_S:
             self._size -= self._kept.popleft().size

@@ -1,9 +1,8 @@
-"""The results store: exactly once by fingerprint, and a stream that readers can follow.
+"""The results store: each result exactly once by fingerprint, and a stream for readers.
 
-A micro-batch is written by one script: each classification is set if absent, and only what was new is
-appended to the stream. A message that is delivered twice, or by two workers at once, therefore leaves one
-result and one stream entry. Nor is a post a dead letter twice, for as long as the first is there. The store knows
-nothing of models or of Celery.
+One script writes a micro-batch. It sets each classification if absent, and appends only new ones to the stream. So a
+message that is delivered twice, or to two workers at once, leaves one result and one stream entry. A post has at most
+one dead letter per request while the first one exists. Knows nothing of models or of Celery.
 """
 
 import json
@@ -24,20 +23,20 @@ from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Writes one micro-batch. Of a post that has a tombstone nothing is kept: a worker may have had it when it was purged.
+#: Writes one micro-batch. Skips posts with a tombstone: a worker may have held a post when it was purged.
 #:
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
 #:   KEYS[5+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
 #:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
-#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the stream of results
-#:   ARGV[3]  length of that of dead letters  ARGV[4]  ttl of counts by label, seconds
-#:   ARGV[5]  labels that are counted in an hour, at most
-#:   ARGV[6], ARGV[7]  what the names of each result's two keys begin with
-#:   ARGV[8]  id, fingerprint and label of each result, in JSON: redis-py takes longer over many arguments than Redis
-#:   ARGV[9+] classification and post of each result; after them, id and letter of each dead letter
+#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
+#:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
+#:   ARGV[5]  maximum labels counted per hour
+#:   ARGV[6], ARGV[7]  prefixes of the names of each result's two keys
+#:   ARGV[8]  id, fingerprint and label of each result, as one JSON text: redis-py is slow with many arguments
+#:   ARGV[9+] classification and post of each result; then id and letter of each dead letter
 #:
-#: Returns how many of the results were new, and how many dead letters were trimmed.
+#: Returns the number of new results, and the number of trimmed dead letters.
 WRITE = """
 local results, new, failed, gone, labels = cjson.decode(ARGV[8]), 0, 0, 0, {}
 local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
@@ -82,28 +81,28 @@ end
 return {new, counts.dead_trimmed}
 """
 
-#: Finds results that are there.
+#: Looks up stored results.
 #:
 #:   KEYS[1]  feedmill:counters  hash     feedmill:result:<id>  hash of each post
-#:   ARGV[1]  what the latter's names begin with    ARGV[2]  id and fingerprint of each, in JSON: redis-py takes longer
-#:   over many arguments than Redis does
+#:   ARGV[1]  prefix of the latter's names
+#:   ARGV[2]  id and fingerprint of each post, as one JSON text: redis-py is slow with many arguments
 #:
-#: Returns the classification of each, or false.
+#: Returns the classification of each post, or false.
 FIND = """
 local found, answered = {}, 0
 for i, post in ipairs(cjson.decode(ARGV[2])) do
   found[i] = redis.call('HGET', ARGV[1] .. post[1], post[2])
   if found[i] then answered = answered + 1 end
 end
-if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- refused by a Redis that is full
+if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- pcall: a full Redis refuses it
 return found
 """
 
-#: Notes the scores of posts that have results.
+#: Stores the scores of posts that have results.
 #:
-#:   KEYS[1+] feedmill:result:<id>  hash      ARGV[1]  SCORE, the field    ARGV[2+] score and when, JSON, of each
+#:   KEYS[1+] feedmill:result:<id>  hash      ARGV[1]  SCORE, the field    ARGV[2+] score and time of each, as JSON
 #:
-#: Returns how many of the posts have results.
+#: Returns the number of posts that have results.
 REFRESH = """
 local refreshed = 0
 for i = 1, #KEYS do
@@ -115,58 +114,58 @@ end
 return refreshed
 """
 
-#: Seconds.
+#: Seconds per hour.
 HOUR = 3600
-#: Labels that are counted in one hour, at most: applications may send any; those beyond are not counted.
-LABELS_COUNTED = 1000
-#: Field of a post's hash, beside its classifications, that holds its latest score. No fingerprint is spelt so.
+#: Maximum labels counted per hour, because applications can send any number of labels. Further ones are not counted.
+MAX_LABELS_PER_HOUR = 1000
+#: Field with the latest score, in the hash of a post's classifications. Fingerprints are hex, so none equals it.
 SCORE = "score"
-#: Scores noted by one call of the script: no other command is served meanwhile.
-SCORES_AT_ONCE = 100
-#: Dead letters written by one call of the script: no other command is served meanwhile.
-DEAD_AT_ONCE = 50
+#: Scores per script call. Redis is blocked during a call.
+SCORES_PER_CALL = 100
+#: Dead letters per script call. Redis is blocked during a call.
+DEAD_LETTERS_PER_CALL = 50
 
 
 class Result(NamedTuple):
-    """A post and what it was found to be. In the stream the post's body is clipped."""
+    """A post and its classification. Stream entries contain only the start of the post's body."""
 
     post: Post
     classification: Classification
 
 
 class Counters(NamedTuple):
-    """Posts since the store was made."""
+    """Numbers of posts since the store was created."""
 
     stored: int = 0
-    #: Classified again although the result was there: after a redelivery, say.
+    #: Classified although the result was already stored, for example after a redelivery.
     repeated: int = 0
     failed: int = 0
-    #: Classified, or failed, after they were purged: nothing of them was kept.
+    #: Classified or failed after they were purged. Nothing was stored.
     gone: int = 0
-    #: Asked for again, and answered with the result that was there.
+    #: Answered with the stored result.
     answered: int = 0
-    #: Trimmed from the stream; whoever had not read them by then is told (shared/readers.py).
+    #: Results trimmed from the stream. Readers that missed them are notified (shared/readers.py).
     trimmed: int = 0
-    #: Dead letters trimmed from theirs: nothing is left of them.
+    #: Dead letters trimmed from their stream, and lost.
     dead_trimmed: int = 0
 
 
-#: Entries that are fetched together: a dead letter may have half a megabyte.
+#: Entries per page. One dead letter can be half a megabyte.
 PAGE = 20
 
 
 class Score(NamedTuple):
-    """A post's score where it was posted, as it was seen `at`, in seconds since 1970."""
+    """A post's score on its site at the time `at`, in seconds since 1970."""
 
     score: int
     at: float
 
 
 class ResultsStore:
-    """Reads and writes the results in Redis. Thread-safe, as redis-py's client is.
+    """The store of results and dead letters in Redis. Thread-safe.
 
-    Over a client of `shared.broker.connect`, what was written in the last seconds is written again over each new
-    connection: a Redis that was killed may have lost it (shared/replay.py).
+    With a client of `shared.broker.connect`, writes of the last seconds are repeated when Redis may have lost them
+    (shared/replay.py).
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
@@ -178,24 +177,24 @@ class ResultsStore:
         self._replay = Replay(redis)
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
-        """What is stored under each (post id, fingerprint), in one trip. Raises redis.exceptions.RedisError."""
+        """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
         found = self._find(keys=[COUNTERS], args=[result_key(""), json.dumps(wanted)]) if wanted else []
         return [None if each is None else Classification.model_validate_json(each) for each in found]
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
-        """Store a micro-batch, and the posts that failed; returns how many results were new.
+        """Store a micro-batch's results and dead letters. Return the number of new results.
 
-        Nothing is stored of posts that were purged (shared/purge.py). Raises redis.exceptions.RedisError. Writing the
-        same again is then harmless; counts can come twice.
+        Skips purged posts (shared/purge.py). Idempotent, except that counters can increase twice. Raises
+        redis.exceptions.RedisError.
         """
         if not results and not dead:
             return 0
-        new, trimmed = self._replay.write(*self._writing(results, dead[:DEAD_AT_ONCE]))
-        for start in range(DEAD_AT_ONCE, len(dead), DEAD_AT_ONCE):
-            trimmed += self._replay.write(*self._writing([], dead[start : start + DEAD_AT_ONCE]))[1]
+        new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
+        for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
+            trimmed += self._replay.write(*self._write_call([], dead[start : start + DEAD_LETTERS_PER_CALL]))[1]
         if trimmed:
             logger.warning(
-                "there is no room for more dead letters: the oldest %d are gone. See to the others (`feedmill dead "
+                "trimmed the %d oldest dead letters: their stream is full. Retry or drop dead letters (`feedmill dead "
                 "list`), or raise %sDEAD_LETTERS_LENGTH",
                 trimmed,
                 PREFIX,
@@ -203,16 +202,16 @@ class ResultsStore:
         return int(new)
 
     def keep(self, found: Sequence[Result]) -> None:
-        """Write these again, too, should Redis lose them: stored results that answer a message."""
+        """Keep stored results that answered a message, to repeat their writes if Redis loses them."""
         if found:
-            self._replay.keep(*self._writing(found, ()))
+            self._replay.keep(*self._write_call(found, ()))
 
     def catch_up(self) -> None:
-        """Write again what Redis may have lost meanwhile. Raises redis.exceptions.RedisError."""
+        """Repeat writes that Redis may have lost. Raises redis.exceptions.RedisError."""
         self._replay.check()
 
-    def _writing(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
-        """Return the call of the script, and how many bytes it sends."""
+    def _write_call(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
+        """Return the script call, and the number of bytes that it sends."""
         settings = self._settings
         keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR))]
         arguments: list[Any] = [
@@ -220,7 +219,7 @@ class ResultsStore:
             settings.results_stream_length,
             settings.dead_letters_length,
             settings.label_counts_ttl,
-            LABELS_COUNTED,
+            MAX_LABELS_PER_HOUR,
             result_key(""),
             tombstone_key(""),
             json.dumps([(post.id, found.fingerprint, found.label) for post, found in results]),
@@ -228,61 +227,61 @@ class ResultsStore:
         for post, found in results:
             arguments += [found.model_dump_json(), self._clipped(post)]
         for letter in dead:
-            # "" is no post's id: whoever sent a post without one cannot have it purged.
+            # Posts sent without an id get "", which is not a valid id and cannot be purged.
             post_id = (letter.id or "").strip()
             keys += [tombstone_key(post_id), buried_key(identity(letter))]
             arguments += [post_id, letter.model_dump_json()]
-        # Encoded once: a string in Python takes up to four bytes for each character.
+        # Encoded only once, to bytes: a Python string can take four bytes per character.
         arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
         return partial(self._write, keys=keys, args=arguments), sum(len(each) for each in arguments[7:])
 
     def _clipped(self, post: Post) -> str:
-        """The post as its stream entry carries it."""
+        """Return a post as JSON for its stream entry, with its body truncated."""
         if len(post.body) > self._settings.stream_body:
-            # model_copy does not validate: a body clipped to nothing is fine here.
+            # model_copy skips validation, so a post whose body is truncated to nothing is valid.
             post = post.model_copy(update={"body": post.body[: self._settings.stream_body]})
         return post.model_dump_json(exclude_defaults=True)
 
     def get(self, post_id: str) -> list[Classification]:
-        """Every living classification of a post, oldest first; one for each text, model and label set."""
+        """Return a post's classifications that have not expired, oldest first: one per text, model and label set."""
         found: Any = self._redis.hgetall(result_key(post_id))
         found.pop(SCORE, None)
         classifications = map(Classification.model_validate_json, found.values())
         return sorted(classifications, key=lambda classification: classification.classified_at)
 
     def refresh_scores(self, scores: Mapping[str, int], at: float) -> int:
-        """Note the scores that posts had at a time, in seconds since 1970; returns how many of the posts have results.
+        """Store the scores that posts had at the time `at`, in seconds since 1970. Return how many have results.
 
-        The others' are dropped, and no result lives longer for it. Raises redis.exceptions.RedisError; noting the same
-        scores again is harmless.
+        Skips posts without results, and does not extend the lifetime of results. Idempotent. Raises
+        redis.exceptions.RedisError.
         """
         refreshed = 0
         remaining = iter(scores.items())
-        while some := list(islice(remaining, SCORES_AT_ONCE)):
-            keys = [result_key(post_id) for post_id, _ in some]
-            noted = [json.dumps({"score": score, "at": at}) for _, score in some]
+        while batch := list(islice(remaining, SCORES_PER_CALL)):
+            keys = [result_key(post_id) for post_id, _ in batch]
+            noted = [json.dumps({"score": score, "at": at}) for _, score in batch]
             refreshed += int(self._refresh(keys=keys, args=[SCORE, *noted]))
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
-        """The latest score of a post that has results; None where `refresh_scores` never noted one."""
+        """Return the latest score of a post with results; None if `refresh_scores` never stored one."""
         found: Any = self._redis.hget(result_key(post_id), SCORE)
         return None if found is None else Score(**json.loads(found))
 
     def latest(self, count: int) -> list[Result]:
-        """The newest `count` entries of the stream, oldest of them first."""
+        """Return the newest `count` results of the stream, oldest first."""
         return [read_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
 
     def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
-        """(id, fields) of a stream's newest entries, oldest of them first."""
+        """Return (id, fields) of a stream's newest entries, oldest first."""
         return list(newest_first(self._redis, stream, count))[::-1]
 
     def dead_letters(self, count: int) -> list[DeadLetter]:
-        """The newest `count` dead letters, oldest of them first."""
+        """Return the newest `count` dead letters, oldest first."""
         return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in self._newest(DEAD_LETTERS, count)]
 
     def labels(self, hours: int) -> dict[int, dict[str, int]]:
-        """New results by label in each of the last `hours` hours that had any: hour since 1970 -> label -> count."""
+        """Return the number of new results by label, for each of the last hours with any: hours since 1970 -> label."""
         now = int(time.time() // HOUR)
         wanted = range(now - hours + 1, now + 1)
         pipe: Any = self._redis.pipeline(transaction=False)
@@ -292,9 +291,9 @@ class ResultsStore:
         return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
 
     def entries(self, since: float = 0.0, until: float | None = None, count: int = 500) -> Iterator[tuple[str, Result]]:
-        """(entry id, result) of the stream, oldest first, of those written from `since` on and before `until`.
+        """Yield (entry id, result) for the stream's entries written in [since, until), oldest first.
 
-        Times are seconds since 1970, by Redis' clock. `count` are fetched together: memory stays bounded.
+        Times are seconds since 1970, by Redis' clock. Fetches `count` entries at a time, to bound memory.
         """
         start, end = f"{int(since * 1000)}", "+" if until is None else f"({int(until * 1000)}"
         while entries := cast(list[Any], self._redis.xrange(RESULTS_STREAM, start, end, count=count)):
@@ -303,7 +302,7 @@ class ResultsStore:
             start = f"({entries[-1][0]}"
 
     def counters(self) -> Counters:
-        """How many posts were stored, came again, failed, or were gone, since the store was made."""
+        """Return the counters since the store was created."""
         found: Any = self._redis.hgetall(COUNTERS)
         return Counters(**{name: int(found.get(name, 0)) for name in Counters._fields})
 
@@ -311,9 +310,10 @@ class ResultsStore:
 def newest_first(
     redis: Redis, stream: str, count: int | None = None, since: str = "-"
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (id, fields) of a stream's entries, newest first; PAGE are in memory at a time.
+    """Yield (id, fields) of a stream's entries, newest first, holding PAGE of them in memory.
 
-    count: how many; None: all. since: the id of the oldest. Raises redis.exceptions.RedisError.
+    count: maximum number of entries; None for all. since: the oldest entry id to yield. Raises
+    redis.exceptions.RedisError.
     """
     until, left = "+", sys.maxsize if count is None else count
     while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(PAGE, left)))):
@@ -322,14 +322,14 @@ def newest_first(
 
 
 def identity(letter: DeadLetter) -> str:
-    """Of what was sent, and to which queue: the same, whoever failed at it, how, when and in which message."""
-    if letter.post is None:  # then it is the message that tells one from another
+    """Return a digest of the post, its options and its queue, so that repeated failures of one request are equal."""
+    if letter.post is None:  # no readable post: compare the message instead
         return digest(letter.id, letter.payload, letter.message)
     elsewhere = (letter.queue,) if letter.queue not in (None, DEFAULT_QUEUE) else ()
     return digest(letter.id, letter.post, letter.options, *elsewhere)
 
 
 def read_entry(fields: dict[str, str]) -> Result:
-    """A stream entry. The post was valid when it was written, and may have been clipped since."""
+    """Parse a stream entry. The post is not validated again, because its body may be truncated."""
     post = Post.model_construct(**json.loads(fields["post"]))
     return Result(post, Classification.model_validate_json(fields["classification"]))

@@ -1,9 +1,9 @@
-"""Which queue is served with which model, and which one it is to be served with.
+"""Registry of queues and workers: the model that serves each queue, the model requested for it, and live workers.
 
-Three hashes. feedmill:models is what workers say of themselves, and whoever sends chooses by it. It outlives the
-workers: a model of which none runs just now is known all the same, and what waits for it is seen. feedmill:wanted is
-what `feedmill deploy` asks of the workers of a queue. Neither knows whether a worker runs, nor what one would make of a
-message. feedmill:workers holds the workers that should answer, until they deregister.
+Three hashes. feedmill:models holds what workers announce; producers use it to find a model's queue. Entries outlive the
+workers, so that messages waiting for a stopped model stay visible. feedmill:wanted holds what `feedmill deploy`
+requests from a queue's workers. Neither says whether a worker runs. feedmill:workers holds the workers that should
+answer, until they deregister.
 """
 
 import json
@@ -25,47 +25,47 @@ from shared.keys import MODELS, WANTED, WORKERS
 from shared.settings import DAY, DEFAULT_QUEUE, PREFIX, Settings
 
 T = TypeVar("T")
-#: Seconds between two words of a worker.
+#: Seconds between two announcements of a worker.
 PERIOD = 60.0
-#: Seconds for which a queue is known that nobody serves, and in which nothing waits.
+#: Seconds for which a queue stays known without workers and without waiting messages.
 KEPT = 30 * DAY
-#: Queues that are known, at most: those that were heard of last.
+#: Maximum number of known queues. The most recently announced ones are kept.
 MOST = 100
-#: Seconds for which a worker that fell silent without deregistering is expected to answer.
+#: Seconds for which a worker is expected to answer after it stopped registering without deregistering.
 EXPECTED_S = 3600
 
 
 class Served(NamedTuple):
-    """What serves a queue, or did."""
+    """The latest announcement for a queue."""
 
     model: str
-    #: When a worker said so last, in seconds since 1970.
+    #: Time of the announcement, in seconds since 1970.
     seen: float
 
 
 class Registration(NamedTuple):
     """A worker's latest registration."""
 
-    #: In seconds since 1970, by Redis' clock.
+    #: Time of the registration, in seconds since 1970, by Redis' clock.
     seen: float
-    #: Where its PID is valid; empty where that is unknown.
+    #: Identifies the boot and PID namespace in which `pid` is valid; "" if unknown.
     place: str = ""
     pid: int = 0
 
 
 class Wanted(NamedTuple):
-    """What the workers of a queue are asked to serve it with."""
+    """The model requested for a queue by `feedmill deploy`."""
 
-    #: A folder of the workers' machines; None: what each worker's own settings name.
+    #: Folder of the model on the workers' machines; None for the model in each worker's settings.
     model: str | None
-    #: SHA-256 of the weights in it, in hex, as results bear it.
+    #: SHA-256 of the model's weights, in hex, as in results.
     weights: str | None
-    #: When it was asked for, in seconds since 1970: tells one asking from another.
+    #: Time of the request, in seconds since 1970. Identifies the request.
     at: float
 
 
 class Stage(StrEnum):
-    """How far a worker has come with what it was asked for."""
+    """Progress of a worker with a requested model."""
 
     LOADING = "loads"
     TRYING = "tries"
@@ -75,37 +75,38 @@ class Stage(StrEnum):
 
 
 class Report(NamedTuple):
-    """What a worker says of the latest asking."""
+    """A worker's status report on the latest request."""
 
-    #: Of which: the `at` of Wanted.
+    #: The request's time, `Wanted.at`.
     at: float
     stage: Stage
     said: str
 
 
 def announce(redis: Redis, queue: str, model: str) -> str | None:
-    """Say that a worker serves `queue` with `model`; forget queues that are stale.
+    """Announce that a worker serves `queue` with `model`, and remove stale queues.
 
-    Returns the other model that a worker served it with in the last two periods; None where there was none. Raises
-    redis.exceptions.RedisError.
+    Returns the different model that another worker announced for the queue within the last two periods, else None.
+    Raises redis.exceptions.RedisError.
     """
     now = time.time()
     found = known(redis)
     before = found.pop(queue, None)
     pipe: Any = redis.pipeline(transaction=False)
     pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)}))
-    for place, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
-        if place > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
+    for rank, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
+        if rank > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
             pipe.hdel(MODELS, other)
     pipe.execute()
     return before.model if before and before.model != model and now - before.seen < 2 * PERIOD else None
 
 
 def register(redis: Redis, node: str) -> None:
-    """Note that this process, a worker, is alive; forget those that are expected no more.
+    """Record that this worker process is alive, and remove registrations of workers that are gone.
 
-    Those are: silent for EXPECTED_S, or ended without deregistering on this machine, as a killed process does. Times
-    are Redis' own: hosts' clocks may differ. Raises redis.exceptions.RedisError.
+    A worker is gone if it was silent for EXPECTED_S, or if its process on this machine has ended without deregistering,
+    for example because it was killed. Uses Redis' clock, because hosts' clocks differ. Raises
+    redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
     stale = [
@@ -120,14 +121,14 @@ def register(redis: Redis, node: str) -> None:
 
 
 def deregister(redis: Redis, node: str) -> None:
-    """Note that a worker has ended in good order. Raises redis.exceptions.RedisError."""
+    """Remove the registration of a worker that shuts down. Raises redis.exceptions.RedisError."""
     redis.hdel(WORKERS, node)
 
 
 def expected(redis: Redis) -> dict[str, float]:
-    """Return the workers that should answer, each with the seconds since it registered last.
+    """Return the workers that should answer, each with the seconds since its last registration.
 
-    Those that registered within EXPECTED_S and have not deregistered. Raises redis.exceptions.RedisError.
+    Includes workers that registered within EXPECTED_S and have not deregistered. Raises redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
     ages = {node: max(0.0, now - each.seen) for node, each in found.items()}
@@ -135,14 +136,14 @@ def expected(redis: Redis) -> dict[str, float]:
 
 
 def _registered(redis: Redis) -> tuple[float, dict[str, Registration]]:
-    """Return Redis' time, and what each worker registered last."""
+    """Return Redis' time, and the latest registration of each worker."""
     found = _fields(redis, WORKERS, _registration)
     seconds, microseconds = redis.time()
     return seconds + microseconds / 1e6, found
 
 
 def _fields(redis: Redis, key: str, of: Callable[[Any], T]) -> dict[str, T]:
-    """Return the fields of a hash, sorted; skip those that another application wrote, so that they stop no worker."""
+    """Return the parsed fields of a hash, sorted. Skips invalid fields, so that they cannot stop a worker."""
     client: Any = redis
     found: dict[bytes, bytes] = client.execute_command("HGETALL", key, **{NEVER_DECODE: True})
     readable = {}
@@ -153,21 +154,21 @@ def _fields(redis: Redis, key: str, of: Callable[[Any], T]) -> dict[str, T]:
 
 
 def _time(value: Any) -> float:
-    """Return seconds since 1970. Raises ValueError, TypeError, OverflowError."""
+    """Parse a time in seconds since 1970. Raises ValueError, TypeError, OverflowError."""
     if not isfinite(seconds := float(value)):
         raise ValueError
     return seconds
 
 
 def _registration(value: Any) -> Registration:
-    """Raises ValueError, KeyError, TypeError, OverflowError."""
+    """Parse a registration. Raises ValueError, KeyError, TypeError, OverflowError."""
     if isinstance(value, dict):
         return Registration(_time(value["seen"]), str(value["place"]), int(value["pid"]))
-    return Registration(_time(value))  # an earlier version's
+    return Registration(_time(value))  # written by an earlier version
 
 
 def _place() -> str:
-    """Return what names this machine's processes: PIDs of one boot and one PID namespace mean the same processes."""
+    """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -176,7 +177,7 @@ def _place() -> str:
 
 
 def _is_gone(registration: Registration) -> bool:
-    """Return whether the process is known to have ended: it ran where this one does, and has no entry there now."""
+    """Return whether the process is known to have ended: it ran in this PID namespace, and its PID is free."""
     if not registration.place or registration.place != _place() or registration.pid <= 0:
         return False
     try:
@@ -189,14 +190,14 @@ def _is_gone(registration: Registration) -> bool:
 
 
 def _served(value: Any) -> Served:
-    """Raises ValueError, KeyError, TypeError, OverflowError."""
+    """Parse an announcement. Raises ValueError, KeyError, TypeError, OverflowError."""
     if not isinstance(value["model"], str):
         raise TypeError
     return Served(value["model"], _time(value["seen"]))
 
 
 def known(redis: Redis) -> dict[str, Served]:
-    """Return every queue that workers serve, or served, by name; skip unreadable fields.
+    """Return the latest announcement of each known queue. Skips invalid fields.
 
     Raises redis.exceptions.RedisError.
     """
@@ -204,12 +205,12 @@ def known(redis: Redis) -> dict[str, Served]:
 
 
 def queues(redis: Redis, settings: Settings) -> list[str]:
-    """The names of all queues there are: the known ones, and this process's own. Raises as `known` does."""
+    """Return the names of all known queues and of this process' own queue, sorted. Raises as `known` does."""
     return sorted({settings.queue, *known(redis)})
 
 
 def wanted(redis: Redis, queue: str) -> Wanted | None:
-    """What a queue is to be served with; None where nobody asked. Raises UserError, redis.exceptions.RedisError."""
+    """Return the request for a queue, or None. Raises UserError if it is invalid, and redis.exceptions.RedisError."""
     text: Any = redis.hget(WANTED, queue)
     if text is None:
         return None
@@ -218,61 +219,60 @@ def wanted(redis: Redis, queue: str) -> Wanted | None:
         return Wanted(_text(found["model"]), _text(found["weights"]), float(found["at"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"What {WANTED} holds for queue {queue} names no model. Deploy one anew, or `feedmill deploy --own --queue "
-            f"{queue}`."
+            f"The model requested for queue {queue} in {WANTED} is invalid. Deploy a model again, or run `feedmill "
+            f"deploy --own --queue {queue}`."
         ) from None
 
 
 def _text(value: object) -> str | None:
+    """Return the value if it is a string or None. Raises TypeError otherwise."""
     if value is not None and not isinstance(value, str):
         raise TypeError
     return value
 
 
 def want(redis: Redis, queue: str, asked: Wanted | None) -> None:
-    """Ask this of the workers of a queue; None: nothing more. Raises UserError, and redis.exceptions.RedisError."""
+    """Set the model requested for a queue; None removes it. Raises UserError, redis.exceptions.RedisError."""
     if asked is None:
         redis.hdel(WANTED, queue)
         return
     if not redis.hexists(WANTED, queue) and redis.hlen(WANTED) >= MOST:
-        raise UserError(
-            f"Models were deployed to {MOST} queues already, and no more are kept: `feedmill deploy --show`."
-        )
+        raise UserError(f"Models are deployed to {MOST} queues, the maximum. List them with `feedmill deploy --show`.")
     redis.hset(WANTED, queue, json.dumps(asked._asdict()))
 
 
 def queue_of(redis: Redis, model: str) -> str:
-    """The queue that is served with this model: its name as results bear it, or the name's last part.
+    """Return the queue of a model. model: its name as in results, or the last part of that name.
 
-    Raises UserError where there is none, or several, and redis.exceptions.RedisError.
+    Raises UserError if no queue or several queues match, and redis.exceptions.RedisError.
     """
     served = known(redis)
     exact = [queue for queue, each in served.items() if each.model == model]
     found = exact or [queue for queue, each in served.items() if each.model.rstrip("/").rpartition("/")[2] == model]
     if not found:
-        raise UserError(f"--model: no worker serves {model!r:.200}. {_those(served)}")
+        raise UserError(f"--model: no worker serves {model!r:.200}. {_known_models(served)}")
     if len(found) > 1:
         raise UserError(
-            f"--model: {model!r:.200} may mean more than one queue; name it by --queue: {_listed(served, found)}."
+            f"--model: {model!r:.200} matches several queues. Choose one with --queue: {_listed(served, found)}."
         )
     return found[0]
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raises UserError for a queue that no worker ever served, but the default one; else as `known` does."""
+    """Raise UserError if no worker has ever served the queue and it is not the default one. Also raises as `known`."""
     served = known(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(
-            f"--queue: no worker has served {queue!r} yet, so it may be misspelt; {PREFIX}QUEUE names one all the "
-            f"same. {_those(served)}"
+            f"--queue: no worker has served {queue!r} yet, so the name may be misspelt. Set {PREFIX}QUEUE to use it "
+            f"anyway. {_known_models(served)}"
         )
 
 
-def _those(served: dict[str, Served]) -> str:
-    """What is known, for people."""
+def _known_models(served: dict[str, Served]) -> str:
+    """Return a sentence that lists the known queues and their models."""
     if not served:
-        return "None is known yet: a worker makes itself known once it has loaded its model."
-    return f"There are: {_listed(served, served)}."
+        return "No queue is known yet: workers announce theirs after loading their model."
+    return f"Known models: {_listed(served, served)}."
 
 
 def _listed(served: dict[str, Served], queues: Iterable[str]) -> str:

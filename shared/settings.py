@@ -1,7 +1,7 @@
-"""Every setting, with its unit and its default. One name for setting, environment variable and flag.
+"""Every setting, with its unit and default. A setting, its environment variable and its flag share one name.
 
-`token_budget` is `FEEDMILL_TOKEN_BUDGET` in the environment and `--token-budget` on the command line.
-Loading a bad value raises SettingsError, which names the variable and says what it should be.
+`token_budget` is `FEEDMILL_TOKEN_BUDGET` in the environment and `--token-budget` on the command line. Invalid values
+raise SettingsError, which names the variable and the accepted values.
 """
 
 import fcntl
@@ -23,27 +23,27 @@ from shared.errors import SettingsError, first_problem, json_problem
 from shared.messages import Labels, Template
 
 PREFIX = "FEEDMILL_"
-#: Where Redis is looked for when nothing says otherwise and no `feedmill up` is running.
+#: Redis address used if none is set and `feedmill up` is not running.
 FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
-#: In the data folder; written by `feedmill up`, readable by its owner alone.
+#: File in the data folder with the embedded stack's address. Written by `feedmill up`; readable by its owner only.
 STACK_FILE = "stack.json"
-#: In the data folder; `feedmill up` holds an exclusive flock on it while it runs.
+#: File in the data folder on which `feedmill up` holds an exclusive flock while it runs.
 LOCK_FILE = "lock"
 DAY = 86_400
-#: The queue that is there without anybody naming it.
+#: Queue used if none is set.
 DEFAULT_QUEUE = "feedmill"
-#: Several devices: `devices` below.
+#: Pattern of the setting `devices`.
 DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
-#: What somebody brings of their own, by its place: `classifier` and `engine` below.
-OWN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+#: Pattern of a plug-in's import path, module:Class, in the settings `classifier` and `engine`.
+PLUGIN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
 def _form(pattern: str, words: str) -> AfterValidator:
-    """Values of this form alone; `words` tell people what it is."""
+    """Validate values against a pattern. words: description of valid values, for errors and documentation."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
@@ -54,199 +54,199 @@ def _form(pattern: str, words: str) -> AfterValidator:
 
 
 class Settings(BaseSettings):
-    """The settings of every process. Values come from flags, then the environment, then the defaults here."""
+    """Settings of every process. Values come from flags, then environment variables, then these defaults."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
-    # Where things are.
+    # Connections and folders.
 
-    #: Redis, as redis://[user]:[password]@host:port/database; with TLS rediss://…; found by its Sentinels
-    #: sentinel://…;sentinel://…, user, password and database being Redis' own. Unset: the running `feedmill up`, else
-    #: localhost.
+    #: Address of Redis: redis://[user]:[password]@host:port/database; rediss://… with TLS; or
+    #: sentinel://…;sentinel://… with Redis Sentinel, where user, password and database are those of the master. Unset:
+    #: the running `feedmill up`, else localhost.
     redis_url: SecretStr | None = None
-    #: File of the authorities, in PEM, that vouch for a rediss:// server. Unset: those that this machine trusts.
+    #: PEM file of certificate authorities trusted for a rediss:// server. Unset: the machine's trusted authorities.
     redis_ca_file: Path | None = None
-    #: File of this client's certificate, in PEM, where a rediss:// server asks for one.
+    #: PEM file of the client certificate, for rediss:// servers that require one.
     redis_certificate_file: Path | None = None
-    #: File of that certificate's key, in PEM, without a passphrase.
+    #: PEM file of the client certificate's key, without a passphrase.
     redis_key_file: Path | None = Field(None, validate_default=True)
-    #: What the Sentinels call the master that a sentinel:// address means.
+    #: Name of the master in the Sentinels' configuration. Required for a sentinel:// address.
     redis_master: Annotated[str, _form(r"[!-~]{1,128}", "a name without spaces")] | None = Field(
         None, validate_default=True
     )
-    #: Password of the Sentinels themselves, where they ask for one.
+    #: Password of the Sentinels themselves, if they require one.
     redis_sentinel_password: SecretStr | None = None
-    #: Folder of the embedded stack's data: the append-only file of its Redis, logs, its address.
+    #: Folder of the embedded stack: its Redis' append-only file, its logs and its address.
     data_folder: Path = Path("~/.local/share/feedmill")
-    #: Name of the Celery queue that posts wait in: of the one that a worker serves, and of that which senders send to
-    #: unless they name another, or a model. A model has a queue of its own (docs/models.md).
+    #: Celery queue that a worker serves, and that producers send to unless they name another queue or a model. Each
+    #: model needs its own queue (docs/models.md).
     queue: Annotated[str, _form(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, dots, dashes or underscores")] = (
         DEFAULT_QUEUE
     )
 
-    # What producers do.
+    # Producers.
 
-    #: Posts packed into one message. More cost less per post on the way, and are redone together after a crash.
+    #: Posts per message. Larger messages cost less per post, but a crash repeats more work.
     posts_per_message: Annotated[int, Field(ge=1, le=1000)] = 32
-    #: How posts in a message are packed: gzip, which any Celery application reads, or none. It halves what a waiting
-    #: post takes of Redis' memory and of the network; a few short posts are never packed.
+    #: Compression of messages: gzip, which any Celery application can read, or none. gzip halves Redis memory and
+    #: network traffic per post; short messages are not compressed.
     compression: Literal["gzip", "none"] = "gzip"
-    #: Whose turn it is when messages wait, 0 before 9. In the queue Redis tells 0 to 2, 3 to 5, 6 to 8 and 9 apart.
+    #: Message priority: 0 (first) to 9 (last). Redis distinguishes four levels: 0 to 2, 3 to 5, 6 to 8, and 9.
     priority: Annotated[int, Field(ge=0, le=9)] = 0
-    #: Messages that may wait in the queue; producers pause above. Bounds Redis' memory.
+    #: Maximum waiting messages in the queue. Producers pause when it is reached, which bounds Redis' memory.
     queue_limit: Count = 20_000
-    #: Messages in the queue below which a producer that paused goes on. Unset: half of queue_limit.
+    #: Number of waiting messages below which a paused producer resumes. Unset: half of queue_limit.
     queue_resume: Count | None = None
-    #: What `feedmill enqueue` does when the queue is full, or Redis is at its memory limit: wait until there is room,
-    #: or refuse, with a sentence. The Reddit daemon always waits.
+    #: Behavior of `feedmill enqueue` when the queue is full or Redis is at its memory limit: wait, or refuse with an
+    #: error. The Reddit daemon always waits.
     when_full: Literal["wait", "refuse"] = "wait"
-    #: Seconds for which a post that was sent is remembered and not sent again.
+    #: Seconds for which sent posts are remembered and not sent again.
     sent_ttl: Count = 30 * DAY
 
-    # What the Reddit daemon does.
+    # Reddit daemon.
 
-    #: ID of an app registered with Reddit. Unset: PRAW's own: praw_client_id in the environment, or praw.ini.
+    #: ID of an app registered with Reddit. Unset: PRAW's praw_client_id environment variable, or praw.ini.
     reddit_client_id: SecretStr | None = None
-    #: That app's secret. Unset: PRAW's own.
+    #: Secret of that app. Unset: PRAW's praw_client_secret environment variable, or praw.ini.
     reddit_client_secret: SecretStr | None = None
-    #: Who asks, as Reddit wants it: <platform>:<app ID>:<version> (by /u/<user>).
+    #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: Section of praw.ini with the credentials. Unset: DEFAULT.
+    #: Section of praw.ini that contains the credentials. Unset: DEFAULT.
     reddit_site: str | None = None
-    #: Another server that speaks Reddit's API; it is sent the credentials. Unset: Reddit's own.
-    reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "an address such as http://127.0.0.1:8080")] | None = None
-    #: Topics and their subreddits, in TOML; `feedmill ingest topics` prints the default.
+    #: URL of another server with Reddit's API, which receives the credentials. Unset: Reddit.
+    reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "a URL such as http://127.0.0.1:8080")] | None = None
+    #: TOML file of topics and their subreddits. `feedmill ingest topics` prints the default.
     reddit_topics: Path | None = None
-    #: Seconds between two looks at a topic's new posts.
+    #: Seconds between polls of a topic's new posts.
     reddit_poll_interval: Seconds = 60.0
-    #: Requests a minute, at most; Reddit's own budget, which its answers state, counts where it is smaller.
+    #: Maximum requests per minute. The budget in Reddit's responses applies if it is lower.
     reddit_requests_per_minute: Count = 90
-    #: Seconds that Reddit may take to begin an answer, and between two parts of it.
+    #: Timeout of a request to Reddit, in seconds: for the first byte of a response, and between two reads.
     reddit_timeout: Seconds = 15.0
-    #: Seconds for which a post that is gone from Reddit, or was purged, is remembered by its id alone, and refused.
+    #: Seconds for which tombstones are kept. They block posts that were purged or have disappeared from Reddit.
     tombstone_ttl: Count = 365 * DAY
 
-    # What workers do.
+    # Workers.
 
-    #: A folder with a transformers model, package:NAME for one in an installed package, or its name on the model hub.
-    #: The embedded one, the default, needs no hub.
+    #: Model: a folder with a transformers model, package:NAME for a model in an installed package, or a name on the
+    #: model hub. The default is included and needs no hub.
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
-    #: Branch, tag or commit of a model from the hub; a commit pins it.
+    #: Branch, tag or commit of a model on the hub. A commit pins the model.
     revision: Annotated[str, _form(r"[A-Za-z0-9._/-]{1,128}", "a branch, tag or commit")] | None = None
-    #: Never ask the hub: models are taken from folders, packages and what was downloaded before.
+    #: Never contact the model hub. Use only folders, packages and earlier downloads.
     offline: bool = False
-    #: Run Python code that a model brings along. It can do whatever this user can: read it first, and pin `revision`.
+    #: Run Python code from the model's repository, with all rights of the worker's user. Review it and pin `revision`.
     trust_remote_code: bool = False
-    #: nli, sequence or similarity (docs/models.md); auto reads it off the model's files. Or module:Class, for
-    #: one of your own (docs/extending.md).
+    #: Classifier: nli, sequence or similarity (docs/models.md). auto selects one from the model's files. module:Class
+    #: loads a plug-in (docs/extending.md).
     classifier: Annotated[
-        str, _form(rf"auto|nli|sequence|similarity|{OWN}", "auto, nli, sequence, similarity or module:Class")
+        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN}", "auto, nli, sequence, similarity or module:Class")
     ] = "auto"
-    #: torch, or onnx: ONNX Runtime, with its TensorRT, CUDA or CPU provider, whichever is there in that order. Or
-    #: module:Class, for one of your own.
-    engine: Annotated[str, _form(rf"torch|onnx|{OWN}", "torch, onnx or module:Class")] = "torch"
-    #: Folder below which a model must lie that `feedmill deploy` may have this worker load. Unset: any of this machine.
+    #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
+    #: module:Class loads a plug-in.
+    engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN}", "torch, onnx or module:Class")] = "torch"
+    #: Folder from which `feedmill deploy` may load models in this worker, including subfolders. Unset: any folder.
     models_folder: Path | None = None
-    #: auto, cpu, cuda, cuda:N or mps.
+    #: Device that runs the model. auto selects one of this machine's.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
-    #: Devices that `feedmill worker` serves, with a process for each: all, GPUs by their numbers such as 0,2, cpu, or
-    #: cpu:N for N workers that share the CPU's cores. Unset: the one that `device` says.
-    devices: Annotated[str, _form(DEVICES, "all, GPUs' numbers such as 0,2, cpu or cpu:N")] | None = None
-    #: auto takes float16 on a GPU, bfloat16 on a CPU that has it in hardware (engine torch), else float32. int8 is
-    #: dynamic quantisation, for engine onnx on a CPU.
+    #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2; cpu; or cpu:N for
+    #: N workers that share the CPU's cores. Unset: the one in `device`.
+    devices: Annotated[str, _form(DEVICES, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
+    #: Precision. auto: float16 on a GPU, bfloat16 on a CPU with hardware support (engine torch only), else float32.
+    #: int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    #: Labels for messages that name none: comma-separated, or a JSON list, or a JSON object that gives each label's
-    #: description, or a list of them. Unset: the sixteen topics of shared/topics.py.
+    #: Default labels for messages without any: a comma-separated list, a JSON list, or a JSON object that maps each
+    #: label to its description or a list of descriptions. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
-    #: The sentence a label is put into; {} marks the place. Unset: "This example is {}." where the classifier is nli,
-    #: as in transformers' pipeline; "This post is about {}." where it is similarity.
+    #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
+    #: pipeline; "This post is about {}." for similarity.
     template: Template | None = None
-    #: Tokens of a post that are read, at most; never more than the model can take.
+    #: Maximum tokens per post. The model's own limit applies if it is lower.
     max_tokens: Annotated[int, Field(ge=8)] = 256
-    #: Tokens of one micro-batch, at most: its longest row times its rows. Unset: measured at the first start.
+    #: Maximum tokens per micro-batch: rows times the longest row. Unset: measured on the first start.
     token_budget: Count | None = None
-    #: Rows of one micro-batch, at most.
+    #: Maximum rows per micro-batch.
     batch_rows: Count = 256
-    #: Rows that wait for the device, beyond which no further message is fetched. Wider windows pad less, wait longer.
+    #: Rows waiting for the device at which no more messages are fetched. Larger values pad less but increase latency.
     window_rows: Count = 1024
-    #: Seconds of the device's work, as fast as it was lately, beyond which no further message is fetched either: what a
-    #: slow device holds does not wait there while a fast one has nothing left to do.
+    #: Seconds of prefetched work, at the device's recent speed, at which no more messages are fetched. Keeps messages
+    #: from waiting for a slow device while a faster one is idle.
     prefetch_seconds: Seconds = 2.0
-    #: Run the model through torch.compile: needs a C++ compiler, takes a minute at each start. Measure it first.
+    #: Compile the model with torch.compile. Needs a C++ compiler and a minute per start; measure whether it helps.
     compile: bool = False
-    #: Seconds after which a forward pass, another call of a classifier, or the trial of a deployed model counts as
-    #: hanging, and ends the worker. An application's own task that takes longer without a time limit is logged.
+    #: Seconds after which a hanging forward pass, other classifier call, or trial of a deployed model ends the worker.
+    #: An application's own task without a time limit is only logged.
     forward_timeout: Seconds = 300.0
-    #: Seconds between two lines of statistics in the worker's log.
+    #: Seconds between statistics in the worker's log.
     statistics_interval: Seconds = 60.0
-    #: Folder of what a worker measured once and need not measure again; it may be deleted.
+    #: Folder for measurements that workers reuse. Can be deleted at any time.
     cache_folder: Path = Path("~/.cache/feedmill")
-    #: Modules with Celery tasks of your own for the worker to load, separated by commas (docs/celery.md).
+    #: Comma-separated modules with your own Celery tasks for the worker to load (docs/celery.md).
     include: Annotated[tuple[str, ...], NoDecode] = ()
-    #: Store the state STARTED when a message's first row enters a forward pass; costs a round trip a message.
+    #: Store the state STARTED when a message's first row enters a forward pass. Costs one round trip per message.
     track_started: bool = False
-    #: Where Celery's results go: redis, or rpc, straight to the sender's reply queue.
+    #: Celery result backend: redis, or rpc to reply directly to the sender's queue.
     celery_results: Literal["redis", "rpc"] = "redis"
-    #: Seconds that a worker takes on SIGTERM to finish what it holds; the rest goes back to the queue.
+    #: Seconds that a worker has on SIGTERM to finish its messages. Unfinished ones return to the queue.
     drain: Seconds = 30.0
-    #: Seconds after which a message held by a vanished worker is delivered again. A living one renews its claim.
+    #: Seconds after which messages of a vanished worker are redelivered. Living workers renew their leases.
     visibility_timeout: Annotated[int, Field(ge=3)] = 6
 
-    #: Deliveries of a message after which it becomes a dead letter, unread, when each time its worker vanished, and
-    #: from the third on while it handled that message alone. What ends a worker in a forward pass is found sooner.
+    #: Deliveries after which a message becomes a dead letter, if its worker vanished each time. From the third delivery
+    #: on, the message is delivered in isolation. Crashes during a forward pass are detected earlier.
     max_deliveries: Annotated[int, Field(ge=3)] = 5
 
-    # What trainers do.
+    # Trainers.
 
-    #: Folder of queued trainings: models are written there, and files that are trained on are read there. Whoever may
-    #: publish can ask for a training, and reaches no file elsewhere.
+    #: Folder of queued trainings. Training data is read from it, and models are written to it. Anyone who can publish
+    #: can request a training, but cannot access files elsewhere.
     training_folder: Path = Path("~/.local/share/feedmill/training")
 
-    # What stays in Redis.
+    # Retention.
 
-    #: Seconds a result lives.
+    #: Seconds for which results are kept.
     results_ttl: Count = 7 * DAY
-    #: Seconds for which the counts by label and hour are kept.
+    #: Seconds for which hourly counts by label are kept.
     label_counts_ttl: Count = 30 * DAY
-    #: Entries kept in the results stream (about; Redis trims by whole nodes).
+    #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
-    #: Entries kept in the dead-letter stream (about): posts that could not be classified, each with the reason.
+    #: Approximate maximum entries of the dead-letter stream.
     dead_letters_length: Count = 10_000
-    #: Characters of a post's body that its stream entry carries.
+    #: Characters of a post's body in its stream entry.
     stream_body: Annotated[int, Field(ge=0)] = 500
-    #: Seconds that Celery keeps a message's result for the application that sent it.
+    #: Seconds for which Celery keeps results for the application that sent the message.
     celery_result_ttl: Count = 3600
 
-    # What is told.
+    # Metrics, Flower and logs.
 
-    #: Port where a worker, or the Reddit daemon, serves its metrics to Prometheus, and says whether it is well: each
-    #: process needs one of its own; of several `devices` the second takes the next one, and so on. Unset, or 0: none.
+    #: Port of the metrics and health checks of a worker or the Reddit daemon. Each process needs its own; with several
+    #: `devices`, they use consecutive ports. Unset or 0: disabled.
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    #: Address that metrics are served on; whoever reaches it can read them. Unset: this machine alone.
-    metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "an address or a name of this machine")] = (
+    #: Address on which metrics are served, without authentication. The default is reachable only from this machine.
+    metrics_address: Annotated[str, _form(r"[A-Za-z0-9.:_-]{1,253}", "a host name or IP address of this machine")] = (
         "127.0.0.1"
     )
-    #: User of Flower's pages and of its REST API.
+    #: User name for Flower's web interface and REST API.
     flower_user: Annotated[
-        str, _form(r"[!-9;-~]{1,64}", "1 to 64 printable ASCII characters, no space and no colon among them")
+        str, _form(r"[!-9;-~]{1,64}", "1 to 64 printable ASCII characters without spaces and colons")
     ] = "feedmill"
-    #: That user's password. Unset: made anew at each start of Flower, and shown once.
+    #: Password of that user. Unset: generated at each start of Flower, and printed once.
     flower_password: SecretStr | None = None
-    #: What a line of the log is, on standard error: text, for people, or an object of JSON.
+    #: Log format on standard error: text, or json with one object per line.
     log_format: Literal["text", "json"] = "text"
-    #: What is logged: events of this level, and graver ones.
+    #: Minimum level of log records.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("labels", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
-        """Labels that hold commas, or have descriptions, are given as JSON."""
+        """Parse labels given as JSON, which can contain commas and descriptions."""
         if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
             return value
         try:
             return json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"begins as JSON, but is none: {json_problem(error)}") from None
+            raise ValueError(f"invalid JSON: {json_problem(error)}") from None
 
     @field_validator("include", mode="before")
     @classmethod
@@ -256,14 +256,14 @@ class Settings(BaseSettings):
     @field_validator("devices")
     @classmethod
     def _is_one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """Each device once, and not said in two ways."""
+        """Reject duplicate devices, and a conflicting setting `device`."""
         if value is None:
             return None
         if info.data.get("device", "auto") != "auto":
-            raise ValueError(f"says which devices to use, and so does {PREFIX}DEVICE, or --device: give one of them")
+            raise ValueError(f"cannot be combined with {PREFIX}DEVICE or --device; set only one of them")
         twice = [number for number, times in Counter(value.split(",")).items() if times > 1]
         if twice:
-            raise ValueError(f"names the GPU {twice[0]} more than once: a device has one worker")
+            raise ValueError(f"lists GPU {twice[0]} more than once; each device has one worker")
         return value
 
     @field_validator("flower_password")
@@ -286,9 +286,9 @@ class Settings(BaseSettings):
         certificate = info.data.get("redis_certificate_file") if info.field_name == "redis_key_file" else None
         if value is None:
             if certificate:
-                raise ValueError(f"must be set, to the key of {PREFIX}REDIS_CERTIFICATE_FILE")
+                raise ValueError(f"must be set to the key of {PREFIX}REDIS_CERTIFICATE_FILE")
             return None
-        _only_for("rediss", info)
+        _require_scheme("rediss", info)
         value = value.expanduser().absolute()
         context = ssl.create_default_context()
         try:
@@ -298,7 +298,10 @@ class Settings(BaseSettings):
             elif certificate:
                 context.load_cert_chain(certificate, value, password="")
         except ssl.SSLError as error:
-            raise ValueError(f"{value} should be in PEM, without a passphrase, and fit ({error.reason})") from None
+            raise ValueError(
+                f"{value} cannot be used ({error.reason}): expected PEM without a passphrase, and a key that matches "
+                "its certificate"
+            ) from None
         except OSError as error:
             raise ValueError(f"{value} cannot be read: {error.strerror}") from None
         return value
@@ -307,9 +310,9 @@ class Settings(BaseSettings):
     @classmethod
     def _is_for_sentinels(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
-            _only_for("sentinel", info)
+            _require_scheme("sentinel", info)
         elif info.field_name == "redis_master" and _scheme(info) == "sentinel":
-            raise ValueError(f"must be set, to what the Sentinels of {PREFIX}REDIS_URL call the master")
+            raise ValueError(f"must be set to the master's name in the Sentinels of {PREFIX}REDIS_URL")
         return value
 
     @field_validator("data_folder", "cache_folder", "models_folder", "reddit_topics", "training_folder")
@@ -319,7 +322,7 @@ class Settings(BaseSettings):
 
     @property
     def broker_url(self) -> str:
-        """The address of Redis with its password: for opening connections, never for people to read."""
+        """Redis' address including its password. Use it to connect; never show it to users."""
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
         if not stack_runs(self.data_folder):
@@ -330,18 +333,18 @@ class Settings(BaseSettings):
             return FALLBACK_REDIS_URL
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(
-                f"{self.data_folder / STACK_FILE} should hold the address of the running `feedmill up`, "
-                f"but cannot be read ({error}). Set {PREFIX}REDIS_URL instead, or delete the file."
+                f"Cannot read the address of the running `feedmill up` from {self.data_folder / STACK_FILE} ({error}). "
+                f"Set {PREFIX}REDIS_URL, or delete the file."
             ) from None
 
     @property
     def redis(self) -> address.Address:
-        """The address of Redis in its parts, its password among them."""
+        """Redis' parsed address, including its password."""
         return address.parse(self.broker_url)
 
     @property
     def redis_address(self) -> str:
-        """The address of Redis for people to read: no user, no password."""
+        """Redis' address without user and password, for messages to users."""
         found = self.redis
         places = ", ".join(f"{host}:{port}" for host, port in found.hosts)
         if found.scheme == "sentinel":
@@ -350,22 +353,22 @@ class Settings(BaseSettings):
 
 
 def _scheme(info: ValidationInfo) -> str:
-    """That of the address, once it was found good; "redis" where none is set: so is the embedded stack's."""
+    """Return the scheme of the valid Redis address; "redis" if none is set, as for the embedded stack."""
     url = info.data.get("redis_url")
     return "redis" if url is None else address.parse(url.get_secret_value()).scheme
 
 
-def _only_for(scheme: str, info: ValidationInfo) -> None:
-    """Refuse what has no effect with another kind of address: whoever names certificates means to be encrypted."""
+def _require_scheme(scheme: str, info: ValidationInfo) -> None:
+    """Reject settings that have no effect for this kind of address: setting certificates implies a need for TLS."""
     if "redis_url" in info.data and (found := _scheme(info)) != scheme:
-        how = f"begins with {found}://" if info.data["redis_url"] else "is not set"
-        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {how}")
+        actual = f"begins with {found}://" if info.data["redis_url"] else "is not set"
+        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}")
 
 
 def stack_runs(folder: Path) -> bool:
-    """Look whether a running `feedmill up` has its data in the folder and has announced its address.
+    """Return whether a running `feedmill up` has announced its address in this data folder.
 
-    A stack that was killed leaves its file behind, and another program may listen at that address since.
+    Checks the lock, because a killed stack leaves its file behind, and another program may have taken its port.
     """
     try:
         with (folder / LOCK_FILE).open() as lock:
@@ -376,29 +379,29 @@ def stack_runs(folder: Path) -> bool:
         return False
     except OSError as error:
         raise SettingsError(
-            f"Cannot look whether `feedmill up` runs: {folder / LOCK_FILE} cannot be read ({error.strerror}). "
+            f"Cannot check whether `feedmill up` is running: {folder / LOCK_FILE} cannot be read ({error.strerror}). "
             f"Set {PREFIX}REDIS_URL instead."
         ) from None
     return False
 
 
 def load(**flags: Any) -> Settings:
-    """Settings from the given flags (None: not given), then the environment, then the defaults.
+    """Load settings from flags (None: not given), environment variables and defaults, in this order of precedence.
 
-    Raises SettingsError with the variable's name and what it should be.
+    Raises SettingsError with the variable's or flag's name and the accepted values.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         return Settings(**given)
     except ValidationError as error:
         field, reason = first_problem(error)
-        name, _, place = field.partition(".")
+        name, _, item = field.partition(".")
         shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
-        raise SettingsError(f"{shown}: {f'{place}: ' if place else ''}{reason}.") from None
+        raise SettingsError(f"{shown}: {f'{item}: ' if item else ''}{reason}.") from None
 
 
 def variables(settings: Settings) -> dict[str, str]:
-    """The environment that gives a child process these settings: all that were given, but secrets."""
+    """Return environment variables that pass these settings to a child process: explicit values, without secrets."""
     given = settings.model_dump(mode="json", include=settings.model_fields_set)
     return {
         f"{PREFIX}{name.upper()}": _as_variable(value)
@@ -416,10 +419,10 @@ def _as_variable(value: Any) -> str:
 
 
 def unknown_variables() -> Iterator[str]:
-    """A sentence about each variable of the environment that looks like a setting and is none."""
+    """Yield a sentence for each environment variable that has the prefix but is not a setting."""
     for variable in sorted(os.environ):
         name = variable.lower().removeprefix(PREFIX.lower())
         if name != variable.lower() and name not in Settings.model_fields:
             nearest = get_close_matches(name, Settings.model_fields, 1)
-            meant = f"; is {PREFIX}{nearest[0].upper()} meant?" if nearest else ""
-            yield f"{variable} is no setting and has no effect{meant}"
+            suggestion = f"; did you mean {PREFIX}{nearest[0].upper()}?" if nearest else ""
+            yield f"{variable} is not a setting and is ignored{suggestion}"

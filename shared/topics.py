@@ -1,8 +1,8 @@
-"""The sixteen default topics: what posts are labelled with when a message names no labels.
+"""The sixteen default topics: labels for messages that name none.
 
-Where labels are embedded, each has descriptions that stand for it in the template: a bare name says too little of what
-people post under it. They were chosen on half of a set of real posts and measured on the other half; see
-DECISIONS.md. Where a model reasons about entailment the names stand for themselves, as in transformers' pipeline.
+Embedding models need several descriptions per label, because a label's name alone says too little about its posts. The
+descriptions were chosen on one half of a set of real posts and measured on the other half; see DECISIONS.md. NLI models
+use the names alone, like transformers' pipeline.
 """
 
 DESCRIBED_TOPICS: dict[str, tuple[str, ...]] = {

@@ -1,41 +1,43 @@
-"""kombu's Redis transport with two weaknesses removed: same queue keys, same wire format, stock clients beside it.
+"""kombu's Redis transport without message loss and without one round trip per message.
 
-kombu takes a message with BRPOP and only then notes it as unacknowledged: a worker killed in between loses it for
-good. And it takes one message a round trip. Here one Lua call *reserves* a batch: it moves messages from the queues'
-lists into a hash of what is held and gives each a *lease*, in one step. `Leases` (shared/leases.py) keeps them.
+Uses kombu's queue keys and wire format, so stock clients and workers can share its queues. kombu takes a message with
+BRPOP and records it as unacknowledged afterwards: if the worker is killed in between, the message is lost. kombu also
+takes only one message per round trip. Here, one Lua script *reserves* a batch: it atomically moves messages from the
+queues' lists to a hash and gives each a *lease*. `Leases` (shared/leases.py) manages them.
 
-Waiting takes nothing: CLIENT TRACKING has Redis say when one of the lists changes. Acknowledgements travel with the
-next reservation, one packet a turn of the event loop.
+Waiting removes nothing from a queue: with CLIENT TRACKING, Redis notifies the worker when a list changes.
+Acknowledgements are sent with the next reservation, in one packet per turn of the event loop.
 
-Reserved messages wait in a *line* until they are delivered. Delivery pauses while the delivered messages take
-`held_bytes` of memory, so a few small messages that unpack to gigabytes are decoded one after the other. And a message
-whose lease ended twice before, because its worker vanished, is delivered while nothing else is claimed, and nothing
-after it until it ends: if the next worker vanishes as well, the message is the reason.
+Reserved messages stay in a *reservation buffer* until they are delivered. Delivery pauses while delivered messages take
+`held_bytes` of memory, so that small messages that expand to gigabytes are decoded one at a time. A message whose lease
+has expired twice because its worker vanished is delivered in *isolation*: while no other message is claimed, and with
+no further delivery until it is finished. If that worker vanishes too, the message caused it.
 
-A consumer that works on messages past the end of their connection claims each one (`claim`); the others go back to
-their queue when the connection ends.
+A consumer that keeps working on messages after their connection ends must claim each one (`claim`). Unclaimed messages
+return to their queue.
 
-Options besides kombu's, all of `broker_transport_options`: the names of the three keys (`reserved_key`, …),
-`undecodable_limit`, `reserve_limit` (messages a reservation), `reserve_bytes` (a reservation ends with the message
-that reaches it), `held_bytes` (see above). `visibility_timeout` is the seconds of a lease, `unacked_restore_interval`
-those between two looks for leases that ended. Leases are renewed while the process lives, a busy event loop or not:
-they may be short.
+Additional options in `broker_transport_options`: the names of the three keys (`reserved_key`, …), `undecodable_limit`,
+`reserve_limit` (messages per reservation), `reserve_bytes` (a reservation ends with the message that reaches it) and
+`held_bytes` (see above). `visibility_timeout` is the length of a lease in seconds, `unacked_restore_interval` the
+interval between searches for expired leases. Leases can be short, because a thread renews them even while the event
+loop is busy.
 
-What is overridden, and why (tests/integration/test_transport.py fails when kombu changes one of them):
+Overridden methods, and why (tests/integration/test_transport.py fails if kombu changes one of them):
 
-- `MultiChannelPoller.on_poll_start`, `_register_BRPOP`: what is due is sent each turn. `on_readable`,
-  `_update_brpop_polling`: a reply is always read, since no reservation exceeds the credit. `get`: wakes each second,
-  and sends acknowledgements where no event loop does.
-- `QoS.append`, `ack`, `reject`, `restore_unacked`, `restore_unacked_once`, `restore_by_tag`, `restore_visible`: the
-  book is `Leases`; closing gives back what is not claimed, instead of everything.
+- `MultiChannelPoller.on_poll_start`, `_register_BRPOP`: send what is due on each turn. `on_readable`,
+  `_update_brpop_polling`: always read replies, because reservations never exceed the prefetch limit. `get`: wake every
+  second, and send acknowledgements if there is no event loop.
+- `QoS.append`, `ack`, `reject`, `restore_unacked`, `restore_unacked_once`, `restore_by_tag`, `restore_visible`: use
+  `Leases`. Closing returns unclaimed messages only, instead of all.
 - `Channel._brpop_start`, `_brpop_read`, `_poll_error`, `_get`: reserve instead of pop. `basic_consume`, `basic_get`:
-  know what is not to be acknowledged. `_update_queue_cycle`: waits for the lists of today's queues. `decode_body`:
-  tells what cannot be decoded. `_queue_bind`, `_delete`, `_size`: at `maxmemory` Redis refuses bindings and MULTI, and
-  nobody could connect to empty it. `_connparams`: RESP 3 carries the wake-up. `_on_connection_disconnect`:
-  acknowledgements without an answer are sent again. `close`: waits for no dead connection.
-- `Transport.connection_errors`: an error reply (out of memory, read-only after a failover) is no reason to exit.
-  `register_with_event_loop`: whether there is one. `establish_connection`: a Redis that cannot be written to counts as
-  one that cannot be reached, for which Celery pauses between its tries.
+  handle consumers without acknowledgements. `_update_queue_cycle`: wait for the lists of the current queues.
+  `decode_body`: report undecodable bodies. `_queue_bind`, `_delete`, `_size`: tolerate `maxmemory`, at which Redis
+  rejects bindings and MULTI and no consumer could connect to empty a queue. `_connparams`: use RESP 3, which
+  notifications need. `_on_connection_disconnect`: send unanswered acknowledgements again. `close`: do not wait for a
+  dead connection.
+- `Transport.connection_errors`: reconnect after an error reply (out of memory, read-only after a failover) instead of
+  exiting. `register_with_event_loop`: record that there is an event loop. `establish_connection`: treat a Redis that
+  rejects writes as unreachable, so that Celery waits before it reconnects.
 """
 
 import json
@@ -63,114 +65,117 @@ from shared.refusals import is_full
 
 logger = logging.getLogger(__name__)
 
-#: The stubs hold little of what is inside.
+#: Typed as Any: kombu's stubs cover few internals.
 kombu_redis: Any = _kombu_redis
 VirtualQoS: Any = _VirtualQoS
 
-#: Seconds after which a wait is begun anew, should a wake-up be lost.
-REARM = 5.0
+#: Seconds after which a wait is restarted, in case a notification was lost.
+REARM_AFTER_S = 5.0
 
 
-#: Ended leases after which a message is handled alone. One may be chance: a vanished worker held many messages.
+#: Expired leases after which a message is delivered in isolation. One can be a coincidence: a vanished worker held many
+#: messages.
 LAPSES_BEFORE_ALONE = 2
-#: What kombu and Celery take for granted of a message's other parts, where they are there.
+#: Optional parts of a message, and the types that kombu and Celery assume without checking.
 PARTS = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class UndecodableError(ValueError):
-    """An element of a queue's list is no message; its text says why."""
+    """An element of a queue's list is not a valid message. The text gives the reason."""
 
 
 def decoded(message: bytes) -> dict[str, Any]:
-    """Raises UndecodableError. kombu's own types in JSON are rare, and looking for them slow."""
+    """Parse a message. Raises UndecodableError. Looks for kombu's JSON types only if present, because that is slow."""
     if len(message) > MAX_MESSAGE:
-        raise UndecodableError(f"{len(message):,} bytes; at most {MAX_MESSAGE:,} are read")
+        raise UndecodableError(f"{len(message):,} bytes exceed the limit of {MAX_MESSAGE:,}")
     if is_too_large(message, MAX_DECODED):
-        raise UndecodableError(f"its objects would take more than {MAX_DECODED:,} bytes of memory")
+        raise UndecodableError(f"its objects would exceed {MAX_DECODED:,} bytes of memory")
     try:
         text = message.decode()
         found = loads(text) if '"__type__"' in text else json.loads(text)
         body, delivery = found["body"], found["properties"]["delivery_info"]
         parts = {name: found.get(name) for name in PARTS}
-    except Exception as error:  # kombu's types raise more kinds of errors than JSON does
-        raise UndecodableError(f"{type(error).__name__} in its JSON") from error
+    except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
+        raise UndecodableError(f"malformed message ({type(error).__name__})") from error
     if not isinstance(body, str) or not isinstance(delivery, dict):
-        raise UndecodableError("it has no body, or no delivery_info")
+        raise UndecodableError("body or delivery_info is missing, or of the wrong type")
     if wrong := [name for name, part in parts.items() if not isinstance(part, PARTS[name] | None)]:
-        raise UndecodableError(f"its {wrong[0]} is of another type than a message's")
-    delivery.pop("consumer_tag", None)  # a broker's to say: that of a consumer which acknowledges nothing would stay
-    return found  # type: ignore[no-any-return]  # what it holds is the sender's
+        raise UndecodableError(f"{wrong[0]} is of the wrong type")
+    delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
+    return found  # type: ignore[no-any-return]  # the sender controls its content
 
 
-def is_handled_alone(message: Mapping[str, Any]) -> bool:
-    """Return whether a message was with a worker that vanished so often that the message may be the reason."""
+def needs_isolation(message: Mapping[str, Any]) -> bool:
+    """Return whether a message was held by so many vanished workers that it may be the cause."""
     return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
 
 
 def claim(message: Any) -> bool:
-    """Hold a delivered message past the end of its connection, until it is acknowledged, rejected or unclaimed.
+    """Hold a delivered message until it is acknowledged, rejected or unclaimed, even if its connection ends.
 
-    False for one that has to be handled alone, and had to wait since it was delivered, while anything else is claimed.
+    Returns False for a message that needs isolation while another one is claimed; try again later.
     """
     leases, tag = getattr(message.channel, "leases", None), message.delivery_tag
-    if leases is None or tag not in leases.held:  # kombu's own transport has none
+    if leases is None or tag not in leases.held:  # delivered by kombu's own transport
         return True
     suspicious = count_in(message.delivery_info, "lapse_count") >= LAPSES_BEFORE_ALONE and not leases.is_alone(tag)
     if suspicious and leases.are_claimed():
-        leases.waiting_alone.add(tag)
+        leases.waiting_for_isolation.add(tag)
         return False
-    leases.waiting_alone.discard(tag)
+    leases.waiting_for_isolation.discard(tag)
     leases.claim(tag)
     if suspicious:
-        leases.note_alone(tag)
+        leases.record_isolation(tag)
     return True
 
 
 def is_held(message: Any) -> bool:
-    """Return whether a message was neither acknowledged nor given back; True of any that is not held under a lease."""
+    """Return whether a message is still held: neither acknowledged nor returned. True for messages without a lease."""
     leases = getattr(message.channel, "leases", None)
     return leases is None or message.delivery_tag in leases.held
 
 
 def put_off(message: Any) -> None:
-    """Note that a delivered message waits for something else before it is begun."""
+    """Record that a delivered message is postponed: it waits for its ETA or a rate limit."""
     if leases := getattr(message.channel, "leases", None):
         leases.put_off(message.delivery_tag)
 
 
 def is_alone(message: Any) -> bool:
-    """Return whether this is the message that is handled alone."""
+    """Return whether this message is the one delivered in isolation."""
     leases = getattr(message.channel, "leases", None)
     return bool(leases and leases.is_alone(message.delivery_tag))
 
 
 def end_alone(message: Any) -> None:
-    """Note that a message proved harmless, if it is the one that is handled alone. Raises redis' errors."""
+    """Record that the message delivered in isolation proved harmless; ignore others. Raises redis-py's errors."""
     if leases := getattr(message.channel, "leases", None):
         leases.end_alone(message.delivery_tag)
 
 
 def queued_size(message: Any) -> int:
-    """Bytes of a held message as it lay in its list; 0 where that is not known."""
+    """Return the bytes of a held message in its list; 0 if unknown."""
     leases = getattr(message.channel, "leases", None)
     found = leases and leases.held.get(message.delivery_tag)
     return found.queued if found else 0
 
 
 def unclaim(message: Any) -> None:
-    """Give up a claim: the message goes back to its queue when its connection ends."""
+    """Give up a claim: the message returns to its queue when its connection ends."""
     if leases := getattr(message.channel, "leases", None):
         leases.unclaim(message.delivery_tag)
 
 
 class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
-    """Counts what a channel's consumer holds; the book is Leases."""
+    """Prefetch accounting of a channel's consumer. Held messages are tracked in `Leases`."""
 
     channel: "Channel"
 
     def room(self) -> int | None:
-        """How many messages to reserve in one go; None where nothing limits it. None rather than few, while there is
-        enough to do: another packet for each message would be as slow as popping.
+        """Return how many messages to reserve next; None if unlimited.
+
+        Returns 0 instead of a small number while enough messages are prefetched: reserving them one by one would be as
+        slow as popping.
         """
         if not self.can_consume():
             return 0
@@ -186,38 +191,38 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         VirtualQoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """Requeued messages go to the far end, as with kombu: next out, a task that rejects would spin."""
+        """Reject a message. A requeued one goes to the end of its list, as in kombu; otherwise it would loop."""
         if requeue:
             self.channel.leases.unclaim(delivery_tag)
-            self.channel.leases.let_go([delivery_tag], command="LPUSH")
+            self.channel.leases.return_unclaimed([delivery_tag], command="LPUSH")
             VirtualQoS.ack(self, delivery_tag)
         else:
             self.ack(delivery_tag)
 
     def restore_unacked(self, *_: Any) -> None:
         self._flush()
-        self.channel.leases.give_back(list(reversed(self._delivered)))
+        self.channel.leases.return_messages(list(reversed(self._delivered)))
         self._delivered.clear()
 
     def restore_by_tag(self, tag: str, _: Any = None, leftmost: bool = False) -> None:
-        self.channel.leases.give_back([tag], command="LPUSH" if leftmost else "RPUSH")
+        self.channel.leases.return_messages([tag], command="LPUSH" if leftmost else "RPUSH")
 
     def restore_unacked_once(self, *_: Any) -> None:
-        """Give back what is not claimed; the rest is being worked on."""
+        """Return unclaimed messages when the channel closes. Claimed ones are still being processed."""
         self._on_collect.cancel()
         self._flush()
         tags = list(reversed(self._delivered))
         self._delivered.clear()
-        self.channel.leases.let_go(tags)
+        self.channel.leases.return_unclaimed(tags)
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
-        """The leases' thread does, whatever the event loop is busy with."""
+        """Do nothing: the lease thread returns expired messages, even while the event loop is busy."""
 
 
 class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu_redis
-    """Sends what is due each turn, and reads whatever comes."""
+    """kombu's poller, changed to send pending commands on each turn and to read every reply."""
 
-    #: Whether an event loop calls; without one, nobody comes back to send what waits.
+    #: True if an event loop drives the poller. Otherwise, data must be sent at once, because there is no next turn.
     evented = False
 
     def on_poll_start(self) -> None:
@@ -242,7 +247,7 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
         return delivered
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
-        if any(channel._deliver_line() for channel in tuple(self._channels) if channel.active_queues):
+        if any(channel._deliver_buffer() for channel in tuple(self._channels) if channel.active_queues):
             return None
         try:
             return super().get(callback, 1 if timeout is None else min(timeout, 1))
@@ -253,7 +258,7 @@ class Poller(kombu_redis.MultiChannelPoller):  # type: ignore[misc]  # see kombu
 
 
 class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
-    """Reserves messages instead of popping them."""
+    """A channel that reserves messages instead of popping them."""
 
     QoS = QoS
 
@@ -266,7 +271,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
     held_bytes = 128 * 1024 * 1024
     visibility_timeout = 6
     unacked_restore_interval = 2
-    #: Seconds that a command may take: without it, Redis going silent stops the worker for good.
+    #: Timeout of a command in seconds. Without it, an unresponsive Redis would block the worker forever.
     socket_timeout = 10
     socket_connect_timeout = 5
 
@@ -281,26 +286,27 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         "held_bytes",
     )
 
-    #: Whether Redis says when a list changes; where it does not, it is asked each second.
+    #: False if Redis does not support notifications; its lists are then polled every second.
     _tracking = True
-    #: Since when it waits for that.
+    #: Start of the current wait for a notification, by the monotonic clock; None while not waiting.
     _armed_at: float | None = None
-    #: Whether the connection was told to track, and the script is known to it.
-    _greeted = _scripted = False
-    #: Whether the last reservation was full: then there is nothing to wait for.
-    _flowing = False
-    #: Messages seen waiting after a reservation, and whether some came since.
-    _waiting, _woken = 0, False
-    #: kombu's: the connection, while it owes a reservation or a wake-up; since when it owes an answer; closing.
+    #: True if tracking was enabled on this connection; and true if Redis knows the script.
+    _tracking_requested = _scripted = False
+    #: True if the last reservation was full: more messages probably wait.
+    _last_was_full = False
+    #: Messages left in the lists after a reservation; and true if a notification has arrived since.
+    _waiting, _notified = 0, False
+    #: kombu's attributes: the connection while a reservation or notification is pending; start of the oldest pending
+    #: command; and whether the channel is closing.
     _in_poll: Any = None
     _brpop_sent_at: float | None = None
     _closing = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        #: What each reply that is still to come answers: kind, and what is needed then.
+        #: Pending replies, in order: kind, and the data needed to handle the reply.
         self._expected: deque[tuple[str, Any]] = deque()
-        #: Messages that are reserved and not delivered yet: queue, tag, the message as it came, and decoded.
-        self._line: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
+        #: Reservation buffer: queue, tag, raw message and decoded message.
+        self._buffer: deque[tuple[str, str, bytes, dict[str, Any]]] = deque()
         self._unleased: set[str] = set()
         super().__init__(*args, **kwargs)
 
@@ -359,87 +365,87 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             return sum(pipe.execute())
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
-        with self._suppressing_full(f"cannot note that {queue!r} is bound to {exchange!r}"):
+        with self._tolerate_full_redis(f"cannot record the binding of queue {queue!r} to exchange {exchange!r}"):
             super()._queue_bind(exchange, routing_key, pattern, queue)
 
     def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
-        with self._suppressing_full(f"cannot delete queue {queue!r}, which expires"):
+        with self._tolerate_full_redis(f"cannot delete queue {queue!r}; it will expire"):
             super()._delete(queue, *args, **kwargs)
 
     @contextmanager
-    def _suppressing_full(self, what: str) -> Iterator[None]:
-        """Go on where Redis is at its memory limit: a worker has to connect, to empty it."""
+    def _tolerate_full_redis(self, what: str) -> Iterator[None]:
+        """Log the error and continue if Redis is at its memory limit: workers must connect in order to free memory."""
         try:
             yield
         except ResponseError as error:
             if not is_full(error):
                 raise
-            logger.warning("%s: Redis has no memory (%s)", what, error)
+            logger.warning("%s: Redis is at its memory limit (%s)", what, error)
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         try:
             return super().decode_body(body, encoding)
         except (ValueError, TypeError, AttributeError) as error:
-            raise UndecodableError("its body is not encoded as it says") from error
+            raise UndecodableError("the body does not match its declared encoding") from error
 
     def _update_queue_cycle(self) -> None:
-        """Queues have come or gone: what is waited for is no longer right."""
+        """Restart the wait, because the set of queues has changed."""
         super()._update_queue_cycle()
-        self._woken = True
+        self._notified = True
         self._wake()
 
-    # What is sent.
+    # Sending.
 
     def is_due(self) -> bool:
-        """Whether anything is to be sent now. Raises a connection error when a reply is overdue."""
+        """Return whether anything can be sent now. Raises a connection error if a reply is overdue."""
         if self._expected:
             silent = monotonic() - (self._brpop_sent_at or monotonic())
             connection = self.client.connection
             if silent > (self.socket_timeout or silent) and not kombu_redis._socket_readable(connection._sock):
                 connection.disconnect()
                 raise ConnectionFault(f"Redis has not answered for {silent:.0f} seconds")
-        elif self._armed_at and monotonic() - self._armed_at > (REARM if self._tracking else self.brpop_timeout):
+        elif self._armed_at and monotonic() - self._armed_at > (
+            REARM_AFTER_S if self._tracking else self.brpop_timeout
+        ):
             self._wake()
         return bool(self.leases.acknowledged or self._may_deliver() or (not self._in_poll and self._room()))
 
     def _room(self) -> int:
         free: int | None = self.qos.room()
-        if free != 0 and (self._line or self._is_full()):
+        if free != 0 and (self._buffer or self._is_full()):
             return 0
-        if free is None:  # without a limit and an event loop, a consumer expects one message at a time
+        if free is None:  # no prefetch limit; without an event loop, consumers expect one message at a time
             return self.reserve_limit if self.connection.cycle.evented else 1
         return min(free, self.reserve_limit)
 
     def _is_full(self) -> bool:
-        """Return whether nothing may be delivered: for want of memory, or since a message has to be handled alone."""
+        """Return whether delivery must pause: held messages fill the memory limit, or one needs isolation."""
         leases = self.leases
-        return leases.is_one_alone() or bool(leases.waiting_alone) or leases.bytes_held >= self.held_bytes
+        return leases.is_isolating() or bool(leases.waiting_for_isolation) or leases.bytes_held >= self.held_bytes
 
     def room_bytes(self) -> int:
-        """Bytes of one reservation, at most; it ends with the message that reaches them."""
+        """Return the bytes at which a reservation ends. The last message may exceed them."""
         return self.reserve_bytes
 
     def _reservation(
         self, tags: str, queues: Sequence[str], room: int, size: int
     ) -> tuple[list[tuple[str, str]], list[Any], list[Any]]:
-        """Queue and list of all priorities, the first to be emptied first, with the script's keys and arguments."""
+        """Return (queue, list) of all priorities in order of delivery, and the RESERVE script's keys and arguments."""
         lists = [(q, self.global_keyprefix + self._q_for_pri(q, step)) for step in self.priority_steps for q in queues]
         seconds = [0 if queue in self._unleased else self.leases.seconds for queue, _ in lists]
         keys = [self.leases.reserved, self.leases.index, *(name for _, name in lists)]
         return lists, keys, [tags, room, size, *seconds]
 
     def _brpop_start(self, *_: Any) -> None:
-        """Deliver what may be delivered by now, then send what is due, in one packet: acknowledgements, and a
-        reservation where there is room for one.
-        """
-        self._deliver_line()
+        """Deliver buffered messages, then send in one packet: acknowledgements, and a reservation if there is room."""
+        self._deliver_buffer()
         connection, leases = self.client.connection, self.leases
         commands: list[tuple[Any, ...]] = []
         if not self._expected:
             self._flush_brpop_reauth()
             self._brpop_sent_at = monotonic()
-        if not self._greeted:
-            self._greeted = True
+        if not self._tracking_requested:
+            self._tracking_requested = True
             self._expect(commands, "tracking", None, "CLIENT", "TRACKING", "ON", "NOLOOP")
         if acknowledged := leases.take_acknowledged():
             self._expect(commands, "acknowledged", None, "HDEL", leases.reserved, *acknowledged)
@@ -452,8 +458,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             script: tuple[str, str] = ("EVALSHA", leases.reserve.sha) if self._scripted else ("EVAL", RESERVE)
             self._scripted, self._in_poll = True, connection
             self._expect(commands, "reserved", (tags, lists, room, size), *script, len(keys), *keys, *arguments)
-            if not self._flowing:
-                self._waiting, self._woken = 0, False
+            if not self._last_was_full:
+                self._waiting, self._notified = 0, False
                 for number, (__, name) in enumerate(lists, 1):
                     self._expect(commands, "waiting", number == len(lists), "LLEN", name)
         if commands:
@@ -463,16 +469,16 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         commands.append(command)
         self._expected.append((kind, detail))
 
-    # What comes back.
+    # Receiving.
 
     def _brpop_read(self, **_: Any) -> bool:
-        """Handle all that has come; deliver what was reserved. Raises Empty where nothing was."""
+        """Handle all replies that have arrived, and deliver reserved messages. Raises Empty if none was delivered."""
         delivered = False
         while True:
             connection = self.client.connection
             reply = self._next_reply(connection)
             if reply is None:
-                self._woken = True
+                self._notified = True
                 self._wake()
             else:
                 delivered = self._handle(*self._expected.popleft(), reply) or delivered
@@ -487,7 +493,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         return self._brpop_read() if kind == "BRPOP" else super()._poll_error(kind)
 
     def _next_reply(self, connection: Any, **options: Any) -> Any:
-        """A reply, or the error that it is; None for Redis' word that a list has changed."""
+        """Read a reply. Returns None for a notification, and error replies as exceptions without raising them."""
         try:
             return connection.read_response(push_request=True, **options)
         except ResponseError as error:
@@ -502,23 +508,23 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
 
     def _handle(self, kind: str, detail: Any, reply: Any) -> bool:
         if isinstance(reply, ResponseError):
-            self._refused(kind, detail, reply)
+            self._handle_error(kind, detail, reply)
         elif kind == "reserved":
             return self._reserved(*detail, *reply)
         elif kind == "waiting":
             self._waiting += reply
-            if detail:  # the last list
+            if detail:  # the reply for the last list
                 self._in_poll = None
-                if not self._waiting and not self._woken:
+                if not self._waiting and not self._notified:
                     self._armed_at, self._in_poll = monotonic(), self.client.connection
         return False
 
-    def _refused(self, kind: str, detail: Any, error: ResponseError) -> None:
+    def _handle_error(self, kind: str, detail: Any, error: ResponseError) -> None:
         if kind == "tracking":
-            logger.warning("Redis does not tell when a list changes, so it is asked each second (%s)", error)
+            logger.warning("cannot enable notifications, polling queues every second: %s", error)
             self._tracking = False
         elif isinstance(error, NoScriptError):
-            self._scripted, self._woken = False, True
+            self._scripted, self._notified = False, True
             self._reservation_answered()
         else:
             if detail and kind == "acknowledged":
@@ -530,7 +536,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
         self, tags: str, lists: list[tuple[str, str]], room: int, size: int, runs: list[int], messages: list[bytes]
     ) -> bool:
         self._reservation_answered()
-        self._flowing = len(messages) == room or sum(map(len, messages)) >= size
+        self._last_was_full = len(messages) == room or sum(map(len, messages)) >= size
         sources = [lists[number] for number, times in zip(runs[::2], runs[1::2], strict=True) for _ in range(times)]
         for queue in dict.fromkeys(queue for queue, _ in sources):
             self._queue_cycle.rotate(queue)
@@ -540,24 +546,24 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             if queue in self._unleased:
                 unleased.append((queue, name, tag, message))
             else:
-                self._line_up(queue, tag, message)
+                self._add_to_buffer(queue, tag, message)
         delivered = self._deliver_unleased(unleased)
-        return self._deliver_line() or delivered
+        return self._deliver_buffer() or delivered
 
     def _reservation_answered(self) -> None:
-        """The next may be sent, unless the lengths of the lists are still to come."""
+        """Allow the next reservation, unless list lengths are still pending."""
         if not (self._expected and self._expected[0][0] == "waiting"):
             self._in_poll = None
 
-    def _line_up(self, queue: str, tag: str, message: bytes) -> None:
+    def _add_to_buffer(self, queue: str, tag: str, message: bytes) -> None:
         try:
             found = decoded(message)
         except UndecodableError as error:
-            with suppress(RedisError, OSError):  # then its lease ends, and it comes again
+            with suppress(RedisError, OSError):  # on failure, its lease expires and it is redelivered
                 self.leases.set_aside(tag, message, str(error))
         else:
             self.leases.hold(tag, message)
-            self._line.append((queue, tag, message, found))
+            self._buffer.append((queue, tag, message, found))
 
     def _deliver(self, queue: str, tag: str, message: bytes, found: dict[str, Any]) -> None:
         found["properties"]["delivery_tag"] = tag
@@ -567,35 +573,35 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self.leases.set_aside(tag, message, str(error))
         except BaseException:
             if (held := self.leases.held.get(tag)) and not held.delivered:
-                self.leases.let_go([tag])
+                self.leases.return_unclaimed([tag])
             raise
 
     def _may_deliver(self) -> bool:
-        """Return whether the first message of the line may be delivered now."""
-        if not self._line or self._is_full():
+        """Return whether the first buffered message may be delivered now."""
+        if not self._buffer or self._is_full():
             return False
-        return not (is_handled_alone(self._line[0][3]) and self.leases.are_claimed())
+        return not (needs_isolation(self._buffer[0][3]) and self.leases.are_claimed())
 
-    def _deliver_line(self) -> bool:
-        """Deliver messages of the line, while they may be; whether any was."""
+    def _deliver_buffer(self) -> bool:
+        """Deliver buffered messages as far as possible. Return whether any was delivered."""
         delivered = False
         while not self._closing and self._may_deliver():
-            queue, tag, message, found = self._line[0]
-            alone = queue in self.connection._callbacks and is_handled_alone(found)
+            queue, tag, message, found = self._buffer[0]
+            alone = queue in self.connection._callbacks and needs_isolation(found)
             if alone:
-                self.leases.begin_alone(tag, message)  # if Redis does not answer, the message stays in the line
-            self._line.popleft()
-            if queue not in self.connection._callbacks:  # its consumer was cancelled
-                self.leases.let_go([tag])
+                self.leases.begin_isolation(tag, message)  # raises if Redis does not answer; the message stays buffered
+            self._buffer.popleft()
+            if queue not in self.connection._callbacks:  # the consumer was cancelled
+                self.leases.return_unclaimed([tag])
                 continue
             delivered = True
             self._deliver(queue, tag, message, found)
-            if alone and not self.leases.is_one_alone():  # decoding it did no harm, and it waits for something else
+            if alone and not self.leases.is_isolating():  # decoding it was harmless, and it is not started yet
                 self.leases.end_alone(tag)
         return delivered
 
     def _deliver_unleased(self, messages: Sequence[tuple[str, str, str, bytes]]) -> bool:
-        """Deliver what is not to be acknowledged; put back what came for a cancelled consumer. Whether any was."""
+        """Deliver messages without a lease; return those of cancelled consumers. Return whether any was delivered."""
         delivered, undelivered = False, []
         for queue, name, tag, message in messages:
             if self._closing or queue not in self.connection._callbacks:
@@ -613,7 +619,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                 self.leases.client.rpush(name, message)
         return delivered
 
-    # The end of a connection.
+    # Closing.
 
     def _on_connection_disconnect(self, connection: Any) -> None:
         client = self.__dict__.get("client")
@@ -622,7 +628,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
                 if kind == "acknowledged" and detail:
                     self.leases.acknowledged.extend(detail)
             self._expected.clear()
-            self._greeted = self._scripted = self._flowing = False
+            self._tracking_requested = self._scripted = self._last_was_full = False
             self._armed_at = self._brpop_sent_at = None
         super()._on_connection_disconnect(connection)
 
@@ -631,21 +637,21 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             self._closing = True
             with suppress(RedisError, OSError, Empty):
                 while any(kind == "reserved" for kind, _ in self._expected):
-                    reply = self._next_reply(self.client.connection, timeout=leases.patience)
+                    reply = self._next_reply(self.client.connection, timeout=leases.timeout_s)
                     if reply is not None:
                         self._handle(*self._expected.popleft(), reply)
-            if self._is_connected():  # else the next connection takes acknowledgements along, when it has caught up
+            if self._is_connected():  # otherwise the next connection sends them, after repeating lost writes
                 with suppress(RedisError, OSError):
                     leases.flush()
-            leases.let_go([tag for _, tag, _, _ in reversed(self._line)])
-            self._line.clear()
+            leases.return_unclaimed([tag for _, tag, _, _ in reversed(self._buffer)])
+            self._buffer.clear()
             leases.channels.discard(self)
         self._in_poll = None
         super().close()
 
 
 class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
-    """For redis:// and rediss://; `settings_for` says how to set it up."""
+    """Transport for redis:// and rediss:// URLs. Configure it with `settings_for`."""
 
     Channel = Channel
 
@@ -654,16 +660,16 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self.cycle = Poller()
-        self._settle_alternatives()
+        self._check_alternatives()
 
-    def _settle_alternatives(self) -> None:
-        """kombu turns to the next URL with the transport of its scheme, which is not this one."""
+    def _check_alternatives(self) -> None:
+        """Reject several URLs: kombu would switch to the next one with its own transport."""
         if len(self.client.alt) > 1:
-            raise ValueError("this transport does not turn from one redis:// URL to another: use sentinel://")
+            raise ValueError("several redis:// URLs are not supported: use sentinel:// for failover")
 
     def establish_connection(self) -> Any:
         connection = super().establish_connection()
-        self._avail_channels[0].leases.try_writing()
+        self._avail_channels[0].leases.check_writable()
         return connection
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
@@ -674,7 +680,7 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
 
 
 class SentinelChannel(Channel, kombu_redis.SentinelChannel):  # type: ignore[misc]  # see kombu_redis
-    """The same, on the master that Sentinel names."""
+    """A channel to the master that Redis Sentinel reports."""
 
     from_transport_options = tuple(
         dict.fromkeys((*Channel.from_transport_options, *kombu_redis.SentinelChannel.from_transport_options))
@@ -682,28 +688,28 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):  # type: ignore[mis
 
 
 class SentinelTransport(Transport):
-    """For sentinel://; needs the option `master_name`."""
+    """Transport for sentinel:// URLs. Requires the option `master_name`."""
 
     default_port = kombu_redis.SentinelTransport.default_port
     Channel = SentinelChannel
 
-    def _settle_alternatives(self) -> None:
-        """All Sentinels are asked at each connection: there is nothing to turn to."""
+    def _check_alternatives(self) -> None:
+        """Do nothing but disable kombu's cycle of URLs: every connection tries all Sentinels."""
         self.client.cycle = None
 
 
 def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The Celery settings that lead a broker URL through this transport.
+    """Return the Celery settings that use this transport for a broker URL.
 
-    kombu takes a transport by class path without looking at the URL's scheme: `rediss` would be silently plain text.
-    tls: arguments of redis-py's SSLConnection, such as `ssl_ca_certs`. Raises ValueError, with a sentence for people.
+    kombu ignores the URL's scheme if the transport is set by class path: `rediss` would silently connect without TLS.
+    tls: arguments of redis-py's SSLConnection, such as `ssl_ca_certs`. Raises ValueError with a message for users.
     """
     schemes = {each.partition("://")[0] for each in url.split(";")}
     if len(schemes) != 1 or not schemes <= {"redis", "rediss", "sentinel"}:
-        raise ValueError(f"a broker URL begins with redis://, rediss:// or sentinel://, not {', '.join(schemes)}")
+        raise ValueError(f"a broker URL must begin with redis://, rediss:// or sentinel://, not {', '.join(schemes)}")
     scheme = schemes.pop()
     if scheme != "sentinel" and ";" in url:
-        raise ValueError(f"one {scheme}:// URL only: for failover use sentinel://host;sentinel://host and master_name")
+        raise ValueError(f"several {scheme}:// URLs: for failover use sentinel://host;sentinel://host and master_name")
     settings = {
         "broker_url": url,
         "broker_transport": f"{__name__}:{'SentinelTransport' if scheme == 'sentinel' else 'Transport'}",
@@ -713,5 +719,5 @@ def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, An
     given: dict[str, Any] = dict(tls or {}) | parse_url(url.partition(";")[0]).get("ssl", {})
     given.setdefault("ssl_cert_reqs", ssl.CERT_REQUIRED)
     if given["ssl_cert_reqs"] not in (ssl.CERT_REQUIRED, "required") or given.get("ssl_check_hostname") is False:
-        raise ValueError("rediss:// without verified certificates protects from nobody: set ssl_ca_certs instead")
+        raise ValueError("rediss:// requires certificate verification: set ssl_ca_certs instead of disabling it")
     return settings | {"broker_url": url.partition("?")[0], "broker_use_ssl": given}

@@ -38,7 +38,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from shared.broker import HELD, SENT_AT, shown_arguments
 from shared.errors import RequestRefused
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
-from shared.leases import KEPT_ASIDE, lapsed
+from shared.leases import MAX_UNDECODABLE_BYTES, lapsed
 from shared.transport import Channel, UndecodableError, decoded
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
@@ -158,7 +158,7 @@ class Served:
         }  # the generated posts have the message's id
         results: Any = self._redis.mget([CELERY_RESULTS.replace("*", task_id) for task_id in written])
         for (task_id, element), result in zip(written.items(), results, strict=True):
-            if element[:KEPT_ASIDE] in aside:
+            if element[:MAX_UNDECODABLE_BYTES] in aside:
                 yield task_id, "undecodable"
             elif result:
                 yield task_id, json.loads(result)["status"]

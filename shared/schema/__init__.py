@@ -1,11 +1,12 @@
-"""JSON Schema of what travels, for applications that know nothing of Feedmill: `request.json` and `result.json`.
+"""JSON Schema of the message format, for other applications: `request.json` and `result.json`.
 
-pydantic's own schema says what a model holds in the end. These say what it *reads*: a number in a string, labels
-separated by commas. `make docs` writes both files anew from shared/messages.py; a test fails where
-they differ. A validator that is new in shared/messages.py has to be named in `Reads` first. What JSON Schema cannot
-say stands in the descriptions (`BEYOND`).
+pydantic's own schema describes parsed models. These schemas describe accepted input, such as numbers in strings and
+comma-separated labels. `make docs` generates both files from shared/messages.py; a test fails if they are outdated.
+Each validator of shared/messages.py needs a method of the same name in `Reads`. Rules that JSON Schema cannot express
+are added to the descriptions (`BEYOND`).
 
-Patterns are within what Python's `re` and ECMA-262 read alike: white space is spelled out, and `END` is the end.
+Patterns use only syntax that Python's `re` and ECMA-262 interpret alike: whitespace is spelled out, and `END` replaces
+`$`.
 """
 
 import inspect
@@ -31,13 +32,13 @@ from shared.messages import (
 
 FOLDER = Path(__file__).parent
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-#: What pydantic trims, Unicode's White_Space; and what Python trims, which is four control characters more.
+#: Characters that pydantic trims: Unicode's White_Space. Python's `str.strip` trims four control characters more.
 SPACE = r"\t-\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 PYTHON_SPACE = rf"\u001c-\u001f{SPACE}"
-#: `$` would do in ECMA-262; in Python it matches before a last line break as well.
+#: End of text. Python's `$` also matches before a final line break.
 END = r"(?![\s\S])"
 WHOLE_NUMBER = rf"^[{SPACE}]*[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?[{SPACE}]*{END}"
-#: Trimmed, or with single underscores anywhere within.
+#: A number: either trimmed, or with single underscores anywhere inside.
 NUMBER = (
     rf"^(?:[{SPACE}]*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[{SPACE}]*"
     r"|(?!_|[\s\S]*__|[\s\S]*_(?![\s\S]))[+-]?_?(?:[0-9][_0-9]*(?:\.[_0-9]*)?|\._?[0-9][_0-9]*)"
@@ -47,7 +48,7 @@ YES_OR_NO = ("true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off",
 
 
 def _trimmed(longest: int, space: str) -> str:
-    """Text of 1 to so many characters, and white space around it, which does not count."""
+    """Return a pattern for text of 1 to `longest` characters, not counting surrounding whitespace."""
     return rf"^[{space}]*[^{space}](?:[\s\S]{{0,{longest - 2}}}[^{space}])?[{space}]*{END}"
 
 
@@ -56,33 +57,33 @@ def _in_any_case(words: tuple[str, ...]) -> str:
     return f"^(?:{'|'.join(spelled)}){END}"
 
 
-#: Texts that several fields read, by the names that they have in `$defs`.
+#: Text schemas that several fields share, by their names in `$defs`.
 TEXTS = {
-    "WholeNumber": {"description": "A whole number as text; the field's limits hold.", "pattern": WHOLE_NUMBER},
-    "Number": {"description": "A number as text; the field's limits hold.", "pattern": NUMBER},
-    "YesOrNo": {"description": f"{', '.join(YES_OR_NO)}; in any case.", "pattern": _in_any_case(YES_OR_NO)},
+    "WholeNumber": {"description": "An integer as text. The field's limits apply.", "pattern": WHOLE_NUMBER},
+    "Number": {"description": "A number as text. The field's limits apply.", "pattern": NUMBER},
+    "YesOrNo": {"description": f"One of {', '.join(YES_OR_NO)}; case-insensitive.", "pattern": _in_any_case(YES_OR_NO)},
     "Label": {"description": "1 to 200 characters after trimming.", "pattern": _trimmed(200, PYTHON_SPACE)},
     "Description": {"description": "1 to 500 characters after trimming.", "pattern": _trimmed(500, SPACE)},
 }
-#: What the schema cannot say, by model and field.
+#: Rules that the schema cannot express, by model and field.
 BEYOND = {
-    "Post": "Beyond this schema: a text of nothing but white space that is written as HTML entities is no text.",
-    "Post.id": "A number counts with its digits.",
-    "Post.extra": f"Beyond this schema: {MAX_EXTRA_BYTES} bytes of JSON, nested some 250 levels deep at most.",
+    "Post": "Not expressed in this schema: text that consists only of whitespace as HTML entities counts as empty.",
+    "Post.id": "A number is converted to text.",
+    "Post.extra": f"Not expressed in this schema: at most {MAX_EXTRA_BYTES} bytes of JSON and about 250 nested levels.",
     "Request.labels": (
-        "Names, as a list or separated by commas; or an object, name -> what a model reads for it. Beyond this schema:"
-        f" names differ after trimming; with commas, {MAX_LABELS} at most, of 200 characters each; in all, "
-        f"{MAX_ALL_DESCRIPTIONS} descriptions at most."
+        "A list of names, a comma-separated string, or an object that maps each name to its descriptions. Not "
+        f"expressed in this schema: names must differ after trimming; a string contains at most {MAX_LABELS} names of "
+        f"200 characters; all labels together have at most {MAX_ALL_DESCRIPTIONS} descriptions."
     ),
-    "Request.top_k": "Beyond this schema: below 2^63 where it has an exponent or a decimal point.",
+    "Request.top_k": "Not expressed in this schema: below 2^63 if written with an exponent or a decimal point.",
 }
 
 
 class Request(ClassifyOptions):
     """The arguments of the Celery task `feedmill.classify`, by name.
 
-    By position they are posts, labels, template, multi_label, strict, top_k. What is wrong with an option fails the
-    whole message; a post that does not fit fails alone, and its outcome says why.
+    Positional order: posts, labels, template, multi_label, strict, top_k. An invalid option fails the whole message. An
+    invalid post fails alone, and its outcome gives the reason.
     """
 
     posts: Annotated[list[Post], Field(min_length=1, max_length=MAX_POSTS_PER_MESSAGE)]
@@ -95,32 +96,32 @@ Result = Annotated[
         max_length=MAX_POSTS_PER_MESSAGE,
         title="Result",
         description="The result of the Celery task `feedmill.classify`: one outcome per post, in the message's order. "
-        "Fields may be added within a version of the message.",
+        "New fields do not change the message version.",
     ),
 ]
 
 
 class Described(GenerateJsonSchema):
-    """With the `#:` comments of a model's fields as their descriptions, and what the schema cannot say."""
+    """Schema generator for serialized models, with `#:` comments and `BEYOND` as descriptions."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         written = super().model_schema(schema)
         model = schema["cls"]
         comments = _comments(model)
-        for field, said in written["properties"].items():
+        for field, field_schema in written["properties"].items():
             words = [comments.get(field, ""), BEYOND.get(f"{model.__name__}.{field}", "")]
             if any(words):
-                said["description"] = " ".join(filter(None, words))
+                field_schema["description"] = " ".join(filter(None, words))
         if beyond := BEYOND.get(model.__name__):
             written["description"] += f" {beyond}"
         return written
 
-    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - a field's name says it
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - pydantic's signature
         return False
 
 
 class Reads(Described):
-    """What pydantic reads, rather than what it makes of it."""
+    """Schema generator for accepted input, before pydantic converts it."""
 
     def str_schema(self, schema: Any) -> dict[str, Any]:
         text = super().str_schema(schema)
@@ -151,16 +152,16 @@ class Reads(Described):
         return self._validated(schema)
 
     def _validated(self, schema: Any) -> dict[str, Any]:
-        """What the inner schema becomes by a validator's function. Raises AttributeError for one without a method."""
+        """Apply the method named after a validator. Raises AttributeError if there is none."""
         read: dict[str, Any] = getattr(self, schema["function"]["function"].__name__)(
             self.generate_inner(schema["schema"])
         )
         return read
 
-    # One for each validator of shared/messages.py, by its name.
+    # One method per validator of shared/messages.py, with its name.
 
-    def _text(self, inner: dict[str, Any]) -> dict[str, Any]:
-        """None is no text, where no text is allowed."""
+    def _normalize_text(self, inner: dict[str, Any]) -> dict[str, Any]:
+        """Allow None where empty text is allowed: it becomes empty text."""
         refused = any("pattern" in each for each in inner.get("anyOf", [inner]))
         return inner if refused else _any_of(inner, {"type": "null"})
 
@@ -179,7 +180,7 @@ class Reads(Described):
     def _extra_is_small(self, inner: dict[str, Any]) -> dict[str, Any]:
         return inner
 
-    def _described(self, described: dict[str, Any]) -> dict[str, Any]:
+    def _parse_labels(self, described: dict[str, Any]) -> dict[str, Any]:
         return _any_of(
             _text_of(f"[^,{PYTHON_SPACE}]"),
             {
@@ -192,18 +193,18 @@ class Reads(Described):
             described,
         )
 
-    def _some(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_label_count(self, inner: dict[str, Any]) -> dict[str, Any]:
         ((pattern, values),) = inner["patternProperties"].items()
         keys = {"propertyNames": {"pattern": pattern}, "additionalProperties": values}
         return {"type": "object", "minProperties": 1, "maxProperties": MAX_LABELS} | keys
 
-    def _one_or_more(self, several: dict[str, Any]) -> dict[str, Any]:
+    def _as_tuple(self, several: dict[str, Any]) -> dict[str, Any]:
         return _any_of(several["items"], several)
 
-    def _has_a_place(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_placeholder(self, inner: dict[str, Any]) -> dict[str, Any]:
         return inner | {"pattern": r"\{\}"}
 
-    def _is_read_here(self, inner: dict[str, Any]) -> dict[str, Any]:
+    def _check_version(self, inner: dict[str, Any]) -> dict[str, Any]:
         number, *others = inner["anyOf"]
         return _any_of(number | {"maximum": MESSAGE_VERSION}, *others)
 
@@ -213,7 +214,7 @@ def _text_of(pattern: str) -> dict[str, Any]:
 
 
 def _shared(node: Any) -> Any:
-    """The schema with its texts by their names in `$defs`, where they have one."""
+    """Replace the schemas of `TEXTS` with references to `$defs`."""
     if isinstance(node, list):
         return [_shared(each) for each in node]
     if not isinstance(node, dict):
@@ -225,7 +226,7 @@ def _shared(node: Any) -> Any:
 
 
 def _any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
-    """Either of them; those that say so themselves are taken apart."""
+    """Combine schemas into one `anyOf` without nesting and duplicates."""
     either: list[dict[str, Any]] = []
     for schema in schemas:
         either += [each for each in schema.get("anyOf", [schema]) if each not in either]
@@ -233,7 +234,7 @@ def _any_of(*schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comments(model: type[BaseModel]) -> dict[str, str]:
-    """The `#:` comments above the fields of a model, and of those it is made from."""
+    """Return the `#:` comments above the fields of a model and of its base classes."""
     found: dict[str, str] = {}
     for each in reversed([each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]):
         above: list[str] = []
@@ -248,7 +249,7 @@ def _comments(model: type[BaseModel]) -> dict[str, str]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Both schemas, by the names of their files."""
+    """Return both schemas by file name."""
     request = _shared(Request.model_json_schema(schema_generator=Reads))
     request["$defs"] |= {name: {"type": "string"} | text for name, text in TEXTS.items()}
     result = TypeAdapter(Result).json_schema(schema_generator=Described, mode="serialization")
@@ -260,5 +261,5 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def written() -> dict[str, str]:
-    """What both files have to hold, by their names."""
+    """Return the content of both files by file name."""
     return {name: json.dumps(schema, indent=2) + "\n" for name, schema in schemas().items()}

@@ -131,7 +131,7 @@ def test_each_queue_has_its_own_place_in_a_file(redis: RedisServer, tmp_path: Pa
         where = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_QUEUE": queue, "FEEDMILL_QUEUE_LIMIT": "32"}
         said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, **where)
         assert said.returncode == 2
-        assert "1,024 posts were sent before" in said.stderr
+        assert "1,024 posts were sent" in said.stderr
         assert "resuming" not in said.stderr
     assert positions(redis) == [1024, 1024]
 
@@ -142,8 +142,8 @@ def test_who_would_rather_be_told_is_refused_by_a_full_queue(redis: RedisServer,
     url = {"FEEDMILL_REDIS_URL": redis.url}
     said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="2", **url)
     assert said.returncode == 2
-    assert "The queue is full: 2 messages wait" in said.stderr
-    assert "64 posts were sent before" in said.stderr
+    assert "FEEDMILL_QUEUE_LIMIT allows 2 " in said.stderr
+    assert "64 posts were sent" in said.stderr
     assert "Traceback" not in said.stderr
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
     assert said.stdout.startswith("36 posts sent (messages: 2), 64 already sent")
@@ -235,7 +235,7 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
     [
         (["enqueue", "/no/such/file"], "There is no file /no/such/file."),
         (["enqueue", "-", "--labels", "a,a"], "--labels: the label 'a' is named twice."),
-        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: begins as JSON, but is none: "),
+        (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: invalid JSON: "),
         (
             ["enqueue", "-", "--since", "yesterday"],
             "--since: 'yesterday' is not a date. Write 2026-01-31",
@@ -252,7 +252,7 @@ def test_enqueue_from_standard_input(redis: RedisServer, tmp_path: Path) -> None
         (["enqueue", "-", "--subreddit", ","], "--subreddit: ',' is not a subreddit name."),
         (["flower", "--port", "99999"], "--port"),
         (["flower", "--port", "0", "--address", "192.0.2.1"], "Flower cannot listen on 192.0.2.1:0: Cannot assign"),
-        (["enqueue", "-", "--template", "x"], "--template: no {} in 'x'; it marks where the label goes"),
+        (["enqueue", "-", "--template", "x"], "--template: must contain {}"),
         (["enqueue", "-", "--posts-per-message", "0"], "--posts-per-message: "),
         (["--log-format", "xml", "status"], "--log-format: "),
     ],
@@ -271,7 +271,7 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
     said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
     assert said.returncode == 2
     assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
-    assert "Connection refused). Start the embedded stack with `feedmill up`" in said.stderr
+    assert "Connection refused" in said.stderr
     assert "Traceback" not in said.stderr
     assert "hunter2" not in said.stderr
 
@@ -279,8 +279,8 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("password", "words"),
     [
-        (":wrong@", "answers, but refuses the password"),
-        ("", "answers, but wants a password, and none is set. Set FEEDMILL_REDIS_URL with its password"),
+        (":wrong@", "the password. Set FEEDMILL_REDIS_URL"),
+        ("", "none is set. Set FEEDMILL_REDIS_URL"),
     ],
 )
 def test_with_the_wrong_password(redis: RedisServer, tmp_path: Path, password: str, words: str) -> None:
@@ -303,7 +303,7 @@ def test_flower_on_a_port_that_is_taken(redis: RedisServer, tmp_path: Path) -> N
 def test_a_variable_that_is_no_setting_is_told_once(redis: RedisServer, tmp_path: Path) -> None:
     said = feedmill("results", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_MODLE="x")
     assert said.returncode == 0
-    assert said.stderr.count("FEEDMILL_MODLE is no setting and has no effect; is FEEDMILL_MODEL meant?") == 1
+    assert said.stderr.count("FEEDMILL_MODLE is not a setting and is ignored; did you mean FEEDMILL_MODEL?") == 1
 
 
 def test_from_a_file_to_results(served: RedisServer, tmp_path: Path) -> None:
@@ -405,11 +405,11 @@ def test_purging(redis: RedisServer, tmp_path: Path) -> None:
             "",
             "feedmill: --lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.\n",
         ),
-        (["a1", ""], "", "feedmill: '' is no post's id: it has 0 characters, not 1 to 128.\n"),
+        (["a1", ""], "", "feedmill: '' is not a post id: it has 0 characters, not 1 to 128.\n"),
         (
             ["-"],
             "\x1b" * 200,
-            "feedmill: '" + "\\x1b" * 10 + "' is no post's id: it has 200 characters, not 1 to 128.\n",
+            "feedmill: '" + "\\x1b" * 10 + "' is not a post id: it has 200 characters, not 1 to 128.\n",
         ),
     ],
 )

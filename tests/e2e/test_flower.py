@@ -431,8 +431,8 @@ def test_a_password_is_not_written_to_a_file(redis: RedisServer, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth would let anyone who can reach"),  # noqa: S104
-        ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII characters, no"),
+        (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth"),  # noqa: S104
+        ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII"),
         ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: should be 1 to 256 printable ASCII"),
         ([], {"FLOWER_MAX_TASKS": "many"}, "One of the FLOWER_ variables cannot be read: "),
         ([], {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "Flower cannot start: certfile "),

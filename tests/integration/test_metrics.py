@@ -222,7 +222,7 @@ def test_workers_are_asked_only_where_it_matters(settings: Settings, monkeypatch
     ("url", "words"),
     [
         ("redis://127.0.0.1:1/0", "Redis at 127.0.0.1:1/0 does not answer"),
-        ("redis://:wrong@", "refuses the password"),
+        ("redis://:wrong@", "password"),
     ],
 )
 def test_without_redis_nothing_is_known(redis: RedisServer, url: str, words: str) -> None:

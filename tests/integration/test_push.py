@@ -421,7 +421,7 @@ def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Se
 def test_who_would_rather_be_told_is_refused_when_the_queue_is_full(settings: Settings, redis: RedisServer) -> None:
     small = settings.model_copy(update={"queue_limit": 3, "posts_per_message": 10})
     pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), refuse=True)
-    with pytest.raises(QueueFull, match=r"3 messages wait.* 30 posts were sent before"):
+    with pytest.raises(QueueFull, match=r"allows 3 .* 30 posts"):
         pushing.push(make_posts(50))
     assert queue_depth(redis.client, "feedmill").waiting == 3
     redis.client.delete("feedmill")
@@ -467,7 +467,7 @@ def test_redis_memory_is_waited_for_where_that_is_wanted(
 
 
 def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "RETRY_PAUSES", (0.01,))
+    monkeypatch.setattr(broker, "RETRY_DELAYS_S", (0.01,))
     tries: list[int] = []
 
     def send(*_: object) -> None:
@@ -480,6 +480,6 @@ def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monke
         pusher(settings).push(make_posts(1))
         assert len(tries) == 2
         tries.clear()
-        patched.setattr(broker, "RETRY_PAUSES", ())
+        patched.setattr(broker, "RETRY_DELAYS_S", ())
         with pytest.raises(OperationalError, match="cut"):
             pusher(settings, labels="a").push(make_posts(1))

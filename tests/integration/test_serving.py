@@ -1,6 +1,7 @@
 """shared/serving.py on a real Redis: what workers say they serve, and what senders choose by."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -60,26 +61,26 @@ def test_a_queue_is_found_by_its_models_name_or_the_last_part_of_it(redis: Redis
 def test_an_unknown_name_is_refused_with_those_that_are_known(redis: RedisServer, name: str) -> None:
     announce(redis.client, "feedmill-bart", BART)
     announce(redis.client, "feedmill", "other\x1b[2J")
-    with pytest.raises(UserError, match="no worker serves ") as refused:
+    with pytest.raises(UserError, match=re.escape(repr(name))) as refused:
         queue_of(redis.client, name)
-    assert f"There are: other\\x1b[2J (queue feedmill), {BART} (queue feedmill-bart)." in str(refused.value)
+    assert f"other\\x1b[2J (queue feedmill), {BART} (queue feedmill-bart)." in str(refused.value)
     assert "\x1b" not in str(refused.value)
 
 
 def test_where_nothing_is_known_that_is_said(redis: RedisServer) -> None:
-    with pytest.raises(UserError, match="None is known yet: a worker makes itself known once it has loaded"):
+    with pytest.raises(UserError, match="No queue is known yet"):
         queue_of(redis.client, BART)
 
 
 def test_what_may_mean_several_queues_is_refused_with_them(redis: RedisServer) -> None:
     announce(redis.client, "one", BART)
     announce(redis.client, "two", TUNED)
-    with pytest.raises(UserError, match="more than one queue") as refused:
+    with pytest.raises(UserError, match="--queue") as refused:
         queue_of(redis.client, "bart-large-mnli")
-    assert str(refused.value).endswith(f"name it by --queue: {BART} (queue one), {TUNED} (queue two).")
+    assert str(refused.value).endswith(f"{BART} (queue one), {TUNED} (queue two).")
     assert queue_of(redis.client, BART) == "one"
     announce(redis.client, "three", BART)
-    with pytest.raises(UserError, match="more than one queue"):
+    with pytest.raises(UserError, match="--queue"):
         queue_of(redis.client, BART)
 
 
@@ -87,7 +88,7 @@ def test_a_queue_that_nobody_ever_served_is_refused_but_the_default_one(redis: R
     check_queue(redis.client, "feedmill")
     announce(redis.client, "feedmill-bart", BART)
     check_queue(redis.client, "feedmill-bart")
-    with pytest.raises(UserError, match=r"no worker has served 'feedmill-brat' yet.* FEEDMILL_QUEUE .*feedmill-bart\)"):
+    with pytest.raises(UserError, match=r"'feedmill-brat' .* FEEDMILL_QUEUE .*feedmill-bart\)"):
         check_queue(redis.client, "feedmill-brat")
 
 

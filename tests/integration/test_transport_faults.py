@@ -286,7 +286,7 @@ def test_redis_is_full(durable: Restartable, tmp_path: Path) -> None:
         wait_until(lambda: durable.client.hlen("reserved"), "it has some")
         durable.client.config_set("maxmemory", 1)
         durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("has no memory"), "it is refused a binding")
+        wait_until(lambda: worker.says("at its memory limit"), "it is refused a binding")
         wait_until(lambda: worker.lives() and idle(durable.client), "all that waited is done")
         assert worker.text().count("silent[") >= 24
         durable.client.config_set("maxmemory", 0)

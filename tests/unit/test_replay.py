@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import ResponseError
 
 from shared import replay
-from shared.replay import LOSABLE, Connections, Replay
+from shared.replay import LOSABLE_S, Connections, Replay
 
 
 class Server:
@@ -86,13 +86,13 @@ def test_next_check_completes_a_failed_repetition(server: Server) -> None:
 
 def test_keeps_writes_while_redis_may_lose_them(server: Server) -> None:
     server.write("a")
-    server.now += LOSABLE
+    server.now += LOSABLE_S
     server.write("b")
     assert server.repeated() == ["a", "b"]
     # Repeated writes can be lost again.
     server.now += LOSABLE
     assert server.repeated() == ["a", "b"]
-    server.now += LOSABLE + 1
+    server.now += LOSABLE_S + 1
     server.write("c")
     assert server.repeated() == ["c"]
 
@@ -104,7 +104,7 @@ def test_forgets_nothing_while_redis_is_unreachable(server: Server) -> None:
 
 
 def test_keeps_a_bounded_number_of_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_KEPT", 10)
+    monkeypatch.setattr(replay, "MAX_KEPT_BYTES", 10)
     server.write("1234", "5678", "90")
     assert server.repeated() == ["1234", "5678", "90"]
     server.write("x")
@@ -150,7 +150,7 @@ def test_always_repeats_if_the_server_is_unidentified(server: Server) -> None:
 def test_forgets_writes_older_than_redis_can_lose(server: Server) -> None:
     """A server that dies has saved them, however late a new server is found."""
     server.write("old")
-    server.now += LOSABLE + 1
+    server.now += LOSABLE_S + 1
     server.write("new")
     server.now += 1000
     assert server.repeated() == ["new"]
