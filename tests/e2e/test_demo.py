@@ -35,7 +35,7 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
     # Chance is 10; what the embedded model reaches on these posts is well above half.
     assert summary["correct"] >= 80
     assert 0.5 < summary["padding_efficiency"] <= 1
-    assert f"{summary['correct']} of 160 labels agree" in demo.text()
+    assert f"{summary['correct']} of 160 labels are right" in demo.text()
     assert "Flower at http://127.0.0.1:" in demo.text()
     assert len([line for line in demo.text().splitlines() if line.startswith("│")]) == 160
 
