@@ -37,7 +37,7 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     assert said.stdout == "2 posts sent (messages: 1), 0 skipped as sent before, 1 skipped as bad\n"
     assert f"{path}:2: not JSON: Expecting value at column 1 " in said.stderr
     assert f"{path}:3: score: input should be a valid integer" in said.stderr
-    assert "(kept without it)" in said.stderr
+    assert "(kept without this field)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert again.stdout == "0 posts sent (messages: 0), 2 skipped as sent before, 1 skipped as bad\n"
     path.write_text('{"id": 3, "title": "z"}\n')
@@ -94,7 +94,7 @@ def test_a_key_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
     assert sent_ids(redis) == ["T-1", "T-2"]
     found = feedmill("enqueue", "tickets.csv", cwd=tmp_path, **url)
     assert found.stdout.startswith("2 posts sent")
-    assert "tickets.csv: no column is an id (id, post_id), so ids are made of the text" in found.stderr
+    assert "tickets.csv: no id column (id, post_id)" in found.stderr
 
 
 def sent_ids(redis: RedisServer) -> list[str]:

@@ -51,7 +51,7 @@ def test_nothing_outlives_a_demo_that_is_starting(tmp_path: Path, how: signal.Si
 def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
     said = feedmill("demo", cwd=tmp_path, TMPDIR=str(tmp_path), FEEDMILL_MODEL="/no/such/model")
     assert said.returncode == 2
-    assert "worker ended with status" in said.stderr
+    assert "worker exited with status" in said.stderr
     assert "There is no model folder '/no/such/model'" in said.stderr
     assert "Traceback" not in said.stderr
     assert processes_in(tmp_path) == []

@@ -54,7 +54,7 @@ def test_last_words_are_of_this_start(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "START_LIMIT", 0.0)
+    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
     child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
     try:
         with pytest.raises(StackError, match=r"^child did not answer within 0 s\. "):
@@ -174,7 +174,7 @@ def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stac
     redis = stack._children[-1]
     os.kill(redis.process.pid, signal.SIGKILL)
     redis.process.wait()
-    with pytest.raises(StackError, match="redis ended with status -9"):
+    with pytest.raises(StackError, match="redis exited with status -9"):
         stack.check()
     for _ in range(3):
         assert stack.worker

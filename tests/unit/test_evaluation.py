@@ -104,5 +104,5 @@ def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     notes = Console(file=StringIO(), width=200)
     assert not charts.save(tmp_path / "x.png", lambda _: None, notes)
     assert isinstance(notes.file, StringIO)
-    assert notes.file.getvalue() == "No chart: it needs matplotlib, which `pip install 'feedmill[charts]'` brings.\n"
+    assert "pip install 'feedmill[charts]'" in notes.file.getvalue()
     assert not (tmp_path / "x.png").exists()

@@ -37,7 +37,7 @@ def test_counts(mixed: Path) -> None:
     assert (read.records, read.wrong, read.skipped, read.left_out, read.removed) == (10, 2, 1, 2, 1)
     assert read.complete
     first, second = shown.getvalue().splitlines()
-    assert first.endswith("(kept without it)")
+    assert first.endswith("(kept without this field)")
     assert second.endswith("(skipped)")
 
 
@@ -84,7 +84,7 @@ def test_comments_do_not_flood_the_terminal(tmp_path: Path) -> None:
     assert read.skipped == 1000
     *lines, last = shown.getvalue().splitlines()
     assert len(lines) == BAD_RECORDS_SHOWN
-    assert last == "… and 980 more records with something wrong"
+    assert last == "… and 980 more bad records"
 
 
 def test_a_file_without_ids_is_told_once(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_file_without_ids_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "posts.csv"
     path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
     for id_column, shows_ids, told in [
-        (None, True, "no column is an id (id, post_id), so ids are made of the text; --id-column takes one of: "),
+        (None, True, "no id column (id, post_id), so ids are derived from the text; set --id-column to one of: "),
         (None, False, ""),
         ("ticket", True, ""),
     ]:
