@@ -22,7 +22,7 @@ from shared.results import SCORE
 #:   ARGV[1]  id of the last entry read              ARGV[2]  end of the range, in XRANGE syntax
 #:   ARGV[3]  stop after this many bytes of entries
 #:
-#: Returns a flat list: 1 if no entries are left, else 0; 1 if all entries up to ARGV[1] are gone, else 0; the numbers of
+#: Returns a flat list: 1 if no entries are left, else 0; 1 if all entries up to ARGV[1] are gone, else 0; numbers of
 #: entries ever written, trimmed, and present; then id, classification and post of each entry.
 FETCH = """
 local stream, last, bytes, ended = KEYS[1], ARGV[1], 0, 0

@@ -222,7 +222,7 @@ def test_times_and_labels(redis: RedisServer, tmp_path: Path) -> None:
         (("--format", "csv", "--part-rows", "5", "out"), "--part-rows is for exports in parts"),
         (("--format", "csv", "--part-seconds", "5", "out"), "--part-seconds goes with --follow"),
         (("--purge", "--follow", "out"), "--purge takes posts out of OUT, and exports nothing"),
-        (("--purge", "out"), "There is no out."),
+        (("--purge", "out"), "out does not exist."),
         (("--format", "csv", "/proc/out"), "The export cannot be written: "),
     ],
 )
@@ -242,7 +242,9 @@ def test_without_pyarrow(redis: RedisServer, tmp_path: Path) -> None:
     environment = {"FEEDMILL_REDIS_URL": redis.url, "PYTHONPATH": str(hidden)}
     found = feedmill("export", "--format", "parquet", "out", cwd=tmp_path, **environment)
     assert found.returncode == 2
-    assert found.stderr == "feedmill: Parquet needs pyarrow: `pip install 'feedmill[export]'` brings it.\n"
+    assert found.stderr.startswith("feedmill: Parquet needs pyarrow.")
+    assert "pip install 'feedmill[export]'" in found.stderr
+    assert "Traceback" not in found.stderr
     assert feedmill("export", "--format", "jsonl", "out", cwd=tmp_path, **environment).returncode == 0
 
 

@@ -31,7 +31,7 @@ def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"The data folder {tmp_path / 'file'} cannot be made: File exists." in said.stderr
+    assert f"{tmp_path / 'file'}: File exists." in said.stderr
 
 
 def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_measurement_is_told(tmp_path: Path) -> None:
     child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
     try:
         wait_until(child.said, "it measures")
-        assert next(made._await_worker(child)).startswith("model loaded; how much one micro-batch should hold")
+        assert next(made._await_worker(child)).startswith("model loaded; measuring the token budget")
     finally:
         child.kill()
 
@@ -182,5 +182,5 @@ def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stac
         stack._replace(stack.worker)
     assert stack.worker
     stack.worker.kill()
-    with pytest.raises(StackError, match="ended 4 times within a minute"):
+    with pytest.raises(StackError, match="exited 4 times within a minute"):
         stack._replace(stack.worker)

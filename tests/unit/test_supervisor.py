@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from feedmill.devices import Share
-from feedmill.supervisor import FAILURES, LONGEST_LINE, WELL, Failures, Supervisor, Worker
+from feedmill.supervisor import MAX_FAILURES, MAX_LINE_BYTES, STABLE_AFTER_S, Failures, Supervisor, Worker
 from shared.errors import SettingsError
 from shared.settings import Settings
 
@@ -23,7 +23,7 @@ def test_pauses_double_until_the_device_is_given_up() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
-    for _ in range(FAILURES):
+    for _ in range(MAX_FAILURES):
         failures.started()
         now += 5
         pauses.append(failures.ended())
@@ -34,7 +34,7 @@ def test_after_a_minute_all_is_forgotten() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
-    for seconds in (0, WELL - 1, 0, WELL, 0):
+    for seconds in (0, STABLE_AFTER_S - 1, 0, STABLE_AFTER_S, 0):
         failures.started()
         now += seconds
         pauses.append(failures.ended())
@@ -68,7 +68,7 @@ def test_what_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ports_that_there_are_not() -> None:
     assert supervised(metrics_port=65534)
-    with pytest.raises(SettingsError, match="2 workers serve on ports from 65535 on, .* set 65534 or less"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_METRICS_PORT: .* from 65535 up.* Set 65534"):
         supervised(metrics_port=65535)
 
 
@@ -76,7 +76,7 @@ def test_lines_stay_whole_and_bounded() -> None:
     worker = Worker(GPUS[0], "node", [], {})
     assert worker.lines(b"one\ntw") == [b"one"]
     assert worker.lines(b"o\n\nthr") == [b"two", b""]
-    assert worker.lines(b"x" * LONGEST_LINE) == [b"thr" + b"x" * LONGEST_LINE]
+    assert worker.lines(b"x" * MAX_LINE_BYTES) == [b"thr" + b"x" * MAX_LINE_BYTES]
     assert worker.lines(b"\n") == [b""]
 
 
@@ -91,9 +91,11 @@ def test_lines_say_whose_they_are() -> None:
 def test_the_status_line() -> None:
     supervisor = supervised()
     first, second = supervisor._workers
-    first.told = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
+    first.statistics = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
     second.restarts = 2
-    said = "1 of 2 workers up · 1,500 rows wait · 2 restarts · cuda:4 1,234 posts/s, busy 0.99 · cuda:7 away"
-    assert supervisor._said(1) == said
+    said = (
+        "1 of 2 workers up · 1,500 rows waiting · 2 restarts · cuda:4 1,234 posts/s, busy 0.99 · cuda:7 not answering"
+    )
+    assert supervisor._status_text(1) == said
     second.due = None
-    assert "cuda:7 given up" in supervisor._said(1)
+    assert "cuda:7 given up" in supervisor._status_text(1)
