@@ -83,9 +83,9 @@ class Reading:
             for item in items:
                 if self._shows_ids and self.source.columns_to_choose is not None:
                     self._shows_ids = False
-                    self._tell_ids(self.source.columns_to_choose)
+                    self._note_missing_ids(self.source.columns_to_choose)
                 if isinstance(item, BadRecord):
-                    self._tell(item)
+                    self._report_bad(item)
                     if not item.skipped:  # the record's post is the next item
                         continue
                 self.records += 1
@@ -96,13 +96,13 @@ class Reading:
         except InputError as error:
             self._broken = error
 
-    def _tell_ids(self, columns: list[str]) -> None:
+    def _note_missing_ids(self, columns: list[str]) -> None:
         note = f"{self.source.name}: no id column ({', '.join(NAMES['id'])}), so ids are derived from the text"
         if columns:
             note += f"; set --id-column to one of: {printable(', '.join(columns)):.200}"
         self._notes.print(escape(note))
 
-    def _tell(self, bad: BadRecord) -> None:
+    def _report_bad(self, bad: BadRecord) -> None:
         self.wrong += 1
         self.skipped += bad.skipped
         if self.wrong <= BAD_RECORDS_SHOWN:

@@ -99,8 +99,8 @@ def _span(report: Report) -> str:
     return f"{hours} until {_when(report.made_at)} UTC{f'; classified by {models}' if models else ''}."
 
 
-def _section(name: str, title: str, said: str, *content: str) -> str:
-    return f'<section id="{name}">\n<h2>{title}</h2>\n<p>{said}</p>\n' + "\n".join(content) + "\n</section>"
+def _section(name: str, title: str, caption: str, *content: str) -> str:
+    return f'<section id="{name}">\n<h2>{title}</h2>\n<p>{caption}</p>\n' + "\n".join(content) + "\n</section>"
 
 
 def _figures(report: Report) -> str:
@@ -127,9 +127,13 @@ def _over_time(report: Report, colours: dict[str, int]) -> str:
             height = 100 * count / most
             base -= height
             bars.append(_bar(number, base, height, _colour(label, colours), f"{_hour(column)}: {label}, {count:,}"))
-    said = f"New results {_each(report)}, by label."
+    caption = f"New results {_per_column(report)}, by label."
     return _section(
-        "time", "Posts over time", said, *_chart(report, bars, f"{most:,} {_each(report)}"), _legend(report, colours)
+        "time",
+        "Posts over time",
+        caption,
+        *_chart(report, bars, f"{most:,} {_per_column(report)}"),
+        _legend(report, colours),
     )
 
 
@@ -164,8 +168,8 @@ def _scores(report: Report) -> str:
             rows.append(f'<div class="row"><span>{_text(label)}</span>{picture}<span>{_middle(bars):.2f}</span></div>')
     ends = '<span class="axis"><span>0</span><span>score</span><span>1</span></span>'
     axis = f'<div class="row"><span></span>{ends}<span class="dim">median</span></div>'
-    said = "Each label's scores over the posts where it is the best label."
-    return _section("scores", "Scores", said, *([*rows, axis] if rows else [_none()]))
+    caption = "Each label's scores over the posts where it is the best label."
+    return _section("scores", "Scores", caption, *([*rows, axis] if rows else [_none()]))
 
 
 def _middle(bars: Sequence[int]) -> float:
@@ -187,13 +191,13 @@ def _subreddits(report: Report, colours: dict[str, int]) -> str:
         for name, counts in found[:SUBREDDITS]
     ]
     more = f" The {SUBREDDITS} largest of {len(found):,} subreddits." if len(found) > SUBREDDITS else ""
-    short = (
+    trimmed = (
         f" Only the newest {report.read:,} of {report.posts:,} posts: older ones were trimmed from the results stream."
         if report.read < report.posts
         else ""
     )
-    said = f"Labels of each subreddit's posts.{more}{short}"
-    return _section("subreddits", "Labels by subreddit", said, *(rows or [_none()]), _legend(report, colours))
+    caption = f"Labels of each subreddit's posts.{more}{trimmed}"
+    return _section("subreddits", "Labels by subreddit", caption, *(rows or [_none()]), _legend(report, colours))
 
 
 def _throughput(report: Report) -> str:
@@ -211,17 +215,17 @@ def _waits(report: Report) -> str:
 
 
 def _lines(
-    report: Report, name: str, title: str, said: str,
-    value_of: Callable[[Column], float | None], colour: str, told: Callable[[float | None], str],
+    report: Report, name: str, title: str, caption: str,
+    value_of: Callable[[Column], float | None], colour: str, formatted: Callable[[float | None], str],
 ) -> str:  # fmt: skip
     values = [value_of(column) for column in report.columns]
     most = max((value for value in values if value is not None), default=0.0)
     bars = [
-        _bar(number, 100 - 100 * value / most, 100 * value / most, colour, f"{_hour(column)}: {told(value)}")
+        _bar(number, 100 - 100 * value / most, 100 * value / most, colour, f"{_hour(column)}: {formatted(value)}")
         for number, (column, value) in enumerate(zip(report.columns, values, strict=True))
         if value
     ]
-    return _section(name, title, said, *_chart(report, bars, told(most), "chart low"))
+    return _section(name, title, caption, *_chart(report, bars, formatted(most), "chart low"))
 
 
 def _dead(report: Report) -> str:
@@ -287,10 +291,10 @@ def _chart(report: Report, bars: Sequence[str], top: str, kind: str = "chart") -
     )
 
 
-def _bar(place: int, top: float, height: float, colour: str, said: str) -> str:
+def _bar(place: int, top: float, height: float, colour: str, caption: str) -> str:
     return (
         f'<rect x="{place + 0.08:.2f}" y="{top:.2f}" width="0.84" height="{height:.2f}" '
-        f'style="fill:{colour}"><title>{escape(printable(said))}</title></rect>'
+        f'style="fill:{colour}"><title>{escape(printable(caption))}</title></rect>'
     )
 
 
@@ -306,7 +310,7 @@ def _none() -> str:
     return '<div class="dim">None.</div>'
 
 
-def _each(report: Report) -> str:
+def _per_column(report: Report) -> str:
     return "per hour" if report.width == 1 else f"per {report.width} hours"
 
 

@@ -126,12 +126,12 @@ class Trainings:
                 last = line.strip() or last
                 logger.info("training %s: %s", task.request.id, printable(line.rstrip()))
                 continue
-            said = json.loads(line)
-            if trained := said.get("trained"):
+            event = json.loads(line)
+            if trained := event.get("trained"):
                 metrics = trained["metrics"] and {name: trained["metrics"][name] for name in RESULT_METRICS}
                 found = {name: trained[name] for name in ("folder", "labels", "train", "test", "seconds")}
                 found["metrics"] = metrics
-            elif now := said.get("progress") or said.get("plan"):
+            elif now := event.get("progress") or event.get("plan"):
                 meta = {"step": now.get("step", 0), "steps": now["steps"], "loss": now.get("loss")}
                 task.update_state(state=PROGRESS, meta=meta)
                 task.send_event("task-progress", result=f"step {meta['step']} of {meta['steps']}, loss {meta['loss']}")

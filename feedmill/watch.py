@@ -77,8 +77,8 @@ class Status(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
         memory = self.memory and self.memory._asdict()
-        said = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        return said | {"memory": memory}
+        fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
+        return fields | {"memory": memory}
 
 
 def status(settings: Settings) -> Status:
@@ -95,9 +95,9 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     workers = _ask(app)
     missing = _missing(redis, workers)
     memory = capacity.look(redis, settings, _rate(workers))
-    told = State(redis).told()
+    reddit = State(redis).told()
     asked = workers is not None
-    return Status(depth, queues, workers or {}, results, told, oldest, gaps, dead, asked, missing, memory)
+    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
@@ -140,14 +140,14 @@ def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> 
     """
     answers: dict[str, Any] = {}
 
-    def hear(answer: dict[str, Any]) -> None:
-        answers.update({node: said for node, said in answer.items() if node not in answers})
+    def record(answer: dict[str, Any]) -> None:
+        answers.update({node: reply for node, reply in answer.items() if node not in answers})
         if nodes and answers.keys() >= set(nodes):
             raise _AllAnsweredError
 
     with suppress(_AllAnsweredError):
         # limit=0 means no limit; kombu reads None as the number of nodes.
-        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=hear)
+        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=record)
     return answers
 
 
@@ -277,9 +277,9 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
         Part.ROWS: _rows(workers, missing, settings),
         Part.REDDIT: _reddit(daemon, has_run),
     }
-    for part, (well, said) in found.items():
+    for part, (well, sentence) in found.items():
         if part in parts:
-            yield Finding(part, well, said)
+            yield Finding(part, well, sentence)
 
 
 def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
@@ -308,8 +308,8 @@ def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tu
     if len(queues) > 1:
         each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
         limit += " per queue"
-    said = f"{depth.waiting:,} messages waiting{each}, limit {limit}; {depth.held:,} in flight"
-    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), said
+    text = f"{depth.waiting:,} messages waiting{each}, limit {limit}; {depth.held:,} in flight"
+    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), text
 
 
 def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float]) -> tuple[bool, str]:
