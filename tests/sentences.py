@@ -33,11 +33,11 @@ REFUSED_CREDENTIALS = "producers/reddit/client.py:refused_credentials"
 #: Where the words stand that are not beside their `raise`: functions, or a class, of a file. None of them: the words
 #: are another error's, a library's or a device's.
 ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
-    ("feedmill/supervisor.py", "self._mistake"): (),
+    ("feedmill/supervisor.py", "self._user_error"): (),
     ("feedmill/training_data.py", "_nothing(len(kept), options)"): ("feedmill/training_data.py:_nothing",),
     (
         "feedmill/training_job.py",
-        """said if process.returncode == 2 else f"The training failed, see the trainer's log: {said}\"""",
+        """message if process.returncode == 2 else f"The training failed, see the trainer's log: {message}\"""",
     ): (),
     (
         "feedmill/measuring_commands.py",

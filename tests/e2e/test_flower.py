@@ -433,7 +433,7 @@ def test_a_password_is_not_written_to_a_file(redis: RedisServer, tmp_path: Path)
         (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth would open Flower, which can stop workers, to whoever"),  # noqa: S104
         ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII characters, no"),
         ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: should be 1 to 256 printable ASCII"),
-        ([], {"FLOWER_MAX_TASKS": "many"}, "FLOWER_"),
+        ([], {"FLOWER_MAX_TASKS": "many"}, "Invalid FLOWER_ environment variable: "),
         ([], {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "Flower cannot start: certfile "),
     ],
 )

@@ -31,7 +31,7 @@ def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"{tmp_path / 'file'}: File exists." in said.stderr
+    assert f"Cannot create the data folder {tmp_path / 'file'}: File exists." in said.stderr
 
 
 def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,8 @@ def test_what_was_said_of_posts_is_learnt(redis: RedisServer, tmp_path: Path, ba
         ),
         (["--from", "posts.jsonl", "--out", "new", "--resume"], "holds no training to go on with"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
-        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "files of posts have none"),
+        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "or use --labels topic"),
+        (["--from", "posts.jsonl", "--out", "posts.jsonl/new"], "new cannot be made: Not a directory."),
         (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16 trains on a GPU alone"),
     ],
 )
@@ -190,7 +191,7 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
 
         asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
         found = ask(**asked, out="mine").get(timeout=100)
-        with pytest.raises(Exception, match=r"out: '\.\./mine' "):
+        with pytest.raises(Exception, match=r"out: '\.\./mine' is outside of the training folder. Give a path inside it"):
             ask(**asked, out="../mine").get(timeout=30)
         with pytest.raises(Exception, match="mine holds other files: give a new folder, or an empty one."):
             ask(**asked, out="mine").get(timeout=60)

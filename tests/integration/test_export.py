@@ -413,10 +413,10 @@ def places(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("out", "name", "said"),
     [
-        ("file", "parquet", "file is a file"),
-        ("folder", "parquet", "folder holds other files"),
-        ("folder", "csv", "is a folder.* such as .*results.csv"),
-        ("none/out.csv", "csv", "none does not exist"),
+        ("file", "parquet", "in parts needs a folder. Give another OUT"),
+        ("folder", "parquet", "folder holds other files. Give a new or an empty folder"),
+        ("folder", "csv", "is a folder. Name a file in it, such as .*results.csv"),
+        ("none/out.csv", "csv", "none does not exist. Create it, or give another OUT"),
     ],
 )
 def test_where_it_cannot_go(tmp_path: Path, places: Path, reader: RowReader, out: str, name: str, said: str) -> None:
@@ -464,14 +464,14 @@ def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader:
     )
     assert run(tmp_path / "out", reader, "parquet").resumed
     (tmp_path / "out" / STATE).write_text("{}")
-    with pytest.raises(UserError, match=f"{STATE} cannot be read"):
+    with pytest.raises(UserError, match=f"The state of an unfinished export in .*{STATE} cannot be read"):
         run(tmp_path / "out", reader, "parquet")
 
 
 def test_what_cannot_be_purged(places: Path, reader: RowReader) -> None:
     for out, said in (
         ("file", "is not an export of results"),
-        ("folder", "it has no _export.json"),
+        ("folder", "is not a folder of `feedmill export`: it has no _export.json"),
         ("none", "none does not exist"),
     ):
         with pytest.raises(UserError, match=said):

@@ -111,7 +111,7 @@ def test_all_where_there_is_no_gpu_is_the_cpu(gpus: Path) -> None:
 
 def test_a_torch_that_fails(gpus: Path) -> None:
     gpus.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    with pytest.raises(UserError, match=r"torch fails: ImportError: libcudart.so.13: cannot"):
+    with pytest.raises(UserError, match=r"because torch fails: ImportError: libcudart.so.13: cannot"):
         shares("all")
 
 
@@ -121,7 +121,7 @@ def test_a_part_of_the_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = shares("cpu:2")
     assert first == Share("cpu", "cpu:0", {"RAYON_NUM_THREADS": "4"}, frozenset({0, 1, 2, 3}))
     assert second == Share("cpu", "cpu:1", {"RAYON_NUM_THREADS": "4"}, frozenset({4, 5, 6, 7}))
-    with pytest.raises(SettingsError, match=r"FEEDMILL_DEVICES: cpu:9 .* only 8\. Set cpu:8"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_DEVICES: cpu:9 needs one core per worker.* only 8\. Set cpu:8"):
         shares("cpu:9")
 
 

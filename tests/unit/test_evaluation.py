@@ -74,13 +74,13 @@ def test_the_matrix_of_the_default_topics_fits_100_columns(capsys: pytest.Captur
     assert all(line.count("999") == 16 for line in matrix)
     assert matrix[0].startswith(" 1 climate change ")
     assert max(map(len, lines)) <= 100
-    assert capsys.readouterr().out == "Accuracy 0.062, macro-F1 0.062, of 255,744 posts.\n"
+    assert capsys.readouterr().out == "Accuracy 0.062, macro-F1 0.062, 255,744 posts.\n"
 
 
 def test_a_matrix_that_is_too_wide_is_left_to_the_chart(capsys: pytest.CaptureFixture[str]) -> None:
     labels = [f"label {number}" for number in range(21)]
-    assert "Rows: truth" not in printed(Evaluation(labels, np.eye(21, dtype=np.int64)), 100)
-    assert "--png draws it" in capsys.readouterr().out
+    assert "Rows: true label" not in printed(Evaluation(labels, np.eye(21, dtype=np.int64)), 100)
+    assert "--png" in capsys.readouterr().out
 
 
 def test_labels_are_shown_as_they_are() -> None:

@@ -213,5 +213,5 @@ KINDS = {
 
 def test_an_export_whose_state_is_damaged_is_not_purged(tmp_path: Path) -> None:
     (tmp_path / STATE).write_text("{")
-    with pytest.raises(UserError, match="_export.json cannot be read"):
+    with pytest.raises(UserError, match="_export.json cannot be read. Export to a new folder"):
         purge(tmp_path, Mock())

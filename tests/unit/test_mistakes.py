@@ -103,7 +103,7 @@ def test_a_training_into_a_file(tmp_path: Path) -> None:
 
 def test_a_training_of_a_base_outside_its_folder(tmp_path: Path) -> None:
     options = TrainOptions.parse({"from": "posts.jsonl", "out": "out", "base": "../base"})
-    with pytest.raises(UserError, match=r"base: '\.\./base' "):
+    with pytest.raises(UserError, match=r"base: '\.\./base' is outside of the training folder\."):
         within(options, Settings(training_folder=tmp_path))
 
 
@@ -182,7 +182,7 @@ def test_a_device_that_fails_while_it_is_measured(run: Callable[[str], Any], mon
 
 def test_a_device_without_memory_for_any_size() -> None:
     found = Mock(curve=lambda _: SimpleNamespace(points=(), full=1), tokens=9)
-    with pytest.raises(ModelError, match=r" has no memory for .* and a batch of 1 posts"):
+    with pytest.raises(ModelError, match=r" has no memory for .* and a batch of 1 posts\. Use a smaller model"):
         TuningReport(found, Mock(), 1)
 
 
@@ -190,7 +190,7 @@ def test_posts_of_which_none_can_be_classified(run: Callable[[str], Any], monkey
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
     monkeypatch.setattr("workers.offline.classify", lambda *_: iter(outcomes))
     monkeypatch.setattr("workers.calibration.calibrate", lambda *_: None)
-    assert str(run("evaluate")).endswith(": scores that are not finite")
+    assert str(run("evaluate")).endswith("can be classified. First error: scores that are not finite")
 
 
 def test_a_demo_whose_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_demo_whose_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, name, Mock())
     monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
     monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
-    with pytest.raises(StackError, match=r"/data\.$"):
+    with pytest.raises(StackError, match=r"does not answer. See its log in /data\.$"):
         demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), False, False)
 
 

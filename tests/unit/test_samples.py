@@ -17,7 +17,20 @@ def test_the_sample_posts() -> None:
 
 
 def labelled(post: Post, label: str) -> Result:
-    return Result(post, Classification.model_construct(label=label))
+    found = Classification(
+        id=post.id,
+        label=label,
+        scores={label: 1.0},
+        model="m",
+        revision=None,
+        weights="0" * 64,
+        fingerprint="f" * 32,
+        classified_at=0.0,
+        worker="w",
+        device="cpu",
+        queued_seconds=None,
+    )
+    return Result(post, found)
 
 
 def test_draws_the_same_posts_whatever_their_labels() -> None:

@@ -194,10 +194,10 @@ def test_a_file_of_posts_with_one_to_test_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ('{"id": 1, "title": "t"}\n', {}, "topic.* --labels zero-shot"),
+        ('{"id": 1, "title": "t"}\n', {}, "topic to learn. Add topics to the file.* --labels zero-shot"),
         ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "--min-score, or use --labels topic"),
         ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "There is no file /no/such"),
-        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, "posts.jsonl has a topic "),
+        ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, "posts.jsonl has a topic to compare with"),
     ],
 )
 def test_files_without_labels_are_refused(
@@ -220,6 +220,13 @@ def test_an_export_with_a_row_that_is_none(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
     with pytest.raises(InputError, match="is not a row of an export: "):
+        collected(path, labels="zero-shot")
+
+
+def test_refuses_a_damaged_parquet_file(tmp_path: Path) -> None:
+    path = tmp_path / "export.parquet"
+    path.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(InputError, match=r"Cannot read .*export\.parquet as a Parquet export: "):
         collected(path, labels="zero-shot")
 
 
