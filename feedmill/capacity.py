@@ -64,7 +64,7 @@ class _Cost(NamedTuple):
 
 
 def look(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
-    """Estimate how long Redis' memory lasts. Return None if the ACL of this Redis user forbids the question.
+    """Estimate how long Redis' memory lasts. Return None if this Redis user may not run INFO and MEMORY USAGE.
 
     Raises redis.exceptions.RedisError.
     """

@@ -43,7 +43,7 @@ FIRST_LINE_BYTES = 2_000_000
 
 
 class Wanted(NamedTuple):
-    """Selects results: stored at or after `since` and before `until` (seconds since 1970), with this label.
+    """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label.
 
     latest: keep only the newest result of each post. Single files only, because a folder's parts are published before
     later results are known.

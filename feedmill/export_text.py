@@ -31,7 +31,7 @@ ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permal
 
 
 class Writer(Protocol):
-    """Writes rows to one file."""
+    """A writer of rows to one file."""
 
     def add(self, rows: Sequence[Row]) -> None: ...
 

@@ -18,7 +18,7 @@ TRIP_RECORDS = 100_000
 
 
 class Reading:
-    """Reads one file and keeps its counts. An error in the middle still yields the posts before it; `end` raises it.
+    """A reader of one file that keeps its counts. An error in the file keeps the posts before it; `end` raises it.
 
     filters: which posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
     the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id.

@@ -125,7 +125,7 @@ def seconds_of(entry: str) -> float:
 
 
 class RowReader:
-    """Reads rows from the results stream. Every method raises redis.exceptions.RedisError."""
+    """A reader of the results stream. Every method raises redis.exceptions.RedisError."""
 
     def __init__(self, redis: Redis, until: float | None = None) -> None:
         """Prepare the scripts. until: stop before entries written at or after this time (seconds since 1970)."""

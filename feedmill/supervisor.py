@@ -146,7 +146,7 @@ class Worker:
 
 
 class Supervisor:
-    """Runs a worker for each share until a signal stops them.
+    """A supervisor that runs one worker per share until a signal stops them.
 
     name: value of the flag `--name`. command: command line of a worker. flags: settings from the command line; workers
     receive them as environment variables, because `ps` shows arguments to every user. Raises SettingsError.

@@ -73,7 +73,7 @@ def run_trainer(settings: Settings, name: str | None) -> int:
 
 
 class Trainings:
-    """Runs the command `feedmill train` for each message."""
+    """A runner that executes `feedmill train` for each message, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

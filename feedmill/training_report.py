@@ -24,7 +24,7 @@ PROGRESS_INTERVAL_S = 10.0
 
 
 class Report:
-    """Reports one training as text or, with as_json, as JSON lines with the key `plan`, `progress` or `trained`.
+    """The output of one training: text or, with as_json, JSON lines with the key `plan`, `progress` or `trained`.
 
     quiet: print nothing; set in every process of a distributed training except the first.
     """

@@ -71,7 +71,7 @@ class Status(NamedTuple):
     asked: bool
     #: Expected workers that did not answer, each with the seconds since its last sign of life.
     missing: dict[str, float]
-    #: None if the ACL of this Redis user forbids the question.
+    #: None if this Redis user may not run INFO and MEMORY USAGE.
     memory: Memory | None
 
     def as_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def worker_statistics(
 
 
 class _AllAnsweredError(Exception):
-    """Ends the wait for answers."""
+    """Internal signal that all expected answers have arrived."""
 
 
 def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
 
 
 class Pace:
-    """Computes the rate at which a counter grows from successive readings."""
+    """The rate at which a counter grows, from successive readings."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
@@ -204,7 +204,7 @@ class Seen(NamedTuple):
 
 
 class Lookout:
-    """Takes snapshots of one system repeatedly and computes rates between them."""
+    """A source of snapshots of one system, with the rates between them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -295,7 +295,7 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
 def _lasting(memory: Memory | None) -> tuple[bool, str]:
     """Check the time until Redis' memory is full: warn below WARNING_S, fail below CRITICAL_S."""
     if memory is None:
-        return True, "unknown: the ACL of this Redis user forbids the question (docs/redis.md)"
+        return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
     if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
         return True, str(memory)
     advice = "raise maxmemory, or lower FEEDMILL_RESULTS_TTL and FEEDMILL_SENT_TTL"

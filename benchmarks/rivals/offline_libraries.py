@@ -33,7 +33,7 @@ class MeanPooling(FeatureExtractionPipeline):
 
 
 class OfflineLibrary(ABC):
-    """Embeds posts and gives each the label whose description is nearest."""
+    """A classifier that embeds posts and gives each the label with the nearest description."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
