@@ -101,7 +101,10 @@ class Report:
 
 
 def gather(redis: Redis, settings: Settings, hours: int) -> Report:
-    """Gather the report of the last `hours` hours, without purged posts. Raises redis.exceptions.RedisError."""
+    """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
+
+    Raises redis.exceptions.RedisError.
+    """
     store = ResultsStore(redis, settings)
     now = time.time()
     last = int(now // HOUR)
