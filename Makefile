@@ -1,32 +1,32 @@
-# Both commands of the README live here: `make demo` and `make test`. Each does its own set-up from nothing.
+# `make demo` and `make test` create their environment themselves; `make` lists all targets.
 
 VENV ?= .venv
-# Passed on to pip, for an index or a cache of your own.
+# Extra arguments for pip, such as an index or a cache.
 PIP_ARGS ?=
-# 1: a test that is skipped is a failure.
+# Set to 1 to count skipped tests as failures.
 STRICT ?=
-# The first of these that is a Python 3.11 or 3.12 with venv.
+# Default: the first of these that is Python 3.11 or 3.12 with venv.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$python && break; done || true)
 
 BIN := $(VENV)/bin
-# pip, not uv: uv takes other wheels of torch than the ones that constraints.txt was tested with.
+# pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test long test-gpu lint docs rivals clean
 
-help: ## Show this list
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo ## Install what the demo needs into .venv, and run it
+demo: $(VENV)/demo ## Install the demo into .venv and run it
 	$(BIN)/feedmill demo
 
-test: $(VENV)/test lint ## Install what the tests need, then lint, types, import contracts and all tests
+test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
-long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight simulated hours; ten thousand messages, twice; hostile ones
+long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
@@ -38,36 +38,36 @@ long: $(VENV)/test ## The runs that take minutes: past faults and kills; eight s
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
 
-coverage: $(VENV)/test ## The tests once more, with the branches counted that they take: at least 95% of each package's
+coverage: $(VENV)/test ## Run the tests with branch coverage and require at least 95% of each package
 	rm -rf build/coverage*
 	@mkdir -p build
 	$(BIN)/coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m tests.branches
 
-dist: $(VENV)/test ## Build the wheel and the sdist, and try each in an environment of its own
+dist: $(VENV)/test ## Build the wheel and the sdist and test each in a new environment
 	$(BIN)/python -m tests.package
 
 test-gpu: $(VENV)/test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(if $(STRICT),--strict-skips)
 
-lint: $(VENV)/test ## Lint, formatting, types and import contracts alone
+lint: $(VENV)/test ## Check lint, formatting, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/test ## Write what the documentation says of the code: tables, lists, trees, JSON Schema
+docs: $(VENV)/test ## Generate the parts of the documentation that come from the code
 	$(BIN)/python -m tests.generated
 
-rivals: $(VENV)/rivals ## Install what benchmarks.throughput compares with
+rivals: $(VENV)/rivals ## Install the alternatives that benchmarks.throughput compares
 
-clean: ## Remove .venv and everything that was generated
+clean: ## Remove .venv, builds and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: an installation is done again when what it was made from has changed.
+# Stamp files: an installation is repeated when pyproject.toml or constraints.txt has changed.
 $(VENV)/base:
-	@test -n "$(PYTHON)" || { echo "feedmill: Python 3.11 or 3.12 with venv is needed. Install it, or set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 or 3.12 with venv found. Install it, or set PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@$(PYTHON) feedmill/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -84,8 +84,8 @@ $(VENV)/rivals: pyproject.toml constraints.txt | $(VENV)/base $(VENV)/celery-bat
 	$(INSTALL) --editable '.[demo,charts,rivals]'
 	@touch $@ $(VENV)/demo
 
-# celery-batches demands another Celery than Feedmill: both lie in a folder that goes before the environment's packages
-# in its worker alone. What Celery needs besides is the environment's own.
+# celery-batches requires another Celery version than Feedmill. Both are installed into a folder that takes precedence in
+# the worker of celery-batches only. Their dependencies come from the environment.
 $(VENV)/celery-batches: | $(VENV)/base
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.part \
 		celery-batches==0.11 celery==5.6.3

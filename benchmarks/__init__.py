@@ -1,1 +1,1 @@
-"""What is measured, against what, side by side in one run. Tests never assert times; this is where they live."""
+"""Benchmarks. Each compares its variants side by side in one run; tests never assert timings."""

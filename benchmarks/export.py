@@ -1,10 +1,10 @@
-"""How fast results are exported, and with how much memory.
+"""Measure throughput and memory of `feedmill export` for each format.
 
     python -m benchmarks.export [--count 100000] [--posts FILE] [--rounds 3]
 
-A real Redis is filled with results of the sixteen topics, whose texts are the bundled posts' or a file's, and
-`feedmill export` is run as a process for each format, round by round. Rows/s count from the process' start to its end,
-so that the second in which it starts is in them; CPU time and peak memory are the process' own. The last line is JSON.
+The benchmark fills a real Redis with results for the sixteen topics, with texts of the bundled posts or of a file, and
+runs `feedmill export` as a process for each format in each round. Rows/s cover the whole life of the process, including
+about a second of start-up; CPU time and peak memory are those of the process. The last line is JSON.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from shared.settings import Settings, load, variables
 from shared.topics import TOPICS
 
 FORMATS = ("parquet", "csv", "jsonl")
-#: Results written together.
-WRITTEN_TOGETHER = 200
-#: Posts that are read of a file; each is used many times, under ids of their own.
-POSTS = 2000
+#: Results per write.
+WRITE_SIZE = 200
+#: Maximum number of posts to read; each is used many times, with different ids.
+MAX_POSTS = 2000
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -53,11 +53,11 @@ def main() -> None:
 
 
 def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
-    # Redis trims by whole nodes: at least so many are left.
+    # Redis trims the stream by whole nodes, so it keeps at least `count` entries.
     settings = load(results_stream_length=count)
-    posts = read_posts(file, min(count, POSTS))
+    posts = read_posts(file, min(count, MAX_POSTS))
     stack = Stack(settings, folder / "stack", durable=False)
-    next(stack.start())  # its Redis alone
+    next(stack.start())  # starts only Redis
     try:
         began = time.perf_counter()
         size = fill(stack.settings, posts, count)
@@ -71,9 +71,9 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
             found[form] = {name: round(median(each[name] for each in measured), 1) for name in measured[0]}
             each = found[form]
             console.print(
-                f"{form:<8} {each['rows_per_second']:>8,.0f} rows/s in {each['seconds']:.1f} s, of which "
-                f"{each['cpu_seconds']:.1f} s of CPU time; peak memory {each['peak_mb']:.0f} MB; "
-                f"{each['bytes_per_row']:,.0f} bytes a row on disk"
+                f"{form:<8} {each['rows_per_second']:>8,.0f} rows/s in {each['seconds']:.1f} s "
+                f"({each['cpu_seconds']:.1f} s of CPU time); peak memory {each['peak_mb']:.0f} MB; "
+                f"{each['bytes_per_row']:,.0f} bytes per row on disk"
             )
     finally:
         stack.stop()
@@ -81,12 +81,12 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
 
 
 def fill(settings: Settings, posts: Sequence[Post], count: int) -> int:
-    """Write so many results; returns the bytes of their texts."""
+    """Write `count` results to Redis and return the size of their JSON in bytes."""
     store = ResultsStore(connect(settings), settings)
     numbers = random.Random(1)
     size = 0
     results = (_result(numbers, number, posts[number % len(posts)]) for number in range(count))
-    while some := list(islice(results, WRITTEN_TOGETHER)):
+    while some := list(islice(results, WRITE_SIZE)):
         store.write(some)
         size += sum(
             len(each.classification.model_dump_json()) + len(each.post.model_dump_json(exclude_defaults=True))
@@ -117,7 +117,7 @@ def _result(numbers: random.Random, number: int, post: Post) -> Result:
 
 
 def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, float]:
-    """One run of the command, as a process."""
+    """Run the command once as a process and return its measurements. Raises StackError if rows are missing."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [*python_command(), "export", "--format", form, "--json", str(out)],
@@ -135,7 +135,7 @@ def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, f
     said = process.stdout.read() if process.stdout else ""
     rows = json.loads(said)["rows"] if process.returncode == 0 else 0
     if rows != count:
-        raise StackError(f"{form}: {rows} rows of {count} were exported.")
+        raise StackError(f"{form}: exported {rows} of {count} rows.")
     files = [out] if out.is_file() else [path for path in out.rglob("part-*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     return {
@@ -148,9 +148,9 @@ def _export(settings: Settings, form: str, count: int, out: Path) -> dict[str, f
 
 
 def _peak(pid: int) -> int:
-    """The most memory, in KiB, that a process has had since its program began; 0 where it is gone.
+    """Return a process's peak memory in KiB since it executed its program; 0 if it has exited.
 
-    What getrusage says of a child begins with what its parent had when it was forked.
+    getrusage cannot be used: a child's maximum starts with the memory its parent had at the fork.
     """
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,11 +1,11 @@
-"""Milliseconds from writing a result to a reader's having it: `feedmill results --follow --json`, as a process.
+"""Measure the milliseconds from writing a result until `feedmill results --follow --json` has printed it.
 
     python -m benchmarks.follow [--count 1000] [--rate 50] [--group]
 
-Results are written as workers write them, by ResultsStore, into a Redis of its own, at random times (Poisson); the
-clock runs from just before the writing until this process has read the result's line from the reader's standard output.
-Then as many again in micro-batches of 32, at the same times. --group: the reader is a member of a consumer group, and
-acknowledges. The last line is JSON.
+Results are written through ResultsStore, as workers do, to a private Redis at random times (Poisson). A latency runs
+from just before the write until this process has read the result's line from the reader's standard output. The first
+part writes single results, the second as many in micro-batches of 32, at the same times. With --group, the reader is a
+member of a consumer group and acknowledges results. The last line is JSON.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
 from shared.settings import PREFIX, Settings, load, variables
 
-#: Results in one writing of the second part, as in a worker's micro-batch.
+#: Results per write in the second part, like a worker's micro-batch.
 BATCH = 32
-#: Results that warm everything up, and those of one part, at least: percentiles need some.
-WARM_UP, FEWEST = 20, 2
-#: Seconds without a result after which the run is given up.
-STALLED = 60.0
-#: What a post and its scores take: the shape of the sixteen default topics.
+#: Warm-up results, and the minimum number of results per part that percentiles need.
+WARM_UP, MIN_RESULTS = 20, 2
+#: Seconds without a result after which the benchmark aborts.
+STALL_TIMEOUT_S = 60.0
+#: Text of every post, and its number of scores: that of the default topics.
 TITLE, BODY, TOPICS = "A title of the usual length, which is some sixty characters long", "word " * 100, 16
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 class Following:
-    """The reader's process, and when this one read each line of it."""
+    """The reader's process, with the time at which each of its lines was read."""
 
     def __init__(self, settings: Settings, arguments: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -57,26 +57,26 @@ class Following:
             stdout=subprocess.PIPE,
             env=os.environ | variables(settings) | {f"{PREFIX}REDIS_URL": settings.broker_url},
         )
-        #: Each result's post id, with the moment at which its line was read.
+        #: Time at which each result's line was read, by post id.
         self.read_at: dict[str, float] = {}
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - it was asked for above
+        assert self._process.stdout is not None  # noqa: S101 - PIPE was requested above
         for line in self._process.stdout:
             now = time.perf_counter()
             self.read_at[json.loads(line)["id"]] = now
 
     def wait_for(self, count: int) -> None:
-        """Return when so many results in all have been read. Raises StackError when none comes any more."""
+        """Wait until `count` results in total have been read. Raises StackError if no more arrive."""
         before, last = len(self.read_at), time.monotonic()
         while len(self.read_at) < count:
             time.sleep(0.01)
             if len(self.read_at) != before:
                 before, last = len(self.read_at), time.monotonic()
-            if self._process.poll() is not None or time.monotonic() - last > STALLED:
-                raise StackError(f"the reader has ended or stands still; {before} of {count} results have come.")
+            if self._process.poll() is not None or time.monotonic() - last > STALL_TIMEOUT_S:
+                raise StackError(f"the reader has exited or stalled after {before} of {count} results.")
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -85,7 +85,7 @@ class Following:
 
 
 def made(name: str) -> Iterator[Result]:
-    """Results without end, each of a post of its own."""
+    """Yield an endless series of results, each of a different post."""
     scores = {f"topic {number}": 1 / TOPICS for number in range(TOPICS)}
     number = 0
     while True:
@@ -99,7 +99,7 @@ def made(name: str) -> Iterator[Result]:
 
 
 def measure(store: ResultsStore, following: Following, name: str, count: int, rate: float, batch: int) -> list[float]:
-    """Write `count` results, `batch` at a time, at `rate` writings a second; milliseconds of each."""
+    """Write `count` results, `batch` per write, at `rate` writes/s; return each result's latency in milliseconds."""
     source = random.Random(7)
     results = made(name)
     before = len(following.read_at)
@@ -116,7 +116,7 @@ def measure(store: ResultsStore, following: Following, name: str, count: int, ra
     return [1000 * (following.read_at[post_id] - began) for post_id, began in written.items()]
 
 
-def told(waits: list[float]) -> dict[str, float]:
+def percentiles(waits: list[float]) -> dict[str, float]:
     hundredths = quantiles(waits, n=100)
     return {"p50_ms": round(median(waits), 2), "p90_ms": round(hundredths[89], 2), "p99_ms": round(hundredths[98], 2)}
 
@@ -129,8 +129,8 @@ def answers(redis: Redis) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000, help=f"results of each part, at least {FEWEST}")
-    parser.add_argument("--rate", type=float, default=50.0, help="writings a second, on average")
+    parser.add_argument("--count", type=int, default=1000, help=f"results per part, at least {MIN_RESULTS}")
+    parser.add_argument("--rate", type=float, default=50.0, help="average writes per second")
     parser.add_argument("--group", action="store_true", help="read as a member of a consumer group")
     arguments = parser.parse_args()
     with own_folder() as folder:
@@ -147,14 +147,14 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         redis = connect(settings)
         child.wait_until(lambda: answers(redis))
         version = ".".join(map(str, server_version(server)))
-        console.print(f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writings a second")
+        console.print(f"redis-server {version}, {os.cpu_count()} cores, {arguments.rate:g} writes/s")
         following = Following(settings, ["--group", "benchmark"] if arguments.group else ["--limit", "0"])
         store = ResultsStore(redis, settings)
         warm(store, following)
-        count = max(arguments.count, FEWEST)
+        count = max(arguments.count, MIN_RESULTS)
         found = {
-            "single": told(measure(store, following, "single", count, arguments.rate, 1)),
-            "batches": told(measure(store, following, "batches", count, arguments.rate, BATCH)),
+            "single": percentiles(measure(store, following, "single", count, arguments.rate, 1)),
+            "batches": percentiles(measure(store, following, "batches", count, arguments.rate, BATCH)),
         }
     finally:
         if following is not None:
@@ -168,16 +168,16 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def warm(store: ResultsStore, following: Following) -> None:
-    """Write until the reader, which begins at the stream's end, has read some."""
-    deadline = time.monotonic() + STALLED
+    """Write results until the reader, which starts at the end of the stream, has read WARM_UP of them."""
+    deadline = time.monotonic() + STALL_TIMEOUT_S
     for result in made("warm"):
         store.write([result])
         time.sleep(0.05)
         if len(following.read_at) >= WARM_UP:
             break
         if time.monotonic() > deadline:
-            raise StackError("the reader reads nothing.")
-    # Those that were written last may still be on their way.
+            raise StackError(f"the reader has read {len(following.read_at)} results, fewer than {WARM_UP}.")
+    # The last results may still be on their way.
     written = len(following.read_at)
     time.sleep(0.5)
     while len(following.read_at) != written:

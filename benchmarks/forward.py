@@ -1,10 +1,10 @@
-"""The share of the measured matrix-product ceiling that the bare forward pass reaches: by precision, engine and shape.
+"""Measure which share of the matrix-product ceiling the bare forward pass reaches, by precision, engine and shape.
 
     python -m benchmarks.forward [--posts FILE] [--dtypes float32,bfloat16] [--compile] [--rounds 5]
 
-Engines: `library` is the model as transformers loads it, padded, with its attention mask; `padded` and `packed` are
-ours in either layout; `compiled` is the padded one through torch.compile. Shapes: batches of one length, and batches
-as the window cuts them from real lengths. Only real tokens count as work: padding lowers a share, it never raises it.
+Engines: `library` is the model as transformers loads it, padded, with an attention mask; `padded` and `packed` are
+Feedmill's torch engine in either layout; `compiled` is the padded one with torch.compile. Shapes: batches of rows of
+one length, and batches that the window forms from posts. Only real tokens count as work, so padding lowers the share.
 The engines alternate. The last line is JSON.
 """
 
@@ -37,9 +37,9 @@ from workers.tokenizer import Tokens
 from workers.weights import Weights, locate
 from workers.window import Window
 
-#: Tokens of each batch; rows of so many tokens in the batches of one length.
+#: Tokens per batch; row lengths, in tokens, of the batches of one length.
 TOKENS, LENGTHS = 2048, (16, 32, 64, 128, 256)
-#: Batches that are cut from the posts' own lengths, out of a full window.
+#: Batches to take from a full window of posts.
 BATCHES = 8
 
 console = Console(soft_wrap=True, highlight=False)
@@ -49,7 +49,7 @@ Forward = Callable[[Batch], Any]
 
 
 def library(weights: Weights, chosen: Device) -> Forward:
-    """The model as transformers loads it."""
+    """Return the forward pass of the model as transformers loads it."""
     model = AutoModel.from_pretrained(weights.folder, dtype=chosen.dtype, local_files_only=True)
     model.to(chosen.torch).eval()
 
@@ -64,7 +64,7 @@ def library(weights: Weights, chosen: Device) -> Forward:
 
 
 def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forward]:
-    """What is compared, by name."""
+    """Return the engines to compare, by name."""
     ours = partial(TorchEngine, weights, chosen, ("mean",), 0, 512)
     found: dict[str, Forward] = {
         "library": library(weights, chosen),
@@ -79,7 +79,7 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
 
 
 def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[Batch]]:
-    """Batches by the name of their shape."""
+    """Return the batches by the name of their shape."""
     source = random.Random(7)
     found: dict[str, list[Batch]] = {
         f"{TOKENS // length} × {length}": [
@@ -108,7 +108,7 @@ def seconds(forward: Forward, batches: Sequence[Batch]) -> float:
 
 
 def measure(chosen: Device, by_shape: dict[str, list[Batch]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Shares of the ceiling in one precision, by shape and engine; the ceiling is measured in every round too."""
+    """Return the shares of the ceiling in one precision, by shape and engine. Each round measures the ceiling, too."""
     weights = locate(load().model)
     config = json.loads((weights.folder / "config.json").read_text())
     compared = engines(weights, chosen, arguments.compile)
@@ -135,16 +135,16 @@ def measure(chosen: Device, by_shape: dict[str, list[Batch]], arguments: argpars
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
-    parser.add_argument("--dtypes", help="comma-separated; default: the one that a worker would take here")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as well: needs a C++ compiler")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
+    parser.add_argument("--dtypes", help="comma-separated; default: the dtype that a worker would use here")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile; needs a C++ compiler")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     try:
         settings = load()
         wanted = arguments.dtypes.split(",") if arguments.dtypes else [settings.dtype]
         if unknown := set(wanted) - {"auto", *device.DTYPES}:
-            parser.error(f"--dtypes: there is no {', '.join(sorted(unknown))}; there are {', '.join(device.DTYPES)}")
+            parser.error(f"--dtypes: unknown {', '.join(sorted(unknown))}; choose from {', '.join(device.DTYPES)}")
         devices = [device.choose(settings.device, dtype) for dtype in wanted]
         console.print(describe(devices[0]))
         by_shape = shapes(settings, devices[0], arguments.posts)

@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on, and its measured ceiling: printed first, so that figures can be read."""
+"""Describe the machine and measure its ceiling. Benchmarks print both first, to put their figures into context."""
 
 import platform
 import time
@@ -13,7 +13,7 @@ from workers.device import Device
 
 
 def describe(device: Device) -> str:
-    """One line: processor, cores, device, versions."""
+    """Return one line with the processor, threads, device and versions."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     versions = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "celery", "kombu", "redis"))
@@ -24,7 +24,7 @@ def describe(device: Device) -> str:
 
 
 def matrix_ceiling(device: Device, size: int = 2048, rounds: int = 7) -> float:
-    """GFLOP/s of a large square matrix product in the device's precision: no forward pass can be faster."""
+    """Return the GFLOP/s of a large square matrix product, an upper bound for forward passes in the same precision."""
     left = torch.randn(size, size, dtype=device.dtype, device=device.torch)
     right = torch.randn(size, size, dtype=device.dtype, device=device.torch)
 
@@ -39,17 +39,17 @@ def matrix_ceiling(device: Device, size: int = 2048, rounds: int = 7) -> float:
 
 
 def forward_flops(config: Mapping[str, int], lengths: Iterable[int]) -> float:
-    """Floating-point operations of an encoder's forward passes over rows of so many tokens each, padding not counted.
+    """Return the floating-point operations of an encoder's forward pass over rows of these lengths, without padding.
 
-    config: `hidden_size`, `intermediate_size` and `num_hidden_layers` of a BERT-like model's config.json. With hidden
-    size h, feed-forward size f and a row of n tokens, a layer multiplies matrices in
+    config: `hidden_size`, `intermediate_size` and `num_hidden_layers` of a BERT-like model's config.json. lengths:
+    tokens of each row. With hidden size h, feed-forward size f and a row of n tokens, a layer's matrix products are
 
-    - the projections of queries, keys, values and attention's output: 4 products of [n, h] with [h, h], 8·n·h²;
+    - the projections of queries, keys, values and the attention output: 4 products of [n, h] with [h, h], 8·n·h²;
     - the feed-forward network: [n, h] with [h, f] and back, 4·n·h·f;
-    - attention: queries with keys, and their weights with values, 2·n²·h each.
+    - attention: queries with keys, and the attention weights with values, 2·n²·h each.
 
-    A product of [a, b] with [b, c] counts 2·a·b·c. Embeddings, norms, softmax and pooling are left out: they are no
-    matrix products, and well below a hundredth of the operations.
+    A product of [a, b] with [b, c] counts 2·a·b·c. Embeddings, norms, softmax and pooling are not matrix products and
+    make up well below 1% of the operations; they are left out.
     """
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     linear = 8 * hidden**2 + 4 * hidden * inner

@@ -1,11 +1,11 @@
-"""Milliseconds from publishing a post to its result being readable: when nothing else is to do, and under load.
+"""Measure the milliseconds from publishing a post until its result is readable, idle and under load.
 
     python -m benchmarks.latency [--posts FILE] [--count 200] [--seconds 20]
 
-idle: one post at a time, through the real system (Redis, a worker process with events on, Flower listening), and the
-same post's bare forward pass in this process just before; their difference is what the system adds. loaded: posts at
-25, 50, 75 and 90% of the rate that was measured first, at random times (Poisson), one post a message. The last line
-is JSON.
+Idle: one post at a time through the real system (Redis, a worker process with events on, Flower listening). The same
+post's bare forward pass runs in this process just before; the difference is the system's overhead. Loaded: posts at 25,
+50, 75 and 90% of the maximum rate, which is measured first, at random times (Poisson), one post per message. The last
+line is JSON.
 """
 
 import argparse
@@ -36,38 +36,38 @@ from workers import device
 from workers.classifiers import Classifier
 from workers.classifiers.choose import load_classifier
 
-#: Shares of the measured rate at which posts come.
+#: Loads as shares of the maximum rate.
 LOADS = (0.25, 0.5, 0.75, 0.9)
-#: Posts that the rate is measured with, and that warm everything up.
-RATED, WARM_UP = 600, 20
-#: Seconds without a result after which the run is given up.
-STALLED = 60.0
+#: Posts for the measurement of the maximum rate, and for the warm-up.
+RATE_POSTS, WARM_UP = 600, 20
+#: Seconds without a result after which the benchmark aborts.
+STALL_TIMEOUT_S = 60.0
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 class Posting:
-    """The running system, as a producer and a reader of results meet it."""
+    """A client of the running system: publishes posts and reads their results."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._app = make_app(stack.settings)
         self._redis: Any = connect(stack.settings)
         self._cursor = "0"
-        #: Each result's post id, with the moment at which it was read.
+        #: Time at which each result was read, by post id.
         self.read_at: dict[str, float] = {}
 
     def send(self, post: Post) -> float:
-        """Publish it as a message of its own; when that began."""
+        """Publish a message with this post and return the time just before."""
         began = time.perf_counter()
         publish(self._app, [[post]], ClassifyOptions())
         return began
 
     def read(self, block_ms: int = 1000) -> int:
-        """Read what has come in the stream of results, or waits; how many."""
+        """Read new entries of the results stream, waiting up to `block_ms` for the first one; return their number."""
         answer = self._redis.xread({RESULTS_STREAM: self._cursor}, block=block_ms)
         now = time.perf_counter()
-        # redis-py answers a mapping or a list of pairs, by protocol.
+        # redis-py returns a mapping or a list of pairs, depending on the protocol.
         streams = answer.values() if isinstance(answer, dict) else [entries for _, entries in answer or ()]
         count = 0
         for entries in streams:
@@ -78,18 +78,18 @@ class Posting:
         return count
 
     def read_until(self, count: int) -> None:
-        """Read until so many results in all have come. Raises StackError when none comes any more."""
+        """Read until `count` results in total have arrived. Raises StackError if no more arrive."""
         last = time.perf_counter()
         while len(self.read_at) < count:
             if self.read():
                 last = time.perf_counter()
             self._stack.check()
-            if time.perf_counter() - last > STALLED:
-                raise StackError(f"no result for {STALLED:.0f} s; {len(self.read_at)} of {count} have come.")
+            if time.perf_counter() - last > STALL_TIMEOUT_S:
+                raise StackError(f"no result for {STALL_TIMEOUT_S:.0f} s, after {len(self.read_at)} of {count}.")
 
 
 def idle(posting: Posting, classifier: Classifier, posts: Sequence[Post]) -> dict[str, float]:
-    """One at a time: milliseconds through the system, of the bare forward pass, and what is added."""
+    """Send one post at a time; return the latency, the bare forward pass's time and the difference."""
     through, bare, added = [], [], []
     label_set = classifier.label_set(ClassifyOptions())
     for post in track(posts, "idle", console=console, disable=not sys.stdout.isatty()):
@@ -111,7 +111,7 @@ def idle(posting: Posting, classifier: Classifier, posts: Sequence[Post]) -> dic
 
 
 def rate(posting: Posting, posts: Sequence[Post]) -> float:
-    """Posts/s when they come faster than they are worked off, one a message."""
+    """Return the throughput in posts/s when posts arrive faster than they are classified, one per message."""
     before = len(posting.read_at)
     began = time.perf_counter()
     for post in posts:
@@ -121,7 +121,7 @@ def rate(posting: Posting, posts: Sequence[Post]) -> float:
 
 
 def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds: float) -> dict[str, float]:
-    """Posts at random times, so many a second on average."""
+    """Send posts at random times, `posts_per_s` on average, and return the latency percentiles."""
     source = random.Random(7)
     moments, moment = [], 0.0
     while moment < seconds:
@@ -134,7 +134,7 @@ def loaded(posting: Posting, posts: Iterator[Post], posts_per_s: float, seconds:
         for due in moments:
             time.sleep(max(0.0, start + due - time.perf_counter()))
             post = next(posts)
-            # From when it was due: a producer that falls behind must not make the system look quick.
+            # The latency runs from the due time: a producer that falls behind must not make the system look fast.
             sent[post.id] = start + due
             posting.send(post)
 
@@ -153,9 +153,9 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
     parser.add_argument("--count", type=int, default=200, help="posts of the idle run, at least 2")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load, in seconds")
     arguments = parser.parse_args()
     with own_folder() as folder:
         run(arguments, load(), folder)
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
     console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
     classifier = load_classifier(settings, chosen)
     known = read_posts(arguments.posts, 12_000)
-    # Each with an id of its own, so that each has a result of its own.
+    # Unique ids, so that no post finds an earlier result.
     posts = (post.model_copy(update={"id": f"{turn}-{post.id}"}) for turn in range(1_000_000) for post in known)
     stack = Stack(settings, folder, durable=False)
     try:
@@ -179,8 +179,8 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
             posting.send(next(posts))
         posting.read_until(WARM_UP)
         alone = idle(posting, classifier, [next(posts) for _ in range(max(2, arguments.count))])
-        most = rate(posting, [next(posts) for _ in range(RATED)])
-        console.print(f"at most {most:.1f} posts/s, one a message")
+        most = rate(posting, [next(posts) for _ in range(RATE_POSTS)])
+        console.print(f"maximum rate: {most:.1f} posts/s, one per message")
         loads = {}
         for load_share in LOADS:
             loads[f"{load_share:.0%}"] = loaded(posting, posts, load_share * most, arguments.seconds)
@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None
 
 
 def rounded(found: Any) -> Any:
-    """Every number to two digits."""
+    """Round every number to two decimals."""
     if isinstance(found, dict):
         return {name: rounded(value) for name, value in found.items()}
     return round(found, 2)

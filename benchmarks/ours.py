@@ -1,4 +1,4 @@
-"""Feedmill itself as two of the benchmark's variants, and the ideal that both it and its rivals are held against."""
+"""The benchmark's variants of Feedmill itself, and the offline ideal that all variants are compared with."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,25 +21,26 @@ from shared.settings import Settings
 from workers.classifiers import Classifier, LabelSet, Row
 from workers.classifiers.choose import load_classifier
 
-#: Token budgets that the ideal tries, on a CPU and on any other device.
+#: Token budgets that the ideal tries on a CPU and on other devices.
 CPU_BUDGETS = (512, 1024, 2048, 3072, 4096, 8192)
 GPU_BUDGETS = (16_384, 32_768, 65_536, 131_072, 262_144)
-#: Seconds between two looks at the number of results.
-PAUSE = 0.02
-#: Seconds without any new result after which a run is given up.
-STALLED = 120.0
+#: Seconds between checks of the number of results.
+POLL_INTERVAL_S = 0.02
+#: Seconds without a new result after which the run aborts.
+STALL_TIMEOUT_S = 120.0
 
 
 class Ideal:
-    """Feedmill's own model code without a queue: the whole backlog tokenized, sorted by length, cut by a token budget.
+    """Feedmill's model code without a queue: it tokenizes all posts, sorts them by length and cuts by a token budget.
 
-    Whatever takes posts as they come pads more, or waits. `tune` finds its best token budget and number of lanes.
+    It is an upper bound: a system that receives posts over time has to pad more, or wait. `tune` finds its best token
+    budget and number of lanes.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._budgets = CPU_BUDGETS if job.device.torch.type == "cpu" else GPU_BUDGETS
-        #: The fastest pair, as far as `tune` has been asked; the middle of what it would try before.
+        #: Token budget and lanes: the fastest pair after `tune`, middle values before.
         self.token_budget = self._budgets[len(self._budgets) // 2 - 1]
         self.lanes = job.device.lanes
         self._classifier: Classifier | None = None
@@ -59,14 +60,14 @@ class Ideal:
         return self._labels
 
     def lengths(self, posts: Sequence[Post]) -> list[int]:
-        """Tokens of each post, as the model reads it."""
+        """Return the number of tokens of each post."""
         rows, _ = self._prepare(posts)
         return [row.length for row in rows]
 
     def tune(self, sample: Sequence[Post]) -> None:
-        """Keep the fastest token budget, and cores that share a batch or have one each.
+        """Set the fastest token budget and number of lanes: one lane with all cores, or one lane per share of them.
 
-        Each pair is tried twice, since machines are shared.
+        Each pair is measured twice, because the machine may be shared.
         """
         pairs = list(product(self._budgets, sorted({1, self._job.device.lanes})))
         seconds: dict[tuple[int, int], float] = {}
@@ -78,7 +79,7 @@ class Ideal:
 
     def _prepare(self, posts: Sequence[Post]) -> tuple[list[Row], Classifier]:
         if self._classifier is None:
-            raise StackError("the ideal was not started.")
+            raise StackError("The variant `ideal` was not started.")
         label_set: LabelSet = self._classifier.label_set(ClassifyOptions())
         rows = []
         for number, of_post in enumerate(self._classifier.prepare([post.text for post in posts], label_set)):
@@ -95,13 +96,13 @@ class Ideal:
 
         def finish(batch: Sequence[Row], outputs: Any) -> None:
             outputs.wait()
-            with lock:  # a post's rows may have been computed by several lanes
+            with lock:  # several lanes may have computed rows of one post
                 for row, scores in classifier.finish(batch, outputs):
                     best[row.owner] = max(scores, key=scores.__getitem__)
 
         def lane() -> None:
             self._job.device.take_share(lanes)
-            # Finished one batch late: a GPU is then given the next one before anyone waits for the last.
+            # Each batch is finished one batch late, so that a GPU gets its next batch before this thread waits.
             late: tuple[Sequence[Row], Any] | None = None
             while True:
                 with lock:
@@ -122,13 +123,13 @@ class Ideal:
 
 
 def ran(pool: dict[str, Any]) -> dict[str, str]:
-    """Device, precision and model of a worker, from what it reports of its pool."""
+    """Extract a worker's device, precision and model from its pool statistics."""
     where, _, how = str(pool["device"]).partition(" in ")
     return {"device": where, "dtype": how.partition(":")[0], "model": str(pool["model"]), "weights": pool["weights"]}
 
 
 def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
-    """Cut sorted rows into batches whose longest row times their rows is at most the budget."""
+    """Cut sorted rows into batches, each with at most `token_budget` tokens including padding."""
     batch: list[Row] = []
     for row in rows:
         if batch and (len(batch) + 1) * row.length > token_budget:
@@ -140,7 +141,7 @@ def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
 
 
 class Feedmill:
-    """The real system: producer, Redis, a worker process with events on, Flower listening, the results store."""
+    """The complete system: producer, Redis, a worker process with events on, Flower listening, the results store."""
 
     def __init__(self, job: Job, posts_per_message: int) -> None:
         self._device = job.device
@@ -148,11 +149,11 @@ class Feedmill:
         self._folder: Path = job.folder / f"feedmill_{posts_per_message}"
         self._stack: Stack | None = None
         self._posts: Sequence[Post] = ()
-        #: Seconds that the device computed during the last `run`; known once `labels` was called.
+        #: Computing time of the device in the last `run`, in seconds; set by `labels`.
         self.device_seconds = 0.0
-        #: Device, precision and model, as the worker reports them; known once `labels` was called.
+        #: Device, precision and model as reported by the worker; set by `labels`.
         self.ran: dict[str, str] = {}
-        #: Share of the computed tokens that were real ones, since the worker started.
+        #: Share of real tokens among all computed ones since the worker started; set by `labels`.
         self.padding_efficiency = 0.0
         self._device_seconds_before = 0.0
 
@@ -179,20 +180,20 @@ class Feedmill:
             if finished > seen:
                 seen, since = finished, perf_counter()
             stack.check()
-            if perf_counter() - since > STALLED:
-                raise StackError(f"the worker stopped at {finished} of {len(posts)} results.")
-            sleep(PAUSE)
+            if perf_counter() - since > STALL_TIMEOUT_S:
+                raise StackError(f"The worker stalled after {finished} of {len(posts)} results.")
+            sleep(POLL_INTERVAL_S)
 
     def labels(self) -> list[str]:
         pool = worker_statistics(make_app(self._started().settings))[WORKER_NODE]
         self.ran = ran(pool)
         if (found := self.ran["dtype"]) != (wanted := str(self._device.dtype).removeprefix("torch.")):
-            raise StackError(f"the worker computed in {found}, and the benchmark's other variants in {wanted}.")
+            raise StackError(f"The worker computed in {found}, but the other variants compute in {wanted}.")
         self.device_seconds = pool["device_seconds"] - self._device_seconds_before
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]
         labels = [self._store.get(post.id)[-1].label for post in self._posts]
-        # Else the next round would be answered from the store.
+        # The next round would otherwise find these results instead of computing them.
         for start in range(0, len(self._posts), 1000):
             self._redis.unlink(*(result_key(post.id) for post in self._posts[start : start + 1000]))
         return labels
@@ -200,10 +201,10 @@ class Feedmill:
     def _finished(self) -> int:
         counters = self._store.counters()
         if counters.failed:
-            raise StackError(f"{counters.failed} posts failed; see the worker's log in {self._folder}.")
+            raise StackError(f"{counters.failed} posts failed. See the worker's log in {self._folder}.")
         return counters.stored + counters.repeated
 
     def _started(self) -> Stack:
         if self._stack is None:
-            raise StackError("the stack was not started.")
+            raise StackError("The embedded stack was not started.")
         return self._stack

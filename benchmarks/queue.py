@@ -1,15 +1,15 @@
-"""The transport that reserves against kombu's own, by turns in one run.
+"""Compare Feedmill's reserving transport with kombu's own, alternating in one run.
 
     python -m benchmarks.queue [--messages 20000] [--rounds 5] [--samples 300] [--kills 0] [--redis PATH]
 
-Messages of 400 bytes. `transport`: a consumer that acknowledges at once, without Celery. `worker`: a whole Celery
-worker with a no-op task; its pool is solo, which runs a task where it was received, so that nothing but Celery and the
-transport is measured; acknowledged late; with task events and without. Rates are those between 10% and 90% of the
-messages. `latency`: milliseconds from publishing to an idle consumer's having the message. kombu's own gets a fifth of
-the messages.
+Messages have 400 bytes. `transport`: a consumer without Celery that acknowledges at once. `worker`: a complete Celery
+worker with a no-op task, late acknowledgement and the solo pool, which runs tasks in the consumer thread and so adds
+nothing but Celery and the transport; with and without task events. Rates are measured between 10% and 90% of the
+messages. `latency`: milliseconds from publishing until an idle consumer has the message. kombu's own transport gets a
+fifth of the messages.
 
---kills: so many workers of either are killed (SIGKILL) while they are busy; a message is missing that is neither
-done, nor in the queue, nor held. `back` is how long it took until nothing of a dead worker was held any more.
+--kills N kills N busy workers of each transport with SIGKILL. A message is missing if it is neither done, nor queued,
+nor in flight. `back` is the time until all messages of the dead worker are back in the queue.
 Progress goes to standard error; the last line is JSON.
 """
 
@@ -38,17 +38,17 @@ from feedmill.stack import find_redis_server
 
 KOMBU, OURS = "kombu", "ours"
 TRANSPORTS = {KOMBU: "redis", OURS: "shared.transport:Transport"}
-#: What of the messages kombu's own gets: a round of either then takes a similar time.
+#: Share of the messages that each transport gets, so that their rounds take a similar time.
 SHARE = {KOMBU: 0.2, OURS: 1.0}
-#: Where each keeps what workers hold.
+#: Redis hash with the messages in flight.
 HELD = {KOMBU: "unacked", OURS: "reserved"}
 TEXT = "x" * 400
 PREFETCH = 256
 QUEUE = Queue("bench", Exchange("bench"), routing_key="bench")
-#: Messages that a worker has before it is killed, and of those how many are done at least, and at most.
+#: Messages sent to a worker that is to be killed; minimum and maximum number of finished messages at the kill.
 KILLED_WITH, DONE = 4000, (100, 2000)
 
-#: The workers' application; they are started with these variables.
+#: The workers' application. Worker processes import it with these environment variables set.
 app = Celery("queue", broker=os.environ.get("BENCH_BROKER", "redis://"))
 app.conf.update(
     broker_transport=os.environ.get("BENCH_TRANSPORT", TRANSPORTS[KOMBU]),
@@ -63,12 +63,12 @@ done = Redis.from_url(str(app.conf.broker_url))
 
 @app.task(name="noop")
 def noop(_: str) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 @app.task(name="note", bind=True)
 def note(self: Any, _: str) -> None:
-    """Note that this message is done."""
+    """Record the message's id as done."""
     done.sadd("done", self.request.id)
 
 
@@ -115,13 +115,13 @@ def worker(url: str, name: str, events: bool, pool: str, folder: Path) -> Iterat
 
 
 def send(url: str, task: str, count: int) -> set[str]:
-    """Publish tasks as a stock client does; returns their ids."""
+    """Publish tasks with a stock Celery client and return their ids."""
     with Celery(broker=url) as client, client.producer_or_acquire() as producer, producer.batch():
         return {client.send_task(task, (TEXT,), producer=producer).id for _ in range(count)}
 
 
 def measure_transport(url: str, name: str, count: int) -> float:
-    """Messages a second."""
+    """Return the throughput of the bare transport in messages/s."""
     with Connection(url) as connection:
         producer: Any = Producer(connection.channel())
         with producer.batch():
@@ -143,7 +143,7 @@ def measure_transport(url: str, name: str, count: int) -> float:
 
 
 def measure_worker(url: str, name: str, count: int, events: bool, folder: Path) -> float:
-    """Messages a second, until they are acknowledged."""
+    """Return the throughput of a worker in acknowledged messages/s."""
     redis = Redis.from_url(url)
     redis.flushall()
     send(url, "noop", count)
@@ -152,7 +152,7 @@ def measure_worker(url: str, name: str, count: int, events: bool, folder: Path) 
         for mark in (0.9, 0.1):
             while _left(redis, name) > count * mark:
                 if process.poll() is not None:
-                    raise SystemExit(f"the worker has ended: {(folder / 'worker.log').read_text()}")
+                    raise SystemExit(f"the worker has exited: {(folder / 'worker.log').read_text()}")
                 time.sleep(0.005)
             passed += [time.perf_counter(), _left(redis, name)]
     redis.close()
@@ -167,7 +167,7 @@ def _left(redis: Redis, name: str) -> int:
 
 
 def measure_latency(url: str, name: str, samples: int) -> float:
-    """Median milliseconds until an idle consumer has a message."""
+    """Return the median milliseconds from publishing until an idle consumer has the message."""
     taken: list[float] = []
     came = threading.Event()
 
@@ -200,7 +200,7 @@ def measure_latency(url: str, name: str, samples: int) -> float:
 
 
 def measure_kill(url: str, name: str, folder: Path) -> tuple[int, float]:
-    """Messages missing after a busy worker was killed; seconds until none was held."""
+    """Kill a busy worker; return the number of missing messages and the seconds until none was in flight."""
     redis = Redis.from_url(url)
     redis.flushall()
     sent = send(url, "note", KILLED_WITH)
@@ -211,7 +211,7 @@ def measure_kill(url: str, name: str, folder: Path) -> tuple[int, float]:
         process.kill()
         process.wait()
     killed = time.perf_counter()
-    if name == OURS:  # a bystander that consumes something else looks for leases that ended
+    if name == OURS:  # a consumer of another queue sweeps expired leases
         with (
             Connection(url, transport=TRANSPORTS[OURS]) as connection,
             Consumer(connection.channel(), [QUEUE], on_message=print, accept=["json"]),
@@ -228,7 +228,7 @@ def measure_kill(url: str, name: str, folder: Path) -> tuple[int, float]:
 
 
 def compare(what: str, rounds: int, measure: Any) -> dict[str, Any]:
-    """Measure both by turns; medians, and of the rounds' ratios too."""
+    """Measure both transports alternately; return the medians of their figures and of the rounds' ratios."""
     figures: dict[str, list[float]] = {KOMBU: [], OURS: []}
     for number in range(rounds):
         for name in sorted(figures, reverse=bool(number % 2)):
@@ -274,10 +274,10 @@ def run(given: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=5, help="0: only kills")
-    parser.add_argument("--samples", type=int, default=300, help="messages whose latency is measured in a round")
-    parser.add_argument("--kills", type=int, default=0, help="workers of either that are killed")
-    parser.add_argument("--redis", default=None, help="the redis-server; default: the one that Feedmill finds")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; 0: only kills")
+    parser.add_argument("--samples", type=int, default=300, help="latency samples per round")
+    parser.add_argument("--kills", type=int, default=0, help="workers of each transport to kill")
+    parser.add_argument("--redis", default=None, help="path of redis-server; default: the one that Feedmill finds")
     given = parser.parse_args(arguments)
     path = given.redis or find_redis_server()
     version, port = ".".join(map(str, server_version(path))), free_port()

@@ -1,4 +1,4 @@
-"""What a run of the benchmark found: a table for each round, a chart, and the last line, JSON."""
+"""Report the results of a benchmark: a table per round, a chart, and a line of JSON."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,67 +8,68 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-#: A variant whose labels agree less often with the ideal's does other work, and is no rival.
-LEAST_AGREEMENT = 0.97
-#: Feedmill and its ideal, and the others, in the chart.
+#: Minimum share of posts with the ideal's label. A variant below it does different work and is left out.
+MIN_AGREEMENT = 0.97
+#: Chart colours of Feedmill and the ideal, and of the other variants.
 OURS, RIVALS = "#c2571a", "#8a8f98"
 
 
 class Measured(NamedTuple):
-    """One variant in one round."""
+    """The throughput and the labels of one variant in one round."""
 
     posts_per_s: float
     labels: Sequence[str]
 
 
-#: By variant: what was measured in each round, None where it failed.
+#: Measurements of each round by variant; None for a round in which the variant failed.
 Record = dict[str, list[Measured | None]]
 
 
 def agreement(labels: Sequence[str], ideal: Sequence[str]) -> float:
-    """Share of the posts that got the same label."""
+    """Return the share of posts with the same label."""
     return sum(mine == theirs for mine, theirs in zip(labels, ideal, strict=True)) / len(ideal)
 
 
 def rates(record: Record, name: str) -> list[float]:
-    """Posts/s of the rounds that the variant survived."""
+    """Return the variant's posts/s in the rounds in which it did not fail."""
     return [measured.posts_per_s for measured in record.get(name, ()) if measured]
 
 
 def shares(record: Record, name: str) -> list[float]:
-    """The variant's rate over the ideal's, round by round: what a drifting machine leaves comparable."""
+    """Return the ratio of the variant's rate to the ideal's in each round. It is robust against a drifting machine."""
     pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
     return [mine.posts_per_s / ideal.posts_per_s for mine, ideal in pairs if mine and ideal]
 
 
 def agreements(record: Record, name: str) -> list[float]:
+    """Return the variant's agreement with the ideal in each round."""
     pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
     return [agreement(mine.labels, ideal.labels) for mine, ideal in pairs if mine and ideal]
 
 
 def middle(values: Sequence[float], digits: int) -> float | None:
-    """The median, rounded; None of nothing."""
+    """Return the rounded median; None without values."""
     return round(median(values), digits) if values else None
 
 
 def disagreeing(record: Record) -> dict[str, str]:
-    """The variants that give too many posts another label than the ideal, with that as the reason to leave them out."""
+    """Return the variants below MIN_AGREEMENT, each with the reason for leaving it out."""
     shares = {name: middle(agreements(record, name), 4) for name in record}
     return {
-        name: f"does other work: gives {share:.1%} of the posts the ideal's label, below {LEAST_AGREEMENT:.0%}"
+        name: f"does different work: only {share:.1%} of the posts have the ideal's label, below {MIN_AGREEMENT:.0%}"
         for name, share in shares.items()
-        if share is not None and share < LEAST_AGREEMENT
+        if share is not None and share < MIN_AGREEMENT
     }
 
 
 def comparable(record: Record) -> Record:
-    """The record without the variants that do other work."""
+    """Return the record without the variants that do different work."""
     left_out = disagreeing(record)
     return {name: rounds for name, rounds in record.items() if name not in left_out}
 
 
 def print_round(console: Console, record: Record, number: int, rounds: int) -> None:
-    """The table of one round, with a warning for each variant that does other work."""
+    """Print the table of the last round, with a warning for each variant that does different work."""
     table = Table(title=f"round {number} of {rounds}", title_justify="left")
     table.add_column("variant")
     for column in ("posts/s", "share of ideal", "agreement with ideal"):
@@ -82,17 +83,17 @@ def print_round(console: Console, record: Record, number: int, rounds: int) -> N
         same = agreement(measured.labels, ideal.labels) if ideal else None
         share = f"{measured.posts_per_s / ideal.posts_per_s:.3f}" if ideal else "—"
         table.add_row(name, f"{measured.posts_per_s:.1f}", share, "—" if same is None else f"{same:.4f}")
-        if same is not None and same < LEAST_AGREEMENT:
-            warnings.append(f"warning: {name} gives {1 - same:.1%} of the posts another label, so it may be left out.")
+        if same is not None and same < MIN_AGREEMENT:
+            warnings.append(f"warning: {name} labels {1 - same:.1%} of the posts differently and may be left out")
     console.print(table)
     for warning in warnings:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
-    """The last line's figures of each variant: medians of the rates, and of the rounds' ratios to the ideal.
+    """Return the JSON figures of each variant: medians of the rates and of the ratios to the ideal.
 
-    A variant that does other work has none, and the reason under `left_out`.
+    A variant that does different work has no figures; `left_out` holds the reason.
     """
     compared = comparable(record)
     found: dict[str, object] = {name: middle(rates(compared, name), 1) for name in names}
@@ -105,9 +106,9 @@ def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
 
 
 def draw(path: Path, by_variant: Mapping[str, Sequence[float]], title: str) -> None:
-    """Horizontal bars of the medians, fastest first, with whiskers from the slowest to the fastest round.
+    """Draw horizontal bars of the medians, fastest first, with whiskers from the slowest to the fastest round.
 
-    Raises ModuleNotFoundError where matplotlib is missing.
+    Raises ModuleNotFoundError if matplotlib is missing.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
 

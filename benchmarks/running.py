@@ -1,4 +1,4 @@
-"""How a benchmark runs: in a folder of its own, ended by signals as by Ctrl-C, a mistake told in a sentence."""
+"""Run a benchmark in a temporary folder, with clean exits on signals and one-line messages for user errors."""
 
 import sys
 import tempfile
@@ -12,7 +12,7 @@ from shared.errors import UserError
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder that goes with the run; its path is short, since sockets may lie in it."""
+    """Yield a temporary folder. Its path is short enough for Unix sockets."""
     try:
         with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
             yield Path(folder)

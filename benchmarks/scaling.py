@@ -1,22 +1,24 @@
-"""How far one Redis carries: workers that speed up together, what a post costs on its way, and what it takes of memory.
+"""Measure how far one Redis scales: throughput of many workers, cost of a post by stage, and memory.
 
     python -m benchmarks.scaling [--posts FILE] [--only PART,…] [--rounds 3] [--seconds 10] [--backlog 1000000]
 
-Workers are Feedmill's own on a stand-in for the device (tests/fakes/standin_worker.py) that takes a set time a row, or
-none; everything but the model is real. Each run begins with the whole backlog in place and all workers ready. Parts:
+Workers are Feedmill's own with a stand-in for the device (tests/fakes/standin_worker.py) that takes a fixed time per
+row, or none; everything but the model is real. Each run starts with the whole backlog queued and all workers ready.
+Parts:
 
-    publish   posts/s of two producers on one core, Redis on the others, 64 posts a message, packed; not packed; and of
-              one alone, which waits for Redis a third of its time
-    worker    posts/s of one worker whose device takes no time, 64 a message; and microseconds of each Redis command
-    stages    what a post costs on its way, by posts a message: CPU time of the producer, of Redis and of a worker whose
-              device takes no time; what the real tokenizer takes; bytes over the network, and in Redis
-    memory    bytes that Redis holds for a waiting post over the bytes of its JSON, 64 a message; and by posts a message
-    speedup   2, 4 and 8 workers of 1,000 posts/s each over one, 32 a message, and which share of the cores they took
-    fairness  two workers, one five times slower: how long the first to finish took over how long the last did
-    backlog   posts/s with the whole backlog waiting over posts/s with 1,000 waiting
-    first     seconds from the start of a real worker, its model cached, to its first result
+    publish   posts/s of two producers on one core, with Redis on the others, 64 posts per message: compressed,
+              uncompressed, and of a single producer, which waits for Redis a third of its time
+    worker    posts/s of one worker whose device takes no time, 64 posts per message, and microseconds per Redis command
+    stages    cost of a post by posts per message: CPU time of the producer, of Redis, of a worker whose device takes no
+              time, and of the real tokenizer; bytes over the network and in Redis
+    memory    bytes in Redis per waiting post, relative to its JSON, by posts per message
+    speedup   throughput of 2, 4 and 8 workers of 1,000 posts/s each relative to one, 32 posts per message, and the
+              share of the cores used
+    fairness  two workers, one five times slower: time of the first to finish relative to the last
+    backlog   posts/s with the whole backlog waiting relative to posts/s with 1,000 posts waiting
+    first     seconds from the start of a real worker with a cached model to its first result
 
-Runs that are compared alternate. Progress goes to standard error; the last line is JSON, medians over the rounds.
+Runs that are compared alternate. Progress goes to standard error; the last line is JSON with medians over the rounds.
 """
 
 import argparse
@@ -52,26 +54,26 @@ from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings, variables
 
 PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlog", "first")
-#: Posts a message where as much as possible is to pass, and otherwise.
+#: Posts per message for maximum throughput, and by default.
 LARGE, USUAL = 64, 32
-#: Posts a message whose stages are measured, and messages of each.
+#: Posts per message for which `stages` measures, and the number of messages for each.
 SIZES, STAGED = (1, 8, USUAL, LARGE), 8000
-#: Seconds that a row takes the stand-in: 1,000 posts a second, and a fifth of that.
+#: Seconds per row of the stand-in: 1,000 posts/s, and a fifth of that.
 FAST, SLOW = 0.001, 0.005
-#: Where a backlog waits until the workers are ready.
+#: Redis list in which a backlog waits until the workers are ready.
 ASIDE = "aside"
-#: The part of a run that counts, in shares of its posts: what begins and what ends is left out.
+#: Start and end of the measurement as shares of a run's posts; ramp-up and ramp-down are left out.
 BEGIN, END = 0.1, 0.9
-#: Microseconds of Redis' time a post from which on a command is told.
-LEAST_TOLD = 0.05
-#: Posts that wait in the short backlog.
-SHORT = 1000
-#: Seconds without a new result after which a run is given up.
-STALLED = 60.0
-#: Seconds between two looks.
-PAUSE = 0.01
+#: Minimum microseconds of Redis time per post for a command to be reported.
+MIN_COMMAND_US = 0.05
+#: Posts waiting in the short backlog.
+SHORT_BACKLOG = 1000
+#: Seconds without a new result after which the benchmark aborts.
+STALL_TIMEOUT_S = 60.0
+#: Seconds between checks of the number of results.
+POLL_INTERVAL_S = 0.01
 
-#: Moves messages from one list to another until so many are there.
+#: Lua: move messages from KEYS[1] to KEYS[2] until the latter holds ARGV[1] of them.
 TOP_UP = """
 for _ = redis.call('LLEN', KEYS[2]) + 1, tonumber(ARGV[1]) do
   redis.call('LMOVE', KEYS[1], KEYS[2], 'RIGHT', 'LEFT')
@@ -82,24 +84,27 @@ console = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 class Pace(NamedTuple):
-    """How fast posts were stored, and what that took: microseconds of the workers' CPU time each; and of the cores,
-    seconds a second, the workers and Redis; and the share of all cores that anything took."""
+    """The throughput of a run and the CPU time it took."""
 
+    #: Posts stored per second.
     posts_per_s: float
+    #: CPU time of all workers per post, in microseconds.
     worker_us: float
+    #: Cores used by the workers and by Redis (seconds of CPU time per second).
     workers: float
     redis: float
+    #: Share of all cores used by any process.
     cores_busy: float
 
     def __str__(self) -> str:
         return (
-            f"{self.posts_per_s:,.0f} posts/s; the workers: {self.workers:.2f} cores, {self.worker_us:.1f} µs a post; "
-            f"Redis {self.redis:.2f}; {self.cores_busy:.0%} of the machine was busy"
+            f"{self.posts_per_s:,.0f} posts/s; workers: {self.workers:.2f} cores, {self.worker_us:.1f} µs per post; "
+            f"Redis: {self.redis:.2f} cores; machine {self.cores_busy:.0%} busy"
         )
 
 
 class Spent(NamedTuple):
-    """What Redis has taken so far: seconds of CPU time, bytes over the network; and bytes of memory now."""
+    """Redis' resource use: total CPU seconds, total network bytes, and current memory in bytes."""
 
     cpu: float
     network: int
@@ -107,7 +112,7 @@ class Spent(NamedTuple):
 
 
 class House:
-    """A redis-server of its own, and the workers on it."""
+    """A private redis-server and the workers connected to it."""
 
     def __init__(self, folder: Path, posts: Sequence[Post], **settings: Any) -> None:
         port = free_port()
@@ -130,14 +135,14 @@ class House:
         return False
 
     def posts(self, count: int) -> list[Post]:
-        """The source's posts again and again, each with an id of its own."""
+        """Return the next `count` posts: the source's, repeated, with unique ids."""
         self._number += count
         numbers = range(self._number - count, self._number)
         found = zip(numbers, cycle(self._source), strict=False)
         return [Post.model_validate(post.model_dump() | {"id": f"p{number}"}) for number, post in found]
 
     def fill(self, count: int, size: int) -> None:
-        """Let so many posts wait aside, without having looked whether they were sent before."""
+        """Put a backlog of `count` posts aside, `size` per message, without checking whether they were sent before."""
         for start in range(0, count, 1000 * size):
             posts = self.posts(min(1000 * size, count - start))
             publish(self.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
@@ -148,7 +153,7 @@ class House:
 
     @contextmanager
     def workers(self, row_seconds: Sequence[float]) -> Iterator[list[Child]]:
-        """Stand-in workers, one for each of these, once they all answer."""
+        """Run one stand-in worker for each time per row; enter the block once all of them answer."""
         environment = (
             os.environ
             | variables(self.settings)
@@ -184,7 +189,7 @@ class House:
         return int(self.redis.hget(COUNTERS, "stored") or 0)
 
     def pace(self, count: int, children: Sequence[Child] = ()) -> Pace:
-        """How fast the next `count` posts are stored, by these workers; the first and the last tenth are left out."""
+        """Measure the storing of the next `count` posts by these workers, without the first and the last tenth."""
         before = self.stored()
         marks = []
         for share in (BEGIN, END):
@@ -200,9 +205,9 @@ class House:
         while (now := self.stored()) < stored:
             if now > latest:
                 latest, at = now, time.monotonic()
-            if time.monotonic() - at > STALLED:
-                raise SystemExit(f"no new result for {STALLED:.0f} s, {stored - now:,.0f} before the mark")
-            time.sleep(PAUSE)
+            if time.monotonic() - at > STALL_TIMEOUT_S:
+                raise SystemExit(f"no new result for {STALL_TIMEOUT_S:.0f} s, with {stored - now:,.0f} posts missing")
+            time.sleep(POLL_INTERVAL_S)
 
     def clear(self) -> None:
         self.redis.flushall()
@@ -212,21 +217,21 @@ class House:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has taken of the cores so far."""
+    """Return the CPU time that a process has used so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_seconds() -> tuple[float, float]:
-    """What all processes of this machine have taken, and what its cores have had to give."""
+    """Return the busy and the total CPU time of all cores since boot, in clock ticks."""
     numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(numbers) - numbers[3] - numbers[4], float(sum(numbers))
 
 
 def produce(settings: Settings, posts: Sequence[Post], ready: Any, spent: Any) -> None:
-    """What a producer does: look up, publish, mark. In a process of its own; tells its seconds of CPU time."""
+    """Send posts as a producer does (look up, publish, mark) in a child process; put its CPU seconds into `spent`."""
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
-    pusher.push(posts[:LARGE])  # it connects
+    pusher.push(posts[:LARGE])  # opens the connection
     ready.wait()
     cpu = time.process_time()
     pusher.push(posts[LARGE:])
@@ -249,7 +254,7 @@ def measure_publish(house: House, given: argparse.Namespace) -> dict[str, Any]:
                 settings = house.settings.model_copy(update={"compression": packed, "posts_per_message": LARGE})
                 ready, told = fork.Barrier(count + 1), fork.Queue()
                 parts = [house.posts(LARGE + given.published // count) for _ in range(count)]
-                gc.freeze()  # else each child copies what it looks at
+                gc.freeze()  # keeps garbage collection in the children from copying shared pages
                 producers = [fork.Process(target=produce, args=(settings, part, ready, told)) for part in parts]
                 for producer in producers:
                     producer.start()
@@ -290,7 +295,7 @@ def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
         commands = {
             name.removeprefix("cmdstat_"): round(figures["usec"] / given.published, 2)
             for name, figures in house.redis.info("commandstats").items()
-            if figures["usec"] / given.published > LEAST_TOLD
+            if figures["usec"] / given.published > MIN_COMMAND_US
         }
         console.print(f"worker: {paces[-1]}")
     return {
@@ -325,13 +330,13 @@ def measure_stages(house: House, given: argparse.Namespace) -> dict[str, Any]:
             "waiting_bytes": round((sent.memory - start.memory) / len(posts)),
             "stored_bytes": round((stored.memory - start.memory) / len(posts)),
         }
-        console.print(f"stages: {size} a message: {found[size]}")
+        console.print(f"stages: {size} per message: {found[size]}")
     house.clear()
     return {"stages_by_posts_per_message": found, "tokenize_us": _tokenizing(house)}
 
 
 def _tokenizing(house: House) -> float:
-    """Microseconds of CPU time that the embedded model's tokenizer takes for a post."""
+    """Return the CPU time that the embedded model's tokenizer takes per post, in microseconds."""
     from workers.classifiers.choose import load_classifier  # noqa: PLC0415 - torch
     from workers.device import choose  # noqa: PLC0415
 
@@ -341,7 +346,7 @@ def _tokenizing(house: House) -> float:
     for start in range(0, len(texts), LARGE):
         classifier.prepare(texts[start : start + LARGE], label_set)
     took = round(1e6 * (time.process_time() - began) / len(texts), 1)
-    console.print(f"stages: the tokenizer takes {took} µs a post")
+    console.print(f"stages: the tokenizer takes {took} µs per post")
     return took
 
 
@@ -354,9 +359,9 @@ def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
         publish(house.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
         held = house.redis.memory_usage(house.settings.queue, samples=0) / len(posts)
         found[size] = round(held / plain, 3)
-        console.print(f"memory: {size} a message: {held:.0f} bytes for a waiting post of {plain:.0f}, {found[size]}")
+        console.print(f"memory: {size} per message: {held:.0f} bytes per waiting post, {found[size]} of its JSON")
         stock[size] = {packed: _held_by_stock_client(house, posts, size, packed) for packed in ("none", "gzip")}
-        console.print(f"memory: {size} a message, from a stock Celery client: {stock[size]} bytes")
+        console.print(f"memory: {size} per message, sent by a stock Celery client: {stock[size]} bytes")
     house.clear()
     return {
         "bytes_per_post_over_json": found[LARGE],
@@ -366,7 +371,7 @@ def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
 
 
 def _held_by_stock_client(house: House, posts: Sequence[Post], size: int, packed: str) -> int:
-    """Bytes of a waiting post that plain Celery has sent."""
+    """Return the bytes in Redis per waiting post when a stock Celery client sends the posts."""
     house.clear()
     client: Any = Celery("elsewhere", broker=house.settings.broker_url, set_as_current=False)
     compression = None if packed == "none" else packed
@@ -410,17 +415,20 @@ def measure_fairness(house: House, given: argparse.Namespace) -> dict[str, Any]:
             ended[json.loads(fields["classification"])["worker"]] = int(entry.partition("-")[0]) / 1000
         took = [at - began[0] - began[1] / 1e6 for at in ended.values()]
         ratios.append(min(took) / max(took))
-        console.print(f"fairness: the workers were done after {', '.join(f'{each:.1f}' for each in sorted(took))} s")
+        console.print(f"fairness: the workers finished after {', '.join(f'{each:.1f}' for each in sorted(took))} s")
     return {"fairness_ratio": round(median(ratios), 3)}
 
 
 def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
-    """The long backlog is counted down by what each round takes of it, the short one is topped up."""
+    """Compare the throughput with a long and a short backlog.
+
+    Each round consumes a part of the long backlog; the short one is topped up.
+    """
     rates: dict[str, list[float]] = {"long": [], "short": []}
     short = House(house._folder / "short", house._source)
     try:
         house.clear()
-        with console.status(f"{given.backlog:,} posts are sent …"):
+        with console.status(f"sending {given.backlog:,} posts …"):
             house.fill(given.backlog + given.rounds * given.published, LARGE)
             house.begin()
         for number in range(given.rounds):
@@ -429,7 +437,7 @@ def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
                     at.fill(given.published, LARGE)
                 else:
                     at.redis.rename(at.settings.queue, ASIDE)
-                with at.workers([0.0]), _topped_up(at, SHORT // LARGE if name == "short" else 0):
+                with at.workers([0.0]), _topped_up(at, SHORT_BACKLOG // LARGE if name == "short" else 0):
                     if name == "long":
                         at.begin()
                     rates[name].append(at.pace(given.published).posts_per_s)
@@ -445,7 +453,7 @@ def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _topped_up(house: House, messages: int) -> Iterator[None]:
-    """Inside, so many messages wait, for as long as there are any aside."""
+    """Inside the block, keep `messages` messages in the queue, as long as there are any aside."""
     done = threading.Event()
     script = house.redis.register_script(TOP_UP)
 
@@ -463,7 +471,7 @@ def _topped_up(house: House, messages: int) -> Iterator[None]:
 
 
 def measure_first(house: House, given: argparse.Namespace) -> dict[str, Any]:
-    """The first start, which measures the token budget, is not counted."""
+    """Measure the time to the first result; the first start, which measures the token budget, is not counted."""
     took = []
     environment = (
         os.environ
@@ -485,23 +493,25 @@ def measure_first(house: House, given: argparse.Namespace) -> dict[str, Any]:
         finally:
             child.stop(60)
         console.print(
-            f"first: {time.perf_counter() - began:.1f} s, with its end" if not number else f"first: {took[-1]:.1f} s"
+            f"first: {time.perf_counter() - began:.1f} s with calibration and shutdown, not counted"
+            if not number
+            else f"first: {took[-1]:.1f} s"
         )
     return {"first_result_s": round(median(took), 2)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", default=None, help="JSONL of real posts; default: the bundled ones")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--posts", default=None, help="JSONL file of posts; default: the bundled posts")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run of the stand-ins")
-    parser.add_argument("--published", type=int, default=64_000, help="posts of the runs that take none")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each run with a timed stand-in")
+    parser.add_argument("--published", type=int, default=64_000, help="posts of each run whose device takes no time")
     parser.add_argument("--backlog", type=int, default=1_000_000, help="posts of the long backlog")
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     try:
         posts = read_posts(given.posts, 12_000)
     except UserError as error:

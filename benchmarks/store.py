@@ -1,11 +1,10 @@
-"""What keeping results costs beside computing them.
+"""Measure the cost of storing results relative to computing them.
 
     python -m benchmarks.store [--posts FILE] [--count 1500] [--rounds 3]
 
-Posts are classified by the worker's own pipeline without a queue, and the same results are then written to a real
-Redis, a micro-batch's number at a time, and looked up, a message's number at a time, as the worker does; alternating,
-some rounds. In a worker both happen on other threads than the device's, so that a share is an upper bound of what the
-device loses. The last line is JSON.
+Each round classifies posts through the worker's pipeline without a queue, then writes the results to a real Redis (a
+micro-batch at a time) and looks them up (a message at a time), as a worker does. A worker does both on threads other
+than the device thread, so each share is an upper bound of the device time lost. The last line is JSON.
 """
 
 import argparse
@@ -32,15 +31,15 @@ from workers import device, offline
 from workers.calibration import calibrate
 from workers.classifiers.choose import load_classifier
 
-#: Posts written together: about what a micro-batch of the default model holds on a CPU.
-WRITTEN_TOGETHER = 40
+#: Posts per write, about the size of the default model's micro-batch on a CPU.
+WRITE_SIZE = 40
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -56,7 +55,7 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
     classifier = load_classifier(settings, where)
     budget = calibrate(classifier, settings)
     stack = Stack(settings, folder, durable=False)
-    next(stack.start())  # its Redis alone
+    next(stack.start())  # starts only Redis
     try:
         redis = connect(stack.settings)
         store = ResultsStore(redis, stack.settings)
@@ -68,14 +67,14 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
             results = [Result(post, outcome) for post, outcome in outcomes if isinstance(outcome, Classification)]
             if len(results) < len(posts):
                 raise StackError(f"{len(posts) - len(results)} posts could not be classified.")
-            written.append(_seconds(store.write, results, WRITTEN_TOGETHER))
+            written.append(_seconds(store.write, results, WRITE_SIZE))
             wanted = [(result.post.id, result.classification.fingerprint) for result in results]
             found.append(_seconds(store.find, wanted, settings.posts_per_message))
             for post in posts:
                 redis.unlink(result_key(post.id))
             console.print(
-                f"round {number + 1}: {1 / computed[-1]:.1f} posts/s computed; writing a post takes "
-                f"{written[-1] / computed[-1]:.2%} of that time, looking one up {found[-1] / computed[-1]:.2%}"
+                f"round {number + 1}: {1 / computed[-1]:.1f} posts/s computed; relative to that, writing a post takes "
+                f"{written[-1] / computed[-1]:.2%} and a lookup {found[-1] / computed[-1]:.2%}"
             )
     finally:
         stack.stop()
@@ -90,7 +89,7 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
 
 
 def _seconds(call: Any, items: Sequence[Any], together: int) -> float:
-    """Seconds that each item takes."""
+    """Return the seconds per item of calling `call` with slices of `together` items."""
     began = perf_counter()
     for start in range(0, len(items), together):
         call(items[start : start + together])

@@ -1,11 +1,11 @@
-"""Posts per second of Feedmill, beside the offline ideal and beside what people would use instead.
+"""Compare the throughput of Feedmill with the offline ideal and with alternatives.
 
     python -m benchmarks.throughput [--posts FILE] [--limit N] [--rounds R] [--only a,b,c] [--chart FILE.svg]
 
-In each round every variant starts its processes, loads its model and classifies a few posts untimed; then it
-classifies all of them, timed from the first post handed over to the last result; then it stops, so that no idle
-variant disturbs another. All use one model, precision, posts, labels and token limit, and all cores. `make rivals`
-installs those that are no dependency of Feedmill. The last line is JSON.
+In each round every variant starts its processes, loads its model and classifies a few posts as a warm-up. It then
+classifies all posts, timed from handing over the first post to the last result, and stops, so that no idle variant
+disturbs the next one. All variants use the same model, precision, posts, labels and token limit, and all cores. `make
+rivals` installs the alternatives that Feedmill does not depend on. The last line is JSON.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from shared.settings import load
 from workers import device
 from workers.weights import locate
 
-#: How each variant is made, in the order in which they are reported.
+#: Factory of each variant, in the order of the report.
 VARIANTS: dict[str, Callable[[Job], Variant]] = {
     "ideal": Ideal,
     "feedmill_32": partial(Feedmill, posts_per_message=32),
@@ -48,11 +48,11 @@ VARIANTS: dict[str, Callable[[Job], Variant]] = {
     "ray_serve": ray_serve,
     "litserve": litserve,
 }
-#: Those whose failure ends the benchmark.
+#: Variants whose failure aborts the benchmark.
 OURS = ("ideal", "feedmill_32", "feedmill_1")
-#: The bundled posts are repeated up to so many.
-REPEATED = 4_800
-#: Posts that every variant classifies before it is timed, and that the ideal is tuned on.
+#: Maximum number of posts made by repeating the bundled ones.
+MAX_REPEATED_POSTS = 4_800
+#: Posts of the warm-up, and of the sample on which the ideal is tuned.
 WARM_UP, TUNING = 64, 512
 
 console = Console(soft_wrap=True, highlight=False)
@@ -65,28 +65,28 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line, refused at once where an hour's run could not end well."""
+    """Parse the command line; reject at once what would fail only at the end of a long run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
-    parser.add_argument("--limit", type=int, default=12_000, help="posts, at most")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
+    parser.add_argument("--limit", type=int, default=12_000, help="maximum number of posts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(VARIANTS), help="variants, comma-separated: %(default)s")
-    parser.add_argument("--chart", type=Path, help="draw the medians into this .svg or .png")
+    parser.add_argument("--only", default=",".join(VARIANTS), help="variants, comma-separated; default: %(default)s")
+    parser.add_argument("--chart", type=Path, help="draw the medians into this .svg or .png file")
     arguments = parser.parse_args()
     arguments.only = [name.strip() for name in arguments.only.split(",")]
     if unknown := set(arguments.only) - set(VARIANTS):
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; choose from {', '.join(VARIANTS)}")
     if arguments.limit < 1 or arguments.rounds < 1:
-        parser.error("--limit and --rounds: at least 1")
+        parser.error("--limit and --rounds must be at least 1")
     if arguments.chart and arguments.chart.suffix not in (".svg", ".png"):
-        parser.error("--chart: the file's name must end in .svg or .png")
+        parser.error("--chart: the file name must end in .svg or .png")
     if arguments.chart and not find_spec("matplotlib"):
-        parser.error("--chart needs matplotlib: `pip install 'feedmill[charts]'` installs it")
+        parser.error("--chart needs matplotlib; install it with `pip install 'feedmill[charts]'`")
     return arguments
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Measure, and print what was found."""
+    """Measure all variants and print the results."""
     settings = load()
     job = Job(settings, device.choose(settings.device, settings.dtype), folder)
     hardware = describe(job.device)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     record: Record = {name: [] for name in variants}
     looks: list[Look] = []
     for number in range(1, arguments.rounds + 1):
-        # Every other round backwards: a machine that slows down or speeds up favours nobody.
+        # Every other round runs backwards, so that a machine that drifts favours no variant.
         for name in list(variants) if number % 2 else reversed(variants):
             measured = measure(name, variants[name], posts, f"round {number} of {arguments.rounds}: {name}")
             record[name].append(measured)
@@ -133,31 +133,31 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def read_posts(path: str | None, limit: int) -> list[Post]:
-    """Posts with ids of their own, so that each has one result; Feedmill would skip what it has had before."""
+    """Read posts, or repeat the bundled ones. Ids are unique, because Feedmill skips posts it has seen."""
     if path:
         posts = {item.id: item for item in read(path) if isinstance(item, Post)}
         return list(islice(posts.values(), limit))
-    repeated = islice(cycle(sample_posts()), min(limit, REPEATED))
+    repeated = islice(cycle(sample_posts()), min(limit, MAX_REPEATED_POSTS))
     return [post.model_copy(update={"id": f"{post.id}-{number}"}) for number, post in enumerate(repeated)]
 
 
 def look_at(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
-    """Tokens of each post; tunes the ideal on a sample of them."""
+    """Return the number of tokens of each post and, if `tune`, tune the ideal on a sample."""
     ideal.start()
     try:
         lengths = ideal.lengths(posts)
-        console.print(f"{len(posts)} posts of {sum(lengths) / len(posts):.1f} tokens on average")
+        console.print(f"{len(posts)} posts, {sum(lengths) / len(posts):.1f} tokens on average")
         if tune:
-            with console.status("looking for the ideal's best token budget and number of lanes …"):
+            with console.status("tuning the ideal's token budget and number of lanes …"):
                 ideal.tune(posts[:: max(1, len(posts) // TUNING)][:TUNING])
-            console.print(f"ideal: token budget {ideal.token_budget}, {ideal.lanes} lanes, as tuned on a sample")
+            console.print(f"ideal: token budget {ideal.token_budget}, {ideal.lanes} lanes, tuned on a sample")
     finally:
         ideal.stop()
     return lengths
 
 
 def make(names: Sequence[str], job: Job, ideal: Ideal) -> dict[str, Variant]:
-    """The variants that are asked for; says which cannot be had."""
+    """Create the requested variants; print which ones are not installed."""
     variants: dict[str, Variant] = {}
     for name in (name for name in VARIANTS if name in names):
         try:
@@ -168,7 +168,7 @@ def make(names: Sequence[str], job: Job, ideal: Ideal) -> dict[str, Variant]:
 
 
 def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Measured | None:
-    """One variant in one round; None where a rival fails, which costs its own figure and not the run."""
+    """Measure one variant in one round. Return None if an alternative fails; failures of OURS are raised."""
     warm_up = [post.model_copy(update={"id": f"warm-up-{number}"}) for number, post in enumerate(posts[:WARM_UP])]
     try:
         with console.status(f"{what} …"):
@@ -191,16 +191,16 @@ def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Me
 
 
 class Look(NamedTuple):
-    """What Feedmill's worker said of itself after a run."""
+    """Statistics of Feedmill's worker after a run."""
 
     padding_efficiency: float
     device_busy: float
 
 
 def look(variant: Variant, seconds: float) -> Look:
-    """Of the run that took so many seconds."""
+    """Return the worker's statistics after a run of `seconds`. Raises TypeError for other variants than Feedmill."""
     if not isinstance(variant, Feedmill):
-        raise TypeError("only Feedmill's own worker tells")
+        raise TypeError(f"{type(variant).__name__} has no Feedmill worker")
     return Look(variant.padding_efficiency, variant.device_seconds / seconds)
 
 

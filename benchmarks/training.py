@@ -1,11 +1,11 @@
-"""What each optimisation of training is worth: samples/s and peak memory, side by side on the same posts.
+"""Compare training optimisations by samples/s and peak memory on the same posts.
 
     python -m benchmarks.training [--posts FILE] [--samples 256] [--rounds 3] [--png training.png]
 
-`plain` is float32 in batches of 8, in random order, padded to the longest of each; the others change one thing each,
-and `all` changes every one. Mixed precision is left out where the device has none in hardware. Every variant trains on
-the same posts from the same weights; the first optimization step, which sets up much, is not counted. The rounds
-alternate; medians count. The last line is JSON.
+`plain` is float32 in batches of 8 in random order, padded to the longest row; each other variant changes one option,
+and `all` changes all of them. Mixed precision is left out if the device lacks hardware support. Every variant trains on
+the same posts from the same weights. The first optimization step, which includes set-up, is not counted. The order of
+the variants alternates by round; the figures are medians. The last line is JSON.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from workers import device
 from workers.training.examples import Dataset, Example
 from workers.training.run import Progress, Training
 
-#: What all have in common.
+#: Options of the variant `plain`, the basis of all others.
 PLAIN = {"batch_size": 8, "precision": "float32", "length_grouping": False, "fused_optimizer": False}
-#: What each variant changes.
+#: Options that each variant changes.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation 4": {"accumulation": 4},
@@ -42,21 +42,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused optimizer": {"fused_optimizer": True},
     "all": {"accumulation": 4, "precision": "auto", "length_grouping": True, "fused_optimizer": True},
 }
-#: Labels that posts without a topic are given in turn: what is learnt costs the same.
+#: Labels assigned to the posts in turn. The cost of training does not depend on them.
 LABELS = tuple(f"label {number}" for number in range(16))
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 class Measured(NamedTuple):
-    """One variant in one round. peak_mb: in 10^6 bytes, None where it cannot be told."""
+    """The throughput and peak memory (10^6 bytes; None if unknown) of one variant in one round."""
 
     samples_per_s: float
     peak_mb: float | None
 
 
 def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Measured:
-    """Train for one epoch."""
+    """Train for one epoch with these options changed."""
     ends: list[float] = []
 
     def note(_: Progress) -> None:
@@ -82,13 +82,13 @@ def examples(path: str | None, count: int) -> Dataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
-    parser.add_argument("--samples", type=int, default=256, help="posts of an epoch; a multiple of 32")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
+    parser.add_argument("--samples", type=int, default=256, help="posts per epoch; a multiple of 32, at least 64")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--png", type=Path, help="draw the rates")
+    parser.add_argument("--png", type=Path, help="draw the rates into this file")
     arguments = parser.parse_args()
     if arguments.samples % 32 or arguments.samples < 64:
-        parser.error("--samples should be 64 or more, and a multiple of 32, for batches that are full")
+        parser.error("--samples must be a multiple of 32 and at least 64, so that all batches are full")
     try:
         settings = load()
         chosen = device.choose(settings.device, "float32")
@@ -100,7 +100,7 @@ def main() -> None:
         variants = dict(VARIANTS)
         if precision is torch.float32:
             del variants["mixed precision"]
-            console.print("Left out: mixed precision, which this device has none of; `all` is in float32 as well.")
+            console.print("Left out: mixed precision, which this device does not support. `all` uses float32, too.")
         dataset = examples(arguments.posts, arguments.samples)
         found: dict[str, list[Measured]] = {name: [] for name in variants}
         for number in range(arguments.rounds):
@@ -118,7 +118,7 @@ def main() -> None:
         table.add_row(name, f"{median(values):.1f}", f"{median(values) / plain:.2f}", f"{peaks[name]:,.0f}")
     console.print(table)
     if arguments.png:
-        draw(arguments.png, rates, f"Training {settings.model}, {arguments.samples} posts an epoch")
+        draw(arguments.png, rates, f"Training {settings.model}, {arguments.samples} posts per epoch")
     print(
         json.dumps(
             {

@@ -1,22 +1,21 @@
-"""The ladder that people climb with zero-shot classification by entailment, on the same posts, labels and weights.
+"""Compare ways to run zero-shot classification by entailment, on the same posts, labels and weights.
 
     python -m benchmarks.zero_shot [--posts FILE] [--limit N] [--shape bart-large|minilm] [--layers L] [--model MODEL]
                                    [--dtypes float32,bfloat16] [--rounds R] [--chart FILE.svg]
 
-- `pipeline_1`: transformers' zero-shot pipeline, row by row, as it comes;
-- `pipeline_best`: the same at the best of several batch sizes, found on a sample;
-- `direct`: one's own forward pass over padded batches of pairs in the order in which they come, each premise tokenized
-  once, at the best of the same batch sizes;
+- `pipeline_1`: transformers' zero-shot pipeline with its default batch size of 1;
+- `pipeline_best`: the same pipeline at the best of several batch sizes, found on a sample;
+- `direct`: a hand-written forward pass over padded batches of pairs in arrival order, with each premise tokenized once,
+  at the best of the same batch sizes;
 - `direct_sorted`: the same, with all pairs sorted by length;
-- `ideal`: Feedmill's own model code without a queue, sorted by length, at the best of six token budgets and two numbers
-  of lanes: the best that can be done offline;
-- `feedmill`: the real system, 32 posts a message.
+- `ideal`: Feedmill's model code without a queue, sorted by length, at the best of six token budgets and two numbers of
+  lanes: the offline optimum;
+- `feedmill`: the complete system with 32 posts per message.
 
-Speed needs no trained weights: without --model a model of the shape's real configuration gets random ones, and a
-tokenizer trained on the posts (bart-large) or the embedded model's own (minilm). --layers takes that many layers of
-each stack instead of all, for machines on which the whole is too slow. Sixteen labels, so sixteen rows a post. The
-labels of every variant are compared with the ideal's; one that does other work is left out, with the reason in the JSON
-of the last line.
+Measuring speed needs no trained weights. Without --model, the model has the shape's real configuration with random
+weights, and a tokenizer trained on the posts (bart-large) or that of the embedded model (minilm). --layers reduces the
+number of layers of each stack, for machines on which the full model is too slow. Each post has sixteen rows, one per
+label. A variant whose labels differ too much from the ideal's is left out; the JSON in the last line gives the reason.
 """
 
 import argparse
@@ -56,7 +55,7 @@ from workers.device import Device
 from workers.tokenizer import Tokenizer as RowTokenizer
 from workers.weights import EMBEDDED, locate
 
-#: Batch sizes that the pipeline is tried with, and posts of the sample they are tried on.
+#: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8
 SPECIALS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
 CLASSES = {0: "contradiction", 1: "neutral", 2: "entailment"}
@@ -65,7 +64,7 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 class ZeroShotPipeline:
-    """transformers' zero-shot pipeline. batch_size: None finds the best of several."""
+    """transformers' zero-shot pipeline. batch_size: None until `tune` has found the best one."""
 
     def __init__(self, job: Job, batch_size: int | None) -> None:
         self._job = job
@@ -93,7 +92,7 @@ class ZeroShotPipeline:
 
     def run(self, posts: Sequence[Post]) -> None:
         if self.batch_size is None:
-            raise StackError("the pipeline's batch size was not tuned.")
+            raise StackError("The pipeline's batch size was not tuned.")
         self._labels = self._classify(posts, self.batch_size)
 
     def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
@@ -110,7 +109,7 @@ class ZeroShotPipeline:
 
 
 class DirectForward:
-    """What one writes with transformers alone once the pipeline is too slow: padded batches of pairs."""
+    """The usual hand-written replacement for the pipeline: forward passes over padded batches of pairs."""
 
     def __init__(self, job: Job, by_length: bool) -> None:
         self._job = job
@@ -168,7 +167,7 @@ class DirectForward:
 
 
 def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> None:
-    """facebook/bart-large-mnli's configuration, and a byte-level tokenizer of its kind."""
+    """Save a model with facebook/bart-large-mnli's configuration and a byte-level tokenizer trained on the posts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -196,7 +195,7 @@ def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> 
 
 
 def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None:  # noqa: ARG001 - one signature
-    """The embedded model's configuration and tokenizer, with a head of three classes."""
+    """Save a model with the embedded model's configuration and tokenizer and a head of three classes."""
     source = locate(EMBEDDED).folder
     given = json.loads((source / "config.json").read_text()) | {"id2label": CLASSES, "architectures": None}
     given |= {"label2id": {name: number for number, name in CLASSES.items()}}
@@ -212,7 +211,7 @@ def _save(config: Any, folder: Path) -> None:
     torch.manual_seed(7)
     model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
-        if "classif" in name and parameter.ndim == 2:  # else all labels are one score apart by rounding alone
+        if "classif" in name and parameter.ndim == 2:  # default weights would leave only rounding between the scores
             torch.nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(folder)
 
@@ -225,24 +224,24 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--posts", help="a file of posts; default: the bundled ones, repeated")
-    parser.add_argument("--limit", type=int, default=160, help="posts, at most; default: %(default)s")
+    parser.add_argument("--posts", help="file of posts; default: the bundled posts, repeated")
+    parser.add_argument("--limit", type=int, default=160, help="maximum number of posts; default: %(default)s")
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
-    parser.add_argument("--layers", type=int, help="layers of each stack; default: all of the shape")
-    parser.add_argument("--model", help="a model by name or folder, instead of a shape with random weights")
-    parser.add_argument("--dtypes", help="comma-separated; default: float32, and what a worker would take here")
+    parser.add_argument("--layers", type=int, help="layers of each stack; default: all layers of the shape")
+    parser.add_argument("--model", help="name or folder of a model, instead of a shape with random weights")
+    parser.add_argument("--dtypes", help="comma-separated; default: float32 and the dtype that a worker would use here")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chart", type=Path, help="draw the medians of the first precision into this .svg or .png")
+    parser.add_argument("--chart", type=Path, help="draw the medians of the first dtype into this .svg or .png file")
     arguments = parser.parse_args()
     if arguments.limit < SAMPLE or arguments.rounds < 1:
-        parser.error(f"--limit: at least {SAMPLE}; --rounds: at least 1")
+        parser.error(f"--limit must be at least {SAMPLE}, and --rounds at least 1")
     if arguments.chart and not find_spec("matplotlib"):
-        parser.error("--chart needs matplotlib: `pip install 'feedmill[charts]'` installs it")
+        parser.error("--chart needs matplotlib; install it with `pip install 'feedmill[charts]'`")
     return arguments
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Measure, and print what was found."""
+    """Measure all variants in each precision and print the results."""
     settings = load()
     own = device.choose(settings.device)
     precisions = (arguments.dtypes or f"float32,{str(own.dtype).removeprefix('torch.')}").split(",")
@@ -268,7 +267,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 def ladder(
     settings: Settings, chosen: Device, posts: Sequence[Post], arguments: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], Sequence[str]]:
-    """One precision's figures, and the ideal's labels."""
+    """Measure all variants in one precision; return their figures and the ideal's labels."""
     ceiling = matrix_ceiling(chosen)
     console.print(f"{chosen}; ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
     folder.mkdir()
@@ -278,12 +277,12 @@ def ladder(
     sample = posts[:: max(1, len(posts) // SAMPLE)][:SAMPLE]
     for variant in (best, direct, by_length, ideal):
         variant.start()
-        with console.status("looking for the best batch size, token budgets and lanes …"):
+        with console.status("tuning batch size, token budget and lanes …"):
             variant.tune(sample)
         variant.stop()
     console.print(
-        f"pipeline: batches of {best.batch_size}; direct: {direct.batch_size}; sorted: {by_length.batch_size}; "
-        f"ideal: {ideal.token_budget} tokens, {ideal.lanes} lanes"
+        f"batch sizes: pipeline {best.batch_size}, direct {direct.batch_size}, sorted {by_length.batch_size}; "
+        f"ideal: token budget {ideal.token_budget}, {ideal.lanes} lanes"
     )
     variants: dict[str, Variant] = {
         "pipeline_1": ZeroShotPipeline(job, 1),

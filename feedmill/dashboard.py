@@ -1,17 +1,18 @@
-"""Flower's process: Flower as it is, behind a password, with a state that lasts, and nobody's posts in it.
+"""Run Flower with a password, persistent state and no post texts.
 
-The one file that knows Flower. What Feedmill does otherwise than the `celery flower` command:
+This is the only module that imports Flower. It differs from the `celery flower` command in these ways:
 
-- basic auth for every page and for /api/*; `/metrics`, which Flower leaves open, answers this machine alone;
-- what it has seen is kept as JSON, where Flower writes a pickle;
-- the broker page names our queues whoever else works on this Redis; a worker's page shows the pool in its own words;
-- a failed message shows its reason in the list of messages;
-- a worker is asked about itself at its first heartbeat; Flower asks once, whoever is there as it starts;
-- arguments that other applications' task-sent events carry, which may be posts, are dropped.
+- Basic auth protects every page and /api/*. `/metrics`, which Flower leaves open, answers on loopback only.
+- The state is saved as JSON; Flower saves a pickle.
+- The broker page lists Feedmill's queues even while no Feedmill worker runs. A worker's page shows the pool statistics
+  verbatim.
+- The task list shows the reason of a failed message.
+- Each worker is inspected at its first heartbeat. Flower inspects only the workers that are online when it starts.
+- Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
-What it leans on in Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its `started` and
-`update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths`, `WorkerView`; the options, which are
-Tornado's; and in Celery, that a `Task` of celery/events/state.py is made from its fields.
+It depends on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
+`started` and `update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths` and `WorkerView`; the Tornado
+options. Celery: `Task` in celery/events/state.py is constructed from its fields.
 """
 
 import fcntl
@@ -51,16 +52,17 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: In the data folder.
+#: Files in the data folder.
 STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
-#: Milliseconds between two savings of the state: what a killed Flower loses. Pages wait while it is written down.
-SAVE_INTERVAL = 30_000
-#: Messages that are remembered, the newest; of so many the file has 9 MB.
+#: Milliseconds between saves of the state. A killed Flower loses what it saw since the last one; pages block during
+#: the save.
+SAVE_INTERVAL_MS = 30_000
+#: Newest messages to remember. The state file is about 9 MB at this number.
 MAX_TASKS = 20_000
-#: Of a task; the other fields are links to tasks.
-KEPT_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type: ignore[attr-defined]  # not in the stub
-#: Flower's own variables (FLOWER_CERTFILE, …) that count here too; the others are Feedmill's to set.
-PASSED_ON = (
+#: Task fields to save: all but the links to other tasks.
+SAVED_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type: ignore[attr-defined]  # not in the stub
+#: Flower options that FLOWER_ environment variables (FLOWER_CERTFILE, …) may set. Feedmill sets all others.
+PASSED_OPTIONS = (
     "auto_refresh",
     "ca_certs",
     "certfile",
@@ -74,22 +76,22 @@ PASSED_ON = (
     "tasks_columns",
     "url_prefix",
 )
-#: A request with one of these came through a proxy, and from whom a proxy does not prove.
-FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
+#: Headers that a proxy adds. Behind a proxy the remote address does not identify the client.
+PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
 
 
 class Dashboard:
-    """Flower, listening; `run` serves until SIGTERM or Ctrl-C.
+    """A Flower server that listens from construction on; `run` serves until SIGTERM or Ctrl-C.
 
-    password: of settings.flower_user; None asks for none. Raises UserError.
+    password: password of `settings.flower_user`; None disables basic auth. Raises UserError.
     """
 
     def __init__(self, settings: Settings, address: str, port: int, password: str | None) -> None:
-        os.umask(0o077)  # what it writes is its owner's alone
+        os.umask(0o077)  # only the owner may read the state file
         options = _configure(settings, address, port, password)
         self.encrypted = bool(options.certfile)
         app = make_app(settings)
-        with _told(address, port):
+        with _start_errors(address, port):
             events = MessageEvents(app, settings, options.max_tasks, options.max_workers)
             self._flower = Flower(capp=app, options=options, events=events, **tornado_settings)
             events.met = self._flower.update_workers
@@ -105,7 +107,7 @@ class Dashboard:
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.asyncio_loop.add_signal_handler(number, loop.stop)
         try:
-            # As Flower.start does, without asking who is there: where nobody is yet, it warns that this failed.
+            # Like Flower.start, but without inspecting workers: with none online yet, that only logs a warning.
             self._flower.events.start()
             self._flower.started = True
             loop.start()
@@ -114,15 +116,15 @@ class Dashboard:
 
 
 def _configure(settings: Settings, address: str, port: int, password: str | None) -> Any:
-    """Flower's options: some from its variables, ours over them. Raises UserError."""
+    """Return Flower's options: PASSED_OPTIONS from the environment, the rest from `settings`. Raises UserError."""
     options = tornado.options.options
-    given = {name: os.environ.get(f"FLOWER_{name.upper()}") for name in PASSED_ON}
+    given = {name: os.environ.get(f"FLOWER_{name.upper()}") for name in PASSED_OPTIONS}
     options.max_tasks = MAX_TASKS
     options.tasks_columns = "state,kwargs,result,runtime,worker,received,started,uuid"
     try:
         options.parse_command_line(["", *(f"--{name}={value}" for name, value in given.items() if value)], final=False)
     except (tornado.options.Error, ValueError) as error:
-        raise UserError(f"One of the FLOWER_ variables cannot be read: {clause(error)}.") from None
+        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}.") from None
     options.address, options.port = address, port
     options.basic_auth = [] if password is None else [f"{settings.flower_user}:{password}"]
     options.format_task = _with_reason
@@ -132,29 +134,29 @@ def _configure(settings: Settings, address: str, port: int, password: str | None
 
 
 @contextmanager
-def _told(address: str, port: int) -> Iterator[None]:
-    """Turns what keeps Flower from listening into UserError."""
+def _start_errors(address: str, port: int) -> Iterator[None]:
+    """Translate errors that keep Flower from listening into UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port, or another --address."
+            f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port or --address."
         ) from None
-    except ValueError as error:  # a certificate that is not there
+    except ValueError as error:  # a missing certificate file
         raise UserError(f"Flower cannot start: {clause(error)}.") from None
 
 
 def _with_reason(task: Any) -> Any:
-    """For the pages: a failed message shows its reason where others show their result."""
+    """Show a failed task's exception in the column for results."""
     task.result = task.result or task.exception
     return task
 
 
 class MessageEvents(Events):  # type: ignore[misc]
-    """What Flower has seen: without posts, and kept from one run to the next.
+    """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called in the loop's thread at the first heartbeat of a worker; while it says that it is online, it cannot
-        answer questions yet.
+    met: called on the loop's thread at a worker's first heartbeat. The earlier worker-online event comes before the
+        worker can answer an inspection.
     """
 
     met: Callable[[], object]
@@ -169,13 +171,13 @@ class MessageEvents(Events):  # type: ignore[misc]
             app,
             io_loop=tornado.ioloop.IOLoop.current(),
             persistent=self._lock is not None,
-            state_save_interval=SAVE_INTERVAL,
+            state_save_interval=SAVE_INTERVAL_MS,
             max_tasks_in_memory=max_tasks,
             max_workers_in_memory=max_workers,
         )
 
     def on_event(self, event: dict[str, Any]) -> None:
-        # Only another application's task-sent shows arguments as their sender does; the worker's own come next.
+        # A task-sent event may carry another application's arguments. Our workers' own events never contain posts.
         if event["type"] == "task-sent" and self._is_ours(event):
             event = {name: value for name, value in event.items() if name not in ("args", "kwargs")}
         node = str(event.get("hostname"))
@@ -187,13 +189,13 @@ class MessageEvents(Events):  # type: ignore[misc]
         super().on_event(event)
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
-        """Whether a message is for a worker of ours: by its task, or, where that is one's own, by its queue."""
+        """Return True if the message is for a Feedmill worker, by its task name or, for custom tasks, by its queue."""
         return event.get("name") == CLASSIFY_TASK or any(
             event.get(where) in self.queues.names() for where in ("queue", "routing_key")
         )
 
     def load_state(self) -> Any:
-        """What the last run had seen; None where there is nothing. A damaged file is set aside."""
+        """Load the saved state; None if there is none. Rename a damaged file to `.damaged`."""
         try:
             kept = json.loads(self._path.read_text())
             workers: Any = LRUCache(self._max_workers)
@@ -209,7 +211,7 @@ class MessageEvents(Events):  # type: ignore[misc]
             return None
         except Exception as error:
             aside = self._path.with_suffix(".damaged")
-            logger.warning("what Flower had seen cannot be read (%r) and is set aside as %s", error, aside)
+            logger.warning("cannot read Flower's saved state (%r): moved to %s, starting empty", error, aside)
             with suppress(OSError):
                 self._path.replace(aside)
             return None
@@ -225,17 +227,17 @@ class MessageEvents(Events):  # type: ignore[misc]
             written.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
             written.replace(self._path)
         except OSError as error:
-            logger.warning("what Flower has seen cannot be kept in %s: %s", self._path, error.strerror)
+            logger.warning("cannot save Flower's state to %s: %s", self._path, error.strerror)
 
 
 def _fields(task: Task) -> dict[str, Any]:
-    """What makes the task again."""
-    fields = {name: value for name, value in vars(task).items() if name in KEPT_FIELDS and value is not None}
+    """Return the fields that recreate the task."""
+    fields = {name: value for name, value in vars(task).items() if name in SAVED_FIELDS and value is not None}
     return fields | {"worker": task.worker.hostname} if task.worker else fields
 
 
 class Queues:
-    """The names of our queues, as Redis knew them a minute ago at most: events come by the thousand."""
+    """The names of Feedmill's queues, cached for up to a minute because events arrive by the thousand."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -244,33 +246,33 @@ class Queues:
         self._asked = -math.inf
 
     def names(self) -> set[str]:
-        """Where Redis does not answer, those that were known before."""
+        """Return the queue names: the last known ones while Redis does not answer."""
         if time.monotonic() - self._asked > PERIOD:
             self._asked = time.monotonic()
             try:
                 self._names.update(queues(self._redis, self._settings))
             except RedisFault as fault:
-                logger.warning("which queues there are cannot be asked (%s)", fault)
+                logger.warning("cannot list the queues (%s): using the last known ones", fault)
         return self._names
 
 
 class OwnQueues(BaseHandler):  # type: ignore[misc]
-    """Names our queues also while no worker of ours runs, but other applications' do."""
+    """List Feedmill's queues even while only workers of other applications are online."""
 
     def get_active_queue_names(self) -> list[str]:
         return sorted({*super().get_active_queue_names(), *self.application.events.queues.names()})
 
 
 class BrokerPage(OwnQueues, BrokerView):  # type: ignore[misc]
-    """The broker page: each queue's length over all priorities, without what workers hold."""
+    """The broker page: each queue's length over all priorities, without the messages in flight."""
 
 
 class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
-    """The same for programs."""
+    """The JSON API for the lengths that the broker page shows."""
 
 
 class Verbatim:
-    """A text that Flower's pages show as it is: of a str they take the first letter and the dashes for theirs."""
+    """A text that Flower's pages show verbatim: they capitalise a plain str and replace its dashes."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -280,7 +282,7 @@ class Verbatim:
 
 
 class PoolPage(WorkerView):  # type: ignore[misc]
-    """A worker's page: the pool's statistics in the pool's own words."""
+    """A worker's page that shows the pool statistics verbatim."""
 
     def render(self, template: str, **shown: Any) -> None:
         if worker := shown.get("worker"):
@@ -291,19 +293,19 @@ class PoolPage(WorkerView):  # type: ignore[misc]
 
 
 class LoopbackMetrics(Metrics):  # type: ignore[misc]
-    """Flower's metrics, without a password: for programs on this machine alone."""
+    """Flower's metrics without a password, for clients on the loopback address only."""
 
     async def get(self) -> None:
-        proxied = any(name in self.request.headers for name in FORWARDED)
+        proxied = any(name in self.request.headers for name in PROXY_HEADERS)
         if proxied or not ipaddress.ip_address(self.request.remote_ip).is_loopback:
             self.set_status(403)
-            self.finish("/metrics answers this machine alone, at its loopback address.\n")
+            self.finish("/metrics answers requests from the loopback address only.\n")
             return
         await super().get()
 
 
 def _handlers(prefix: str | None) -> list[Any]:
-    """What answers before Flower's own handlers of these paths do."""
+    """Return the handlers that replace Flower's own for these paths."""
     ours = [
         ("/metrics", LoopbackMetrics),
         ("/broker", BrokerPage),
@@ -314,15 +316,15 @@ def _handlers(prefix: str | None) -> list[Any]:
 
 
 def _locked(folder: Path) -> Any:
-    """The folder's lock, held as long as this process lives; None where the state cannot be kept there."""
+    """Lock the folder until this process exits; return None if the state cannot be saved there."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (folder / LOCK_FILE).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.warning("another Flower keeps what it sees in %s: this one keeps nothing (--data-folder)", folder)
+        logger.warning("another Flower uses %s: not saving the state of this one (see --data-folder)", folder)
     except OSError as error:
-        logger.warning("nothing of what Flower sees is kept: %s: %s", folder, error.strerror)
+        logger.warning("not saving Flower's state: cannot use %s: %s", folder, error.strerror)
     else:
         return lock
     return None

@@ -1,7 +1,6 @@
-"""How well predicted labels agree with the true ones: figures alone, nothing is read, run or shown here.
+"""Score predicted labels against the true ones. Only arithmetic: no files, no model, no output.
 
-The figures are the usual ones, as scikit-learn defines them with zero_division=0; but labels that are nobody's truth
-do not count towards the macro-F1.
+The metrics follow scikit-learn with zero_division=0, except that the macro-F1 ignores labels without a true example.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Bins of a calibration.
+#: Bins of the calibration curve.
 BINS = 10
 
 Counts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class LabelFigures(NamedTuple):
-    """One label: shares from 0 to 1, each 0 where it would divide by nothing, and the posts whose truth it is."""
+    """Precision, recall and F1 of one label (0 to 1; 0 instead of a division by zero), and its number of true posts."""
 
     precision: float
     recall: float
@@ -25,14 +24,14 @@ class LabelFigures(NamedTuple):
 
 
 class Evaluation:
-    """What the confusion matrix of these labels says. confusion: [truth, predicted], posts; not all 0."""
+    """Metrics of a confusion matrix. confusion: number of posts by [true label, predicted label], not all 0."""
 
     def __init__(self, labels: Sequence[str], confusion: Counts) -> None:
         self.labels, self.confusion = tuple(labels), confusion
 
     @classmethod
     def of(cls, labels: Sequence[str], pairs: Iterable[tuple[str, str]]) -> "Evaluation":
-        """Of each post's true and predicted label, both among the labels; at least one pair."""
+        """Count (true label, predicted label) pairs, one per post: at least one, with labels out of `labels`."""
         place = {label: number for number, label in enumerate(labels)}
         confusion = np.zeros((len(place), len(place)), np.int64)
         for truth, predicted in pairs:
@@ -45,16 +44,16 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the posts whose predicted label is the true one."""
+        """Return the share of posts whose predicted label is the true one."""
         return float(np.trace(self.confusion) / self.confusion.sum())
 
     @property
     def macro_f1(self) -> float:
-        """Mean F1 of the labels that are some post's truth."""
+        """Return the mean F1 of the labels that have a true example."""
         return float(np.mean([figures.f1 for figures in self.by_label().values() if figures.support]))
 
     def by_label(self) -> dict[str, LabelFigures]:
-        """In the labels' order."""
+        """Return each label's metrics, in the order of `labels`."""
         right, support, predicted = np.diag(self.confusion), self.confusion.sum(1), self.confusion.sum(0)
         precision, recall = right / np.maximum(predicted, 1), right / np.maximum(support, 1)
         f1 = 2 * right / np.maximum(support + predicted, 1)
@@ -62,7 +61,7 @@ class Evaluation:
         return {label: LabelFigures(*figures) for label, *figures in zip(self.labels, *columns, strict=True)}
 
     def summary(self, left_out: int) -> dict[str, Any]:
-        """As JSON. left_out: posts whose truth is not known."""
+        """Return the metrics as a JSON object. left_out: number of posts without a known true label."""
         return {
             "accuracy": self.accuracy,
             "macro_f1": self.macro_f1,
@@ -74,8 +73,9 @@ class Evaluation:
 
 
 class Bin(NamedTuple):
-    """Posts whose best score lies between two tenths: how sure the model was on average, and how often it was right."""
+    """The posts whose best score lies in one tenth: their mean score (confidence) and the share that is right."""
 
+    #: Lower bound of the scores.
     least: float
     posts: int
     confidence: float
@@ -83,7 +83,7 @@ class Bin(NamedTuple):
 
 
 def bins_of(scored: Iterable[tuple[float, bool]]) -> list[Bin]:
-    """Of each post's best score, and whether its label is the true one; tenths that no post is in are left out."""
+    """Group posts into tenths by their best score; empty tenths are left out. scored: (best score, label is right)."""
     found: dict[int, list[tuple[float, bool]]] = {}
     for score, right in scored:
         found.setdefault(min(max(int(score * BINS), 0), BINS - 1), []).append((score, right))
@@ -94,7 +94,7 @@ def bins_of(scored: Iterable[tuple[float, bool]]) -> list[Bin]:
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """Expected calibration error: how far confidence and accuracy of a post's bin are apart, on average over posts.
+    """Return the expected calibration error: the mean gap between confidence and accuracy of a bin, weighted by posts.
 
     Guo et al., "On Calibration of Modern Neural Networks", 2017.
     """
@@ -102,7 +102,7 @@ def calibration_error(bins: Sequence[Bin]) -> float:
 
 
 def truth_of(topic: str | None, labels: Sequence[str]) -> str | None:
-    """The label that a topic means: the same, or the only one that differs in nothing but case. None where none is."""
+    """Return the label equal to the topic, else the only label that differs in case alone, else None."""
     if topic is None or topic in labels:
         return topic
     alike = [label for label in labels if label.casefold() == topic.casefold()]

@@ -1,4 +1,4 @@
-"""An evaluation, as a person reads it: two tables and a sentence; and each post's prediction as CSV."""
+"""Print an evaluation as two tables and a summary line, and write each post's prediction as CSV."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -14,24 +14,24 @@ from feedmill.evaluation_run import Measured
 from shared.errors import printable
 from shared.messages import Classification
 
-#: Labels up to which the confusion matrix is printed: 16 fit 100 columns.
-MOST_LABELS = 20
-#: Columns of the matrix' legend, at most.
-LEGEND = 20
+#: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
+MAX_MATRIX_LABELS = 20
+#: Maximum width of the label column in the matrix, in characters.
+LABEL_COLUMN_WIDTH = 20
 
 
 def show(console: Console, found: Evaluation) -> None:
-    """Print the figures of each label, the confusion matrix, and those of them all."""
+    """Print each label's metrics, the confusion matrix and the overall metrics."""
     console.print(_figures(found))
-    if len(found.labels) <= MOST_LABELS:
+    if len(found.labels) <= MAX_MATRIX_LABELS:
         console.print(_matrix(found))
     else:
-        typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table; --png draws it.")
-    typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, of {found.posts:,} posts.")
+        typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table. Draw it with --png.")
+    typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
 
 
 def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
-    """Print the models, the most accurate first."""
+    """Print one line of metrics per model, the most accurate first."""
     table = Table("model", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("accuracy", "macro-F1", "calibration error", "posts/s"):
         table.add_column(name, justify="right")
@@ -43,11 +43,11 @@ def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
 
 
 def show_sureness(found: Measured) -> None:
-    """How sure the model is, and how often it is right then; and how fast it was."""
-    sure = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
+    """Print the mean confidence, the calibration error and the throughput."""
+    confidence = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
     typer.echo(
-        f"Its best scores are {sure:.3f} on average, and calibrated to {found.calibration_error:.3f} (0: of the posts "
-        f"with a score of 0.8, 80% are right). {found.posts_per_s:,.1f} posts/s."
+        f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 would mean: of the "
+        f"posts with a score of 0.8, 80% are right), {found.posts_per_s:,.1f} posts/s."
     )
 
 
@@ -61,12 +61,12 @@ def _figures(found: Evaluation) -> Table:
 
 
 def _matrix(found: Evaluation) -> Table:
-    title = "Rows: truth; columns: predicted, by the number of the row"
+    title = "Rows: true label. Columns: predicted label, numbered like the rows"
     table = Table(
         title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 1, 0, 0)
     )
-    # Where a terminal is narrow the legend is what wraps: a count that is cut is a wrong one.
-    table.add_column("", max_width=LEGEND)
+    # In a narrow terminal only the labels wrap: a truncated count would be a wrong number.
+    table.add_column("", max_width=LABEL_COLUMN_WIDTH)
     for number in range(1, len(found.labels) + 1):
         table.add_column(str(number), justify="right", no_wrap=True, min_width=2)
     for truth, row in enumerate(found.confusion.tolist()):
@@ -80,7 +80,7 @@ def _count(count: int, right: bool) -> str:
 
 
 def write_csv(path: Path, predictions: Iterable[tuple[str, Classification]]) -> None:
-    """Each post's id, its topic as the label that it means, the label that was predicted, and that label's score."""
+    """Write each post's id, true label, predicted label and its score. predictions: (true label, classification)."""
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(("id", "topic", "label", "score"))

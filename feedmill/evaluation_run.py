@@ -1,7 +1,7 @@
-"""A model on posts whose true labels are known: what it says of each, how sure it is, and how fast.
+"""Run a model on posts with known labels and measure its accuracy, calibration and throughput.
 
-The posts go through the worker's own pipeline, so that figures are those of a worker. Several models are measured one
-after the other, on the same posts.
+The posts go through the worker's pipeline, so the throughput is that of a worker. Several models run one after the
+other on the same posts.
 """
 
 import time
@@ -21,17 +21,17 @@ Track = Callable[[Iterable[tuple[Post, Outcome]], int], Iterable[tuple[Post, Out
 
 
 class Measured(NamedTuple):
-    """One model on some posts."""
+    """The measurements of one model on a set of posts."""
 
-    #: As results bear it.
+    #: The model's name, as in results.
     model: str
     evaluation: Evaluation
     bins: list[Bin]
-    #: Tokenizing included, loading not.
+    #: Throughput with tokenization, without loading the model.
     posts_per_s: float
-    #: The true label and what was found of each post.
+    #: Each post's true label and its classification.
     predictions: list[tuple[str, Classification]]
-    #: Why posts could not be classified.
+    #: Error messages of the posts that could not be classified.
     failures: list[str]
 
     @property
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
         return calibration_error(self.bins)
 
     def summary(self, left_out: int) -> dict[str, Any]:
-        """As JSON. left_out: posts whose truth is not known."""
+        """Return the measurements as a JSON object. left_out: number of posts without a known true label."""
         return self.evaluation.summary(left_out + len(self.failures)) | {
             "calibration_error": self.calibration_error,
             "calibration": [each._asdict() for each in self.bins],
@@ -48,7 +48,10 @@ class Measured(NamedTuple):
 
 
 def of_one_kind(settings: Settings) -> Settings:
-    """The settings for a model among others: one that has labels of its own is not told any. Raises ModelError."""
+    """Return the settings for one of several models to compare, without labels and template if it has its own labels.
+
+    Raises ModelError.
+    """
     from workers.classifiers.choose import kind_of  # noqa: PLC0415 - torch, which only workers have
     from workers.weights import locate  # noqa: PLC0415
 
@@ -62,11 +65,12 @@ def of_one_kind(settings: Settings) -> Settings:
 def measure(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, track: Track = lambda found, _: found
 ) -> Measured:
-    """Classify posts, each with its true label, one of the model's. track: shows how far it is, of how many.
+    """Classify posts and compare the labels with the true ones.
 
-    Raises UserError where none of them can be classified.
+    known: (post, true label), where the label is one of the model's. track: wraps the iteration over the outcomes to
+    show progress; its second argument is their number. Raises UserError if no post can be classified.
     """
-    # Imported late: torch, which only workers have.
+    # Imported late: these need torch, which only workers have.
     from workers import offline  # noqa: PLC0415
     from workers.calibration import calibrate  # noqa: PLC0415
 
@@ -85,7 +89,7 @@ def measure(
     ]
     failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
     if not predictions:
-        raise UserError(f"None of {len(known):,} posts can be classified; the first: {failures[0]}")
+        raise UserError(f"None of the {len(known):,} posts can be classified. First error: {failures[0]}")
     labels = loaded.label_set(ClassifyOptions()).labels
     return Measured(
         loaded.weights.name,

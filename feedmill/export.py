@@ -1,12 +1,12 @@
-"""Results into files that are always whole: as one file, or as a folder of parts by day.
+"""Export results to a single file, or to a folder of parts by day. Published files are always complete.
 
-What is written is put beside its name first, and renamed when it is complete and on the disk. Of a folder the names of
-its parts say which entries of the stream they hold, so that what was written before a crash counts once, whatever the
-crash came before. One file is gone on with in its `.partial`, up to the bytes that its state has noted.
+Data is written to a temporary file and renamed once it is complete and synced to disk. In a folder, the names of the
+parts record which stream entries they hold, so a crash never causes duplicates. A single file resumes from its
+`.partial`, truncated to the size in its saved state.
 
-A post that was purged does not appear: each row is checked when it is read, and all rows of a file again before the
-file gets its name. What is purged later is taken out when the same export is run again, every `SWEEP_EVERY` seconds
-while one follows, and by `purge`. Docs: docs/export.md.
+Purged posts are left out: each row is checked when it is read, and all rows of a file again before it is published.
+Posts purged later are removed when the same export runs again, every `SWEEP_EVERY` seconds while an export follows the
+stream, and by `purge`. Docs: docs/export.md.
 """
 
 import fcntl
@@ -26,26 +26,27 @@ from feedmill.export_text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
 from feedmill.result_rows import Place, Row, RowReader, just_before, seconds_of
 from shared.errors import UserError, printable
 
-#: Of a folder: what its export was asked for, and how far it is. Readers of such folders pass over names with `_`.
+#: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE = "_export.json"
-#: Raised when a later version cannot go on with what an earlier one began.
+#: Version of the state. Increase it when this version cannot resume an export of an earlier one.
 VERSION = 1
-#: A part: its first and its last entry in the stream.
+#: Name of a part, with the ids of its first and last stream entry.
 PART = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
-#: Rows of a part, about; it is closed after whole fetches, and when a day ends.
+#: Approximate rows of a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
-#: Rows after which the state of one file is noted, about.
-NOTED_ROWS = 20_000
-#: Seconds between two looks for posts that were purged after their part was closed, while one follows.
+#: Approximate number of rows between saves of a single file's state.
+SAVE_INTERVAL_ROWS = 20_000
+#: Seconds between searches for posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_EVERY = 3600.0
-#: What may be read of a file to tell whether it is an export.
-FIRST_LINE = 2_000_000
+#: Maximum bytes of a file's first line to read when checking whether it is an export.
+FIRST_LINE_BYTES = 2_000_000
 
 
 class Wanted(NamedTuple):
-    """Which results are exported: stored from `since` on and before `until`, seconds since 1970; of this label.
+    """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label.
 
-    latest: of each post the newest of these alone. For one file: a folder's parts are complete before it is known.
+    latest: keep only the newest result of each post. Single files only, because a folder's parts are published before
+    later results are known.
     """
 
     since: float | None = None
@@ -58,29 +59,29 @@ class Wanted(NamedTuple):
 
 
 class Target(Protocol):
-    """Where an export goes. Every method raises OSError, and redis.exceptions.RedisError where it looks for purges."""
+    """The destination of an export. Its methods raise OSError, and RedisError of redis-py when they look for purges."""
 
-    #: Where it goes on in the stream.
+    #: Stream position up to which rows were added.
     place: Place
-    #: Whether an earlier run began it.
+    #: True if this run continues an earlier one.
     resumed: bool
-    #: Rows in files that are complete; of one file also those that an earlier run wrote.
+    #: Rows in published files. For a single file this includes the rows of earlier runs.
     written: int
-    #: Rows of posts that were found to be purged, and taken out.
+    #: Rows removed because their posts were purged.
     removed: int
 
     def add(self, rows: Sequence[Row], place: Place) -> None:
-        """These rows come next; the reader is at `place` after them."""
+        """Append rows. place: the reader's position after them."""
 
     def close(self, place: Place) -> None:
-        """What was added is complete, and is not lost any more."""
+        """Publish all rows added so far."""
 
     def stop(self, place: Place) -> None:
-        """It is not complete, and a later run goes on here."""
+        """Save the position of an unfinished export, so that a later run can resume it."""
 
 
 def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
-    """Raises UserError where a package is missing for it."""
+    """Return the format called `name`. Raises UserError if its package is not installed."""
     if name != "parquet":
         return Csv(columns) if name == "csv" else Jsonl(columns)
     try:
@@ -88,7 +89,7 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
     except ModuleNotFoundError as missing:
         if missing.name != "pyarrow":
             raise
-        raise UserError("Parquet needs pyarrow: `pip install 'feedmill[export]'` brings it.") from None
+        raise UserError("Parquet needs pyarrow. Install it with `pip install 'feedmill[export]'`.") from None
     return Parquet(columns)
 
 
@@ -96,54 +97,54 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
 def opened(
     out: Path, form: Format, wanted: Wanted, reader: RowReader, in_parts: bool = False, part_rows: int = PART_ROWS
 ) -> Iterator[Target]:
-    """The target for an export, held by this process alone. in_parts: a folder, which Parquet is in any case.
+    """Open the target of an export and lock it. An unfinished export with the same options is resumed.
 
-    What an earlier run of the same export wrote is gone on with. Raises UserError, and as Target does.
+    in_parts: write a folder of parts; Parquet always does. Raises UserError, OSError and redis.exceptions.RedisError.
     """
     state = {"version": VERSION, "format": form.name, "columns": [*form.columns], **wanted._asdict()}
     with ExitStack() as stack:
         if in_parts or form.name == "parquet" or (out / STATE).is_file():
             if out.exists() and not out.is_dir():
-                raise UserError(f"{out} is a file: {form.name} in parts goes into a folder.")
-            # A run that was killed as it began has left no more than a state that never got its name.
-            if out.is_dir() and {*out.iterdir()} - {_beside(out / STATE)} and not (out / STATE).is_file():
-                raise UserError(f"{out} holds other files: give a new folder, or an empty one.")
+                raise UserError(f"{out} is a file, but {form.name} in parts needs a folder. Give another OUT.")
+            # A run that was killed at its start leaves only the temporary file of the state.
+            if out.is_dir() and {*out.iterdir()} - {_temporary(out / STATE)} and not (out / STATE).is_file():
+                raise UserError(f"{out} holds other files. Give a new or an empty folder.")
             out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_held(out))
+            stack.enter_context(_locked(out))
             folder = Folder(out, form, state, reader, part_rows)
             stack.callback(folder.abandon)
             yield folder
         else:
             if out.is_dir():
-                raise UserError(f"{out} is a folder: name a file in it, such as {out / f'results.{form.name}'}.")
+                raise UserError(f"{out} is a folder. Name a file in it, such as {out / f'results.{form.name}'}.")
             if not out.parent.is_dir():
-                raise UserError(f"There is no folder {out.parent} to write {out.name} into.")
+                raise UserError(f"The folder {out.parent} does not exist. Create it, or give another OUT.")
             partial = out.with_name(f"{out.name}.partial")
-            held = stack.enter_context(partial.open("ab+"))
-            stack.enter_context(_held(partial))
-            file = File(out, held, form, state, reader)  # type: ignore[arg-type]  # not Parquet
+            opened_partial = stack.enter_context(partial.open("ab+"))
+            stack.enter_context(_locked(partial))
+            file = File(out, opened_partial, form, state, reader)  # type: ignore[arg-type]  # not Parquet
             stack.callback(file.abandon)
             yield file
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Inside the block no other process has it. Raises UserError where one has."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the path inside the block. Raises UserError if another process holds it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"Another export is writing to {path}: wait for it, or end it.") from None
+            raise UserError(f"Another export is writing to {path}. Wait for it, or stop it.") from None
         yield
     finally:
         os.close(descriptor)
 
 
 def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of an earlier run, None where there is none. Raises UserError where it is of another export."""
+    """Return the state of an earlier run, or None. Raises UserError if it belongs to an export with other options."""
     try:
-        # What was not asked for before there was a choice.
+        # Defaults for states written before these options existed.
         state = {"columns": [*COLUMNS], "latest": False} | json.loads(path.read_bytes())
         asked = {name: state[name] for name in wanted}
         Place(**state["place"])
@@ -151,31 +152,31 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path} should say how far an export is, but cannot be read; delete it, and what it is of."
+            f"The state of an unfinished export in {path} cannot be read. Delete it together with the export."
         ) from None
     for name, value in wanted.items():
         if asked[name] != value:
             flag = "another version of feedmill" if name == "version" else f"another --{name}"
-            raise UserError(f"{path} belongs to an export with {flag}: give another OUT, or the flags of before.")
+            raise UserError(f"{path} belongs to an export with {flag}. Give another OUT, or repeat the earlier flags.")
     return dict(state)
 
 
 def _replace(path: Path, text: bytes) -> None:
-    """Write a small file so that it is whole at any time."""
-    beside = _beside(path)
-    beside.write_bytes(text)
-    _publish(beside, path)
+    """Write a small file atomically."""
+    temporary = _temporary(path)
+    temporary.write_bytes(text)
+    _publish(temporary, path)
 
 
-def _beside(path: Path) -> Path:
-    """Where a file is written before it gets its name."""
+def _temporary(path: Path) -> Path:
+    """Return the name under which a file is written before it is published."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def _publish(beside: Path, path: Path) -> None:
-    """Give a complete file its name, once it is on the disk."""
-    _sync(beside)
-    beside.replace(path)
+def _publish(temporary: Path, path: Path) -> None:
+    """Sync a complete file to disk, then rename it to `path`."""
+    _sync(temporary)
+    temporary.replace(path)
     _sync(path.parent)
 
 
@@ -188,12 +189,12 @@ def _sync(path: Path) -> None:
 
 
 def _without_purged(
-    path: Path, beside: Path, form: Format, reader: RowReader, latest: bool = False
+    path: Path, target: Path, form: Format, reader: RowReader, latest: bool = False
 ) -> tuple[int, int | None]:
-    """Look for purged posts in a file, and for all but each post's last row if only the latest are wanted.
+    """Copy a file to `target` without purged posts and, if `latest`, without all but each post's last row.
 
-    Where there are any, `beside` is the file without them. Returns how many rows of purged posts there were, and how
-    many are left in `beside`; None where the file is as it should be.
+    Returns the number of removed rows of purged posts, and the number of rows in `target`; None, without a copy, if
+    nothing has to be removed.
     """
     gone = reader.gone(form.ids(path))
     rows = Counter(form.ids(path) if gone or latest else ())
@@ -202,14 +203,14 @@ def _without_purged(
     removed = sum(rows[post_id] for post_id in gone)
 
     def kept(post_id: str) -> bool:
-        rows[post_id] -= 1  # how many come after this one
+        rows[post_id] -= 1  # now the number of later rows of this post
         return post_id not in gone and not (latest and rows[post_id])
 
-    return removed, form.copy(path, beside, kept)
+    return removed, form.copy(path, target, kept)
 
 
 class Folder:
-    """OUT/day=2026-11-21/part-….parquet: the day, in UTC, on which results were stored."""
+    """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet."""
 
     def __init__(
         self, out: Path, form: Format, state: dict[str, Any], reader: RowReader, part_rows: int = PART_ROWS
@@ -222,7 +223,7 @@ class Folder:
         known = _read_state(out / STATE, state)
         self.resumed = known is not None
         self.place = Place(**known["place"]) if known else Place(just_before(state["since"] or 0.0))
-        self._go_on_after_parts()
+        self._skip_published_parts()
         for left_over in out.glob("**/.*.tmp"):
             left_over.unlink()
         self.removed = self.written = 0
@@ -230,10 +231,10 @@ class Folder:
         self._first = self._last = ""
         self.rows = 0
         self.begun = time.monotonic()
-        self._note()
+        self._save_state()
 
-    def _go_on_after_parts(self) -> None:
-        """A part may have got its name, and the state not have been told."""
+    def _skip_published_parts(self) -> None:
+        """Move `place` past the newest part: a crash may come between publishing a part and saving the state."""
         newest = max((_order(match[2]) for _, match in parts(self._out)), default=(0, 0))
         if newest > _order(self.place.cursor):
             self.place = Place(f"{newest[0]}-{newest[1]}")
@@ -261,12 +262,12 @@ class Folder:
         self._publish()
         if place != self.place:
             self.place = place
-            self._note()
+            self._save_state()
 
     stop = close
 
     def _publish(self) -> None:
-        """The part that is open gets its name."""
+        """Close the open part, remove purged posts from it and publish it."""
         if self._writer is None:
             return
         self._writer.close()
@@ -279,55 +280,57 @@ class Folder:
             self._beside.unlink()
         else:
             _publish(self._beside, path)
-            _sync(self._out)  # the day may be new
+            _sync(self._out)  # the day's folder may be new
         self.written += self.rows - removed
         self._writer, self.rows = None, 0
 
     def abandon(self) -> None:
-        """Forget the part that is open: its rows come again when the reader goes on at `place`."""
+        """Discard the open part. The reader resumes at `place` and adds its rows again."""
         if self._writer is not None:
-            with suppress(Exception):  # it may have been left in the middle of anything
+            with suppress(Exception):  # an interrupted writer may fail in any way
                 self._writer.close()
             self._beside.unlink(missing_ok=True)
             self._writer, self.rows = None, 0
-            self._go_on_after_parts()
+            self._skip_published_parts()
 
     def sweep(self) -> None:
-        """Take out what was purged since the parts were closed."""
+        """Remove posts that were purged after their parts were published."""
         self.removed += _sweep(self._out, self._format, self._reader)
 
-    def _note(self) -> None:
+    def _save_state(self) -> None:
         _replace(self._out / STATE, json.dumps(self._state | {"place": self.place._asdict()}).encode())
 
 
 class File:
-    """OUT itself, which is there when it is complete. held: OUT.partial, open for appending."""
+    """A single file, published as OUT when the export is complete. partial: OUT.partial, open for appending."""
 
-    def __init__(self, out: Path, held: BinaryIO, form: TextFormat, state: dict[str, Any], reader: RowReader) -> None:
+    def __init__(
+        self, out: Path, partial: BinaryIO, form: TextFormat, state: dict[str, Any], reader: RowReader
+    ) -> None:
         self._out, self._partial = out, out.with_name(f"{out.name}.partial")
-        self._noted = out.with_name(f"{out.name}.partial.json")
+        self._state_file = out.with_name(f"{out.name}.partial.json")
         self._format = form
         self._reader = reader
         self._state = state
         size = self._partial.stat().st_size
-        known = _read_state(self._noted, state) if size else None
-        if known is not None and known["bytes"] > size:  # beyond what there is: of another file
+        known = _read_state(self._state_file, state) if size else None
+        if known is not None and known["bytes"] > size:  # the state belongs to another file
             known = None
         self.resumed = known is not None
         self.place = Place(**known["place"]) if known else Place(just_before(state["since"] or 0.0))
         self.written = int(known["rows"]) if known else 0
         self.removed = 0
         os.truncate(self._partial, known["bytes"] if known else 0)
-        held.seek(0, os.SEEK_END)
-        self._file = held
-        self._writer = form.open(held)
-        self._rows_noted = self.written
+        partial.seek(0, os.SEEK_END)
+        self._file = partial
+        self._writer = form.open(partial)
+        self._rows_saved = self.written
 
     def add(self, rows: Sequence[Row], place: Place) -> None:
         self._writer.add(rows)
         self.written += len(rows)
         self.place = place
-        if self.written - self._rows_noted >= NOTED_ROWS:
+        if self.written - self._rows_saved >= SAVE_INTERVAL_ROWS:
             self.stop(place)
 
     def stop(self, place: Place) -> None:
@@ -337,14 +340,15 @@ class File:
         state = self._state | {
             "place": self.place._asdict(), "rows": self.written, "bytes": self._partial.stat().st_size
         }  # fmt: skip
-        _replace(self._noted, json.dumps(state).encode())
-        self._rows_noted = self.written
+        _replace(self._state_file, json.dumps(state).encode())
+        self._rows_saved = self.written
 
     def close(self, place: Place) -> None:
         self.place = place
         self._file.flush()
-        # From here on a later run begins anew: the state is of a file that is about to be another.
-        self._noted.unlink(missing_ok=True)
+        # The state is deleted first: it does not match the file published below. After a crash here, a later run starts
+        # from the beginning.
+        self._state_file.unlink(missing_ok=True)
         copy = self._out.with_name(f".{self._out.name}.tmp")
         latest = self._state["latest"]
         self.removed, left = _without_purged(self._partial, copy, self._format, self._reader, latest)
@@ -352,72 +356,70 @@ class File:
         _publish(self._partial if left is None else copy, self._out)
 
     def abandon(self) -> None:
-        """Leave nothing behind that no later run goes on with."""
-        if not self._noted.exists():
+        """Delete the partial file unless a later run can resume it."""
+        if not self._state_file.exists():
             self._partial.unlink(missing_ok=True)
 
 
 def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
-    """The parts in a folder, the oldest first, with what their names say."""
+    """Return the parts in a folder, oldest first, each with its PART match."""
     named = ((path, PART.fullmatch(path.name)) for path in out.glob("day=*/part-*"))
     return sorted(((path, match) for path, match in named if match), key=lambda part: _order(part[1][1]))
 
 
 def purge(out: Path, reader: RowReader) -> int:
-    """Take posts that were purged out of what was exported; returns how many rows there were.
+    """Remove purged posts from a finished export; return the number of removed rows.
 
-    Raises UserError, and as Target does.
+    Raises UserError, OSError and redis.exceptions.RedisError.
     """
     if out.is_dir():
         state = out / STATE
         if not state.is_file():
-            raise UserError(f"{out} is no folder of `feedmill export`: it has no {STATE}.")
+            raise UserError(f"{out} is not a folder of `feedmill export`: it has no {STATE}.")
         try:
             form = format_of(str(json.loads(state.read_bytes())["format"]))
         except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{state} should say what was exported, and cannot be read: export to a new folder."
-            ) from None
-        with _held(out):
+            raise UserError(f"The state in {state} cannot be read. Export to a new folder.") from None
+        with _locked(out):
             return _sweep(out, form, reader)
     if not out.is_file():
-        raise UserError(f"There is no {out}.")
+        raise UserError(f"{out} does not exist.")
     form = _format_of_file(out)
-    beside = out.with_name(f".{out.name}.tmp")
-    removed, left = _without_purged(out, beside, form, reader)
+    temporary = _temporary(out)
+    removed, left = _without_purged(out, temporary, form, reader)
     if left is not None:
-        _publish(beside, out)
+        _publish(temporary, out)
     return removed
 
 
 def _format_of_file(path: Path) -> Format:
-    """What the file's first line says. Raises UserError where it is no export."""
+    """Detect the format of a file by its first line. Raises UserError if it is not an export."""
     with path.open("rb") as file:
-        line = file.readline(FIRST_LINE)
+        line = file.readline(FIRST_LINE_BYTES)
     with suppress(ValueError):
         if line.startswith(b"{") and _are_ours(json.loads(line)):
             return Jsonl()
         if _are_ours(line.decode().strip().split(",")):
             return Csv()
-    raise UserError(f"{printable(str(path))} is no export of results: it has not the columns of one.")
+    raise UserError(f"{printable(str(path))} is not an export of results: its columns differ from those of an export.")
 
 
 def _are_ours(columns: Collection[str]) -> bool:
-    """Whether these may be an export's columns, all or some."""
+    """Return True if these are columns of an export: all or some, with `id` among them."""
     return "id" in columns and set(columns) <= set(COLUMNS)
 
 
 def _sweep(out: Path, form: Format, reader: RowReader) -> int:
     removed = 0
     for path, _ in parts(out):
-        beside = path.with_name(f".{path.name}.tmp")
-        fewer, left = _without_purged(path, beside, form, reader)
+        temporary = _temporary(path)
+        fewer, left = _without_purged(path, temporary, form, reader)
         if left:
-            _publish(beside, path)
+            _publish(temporary, path)
         elif left == 0:
-            beside.unlink()
+            temporary.unlink()
             path.unlink()
-            with suppress(OSError):  # the day has other parts
+            with suppress(OSError):  # the day's folder holds other parts
                 path.parent.rmdir()
             _sync(out)
         removed += fewer

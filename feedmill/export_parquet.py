@@ -1,4 +1,4 @@
-"""An export's rows as Parquet, by pyarrow, which the extra `export` brings; imported late, since few have it."""
+"""Write export rows as Parquet with pyarrow (the extra `export`). Imported only when Parquet is requested."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
@@ -38,12 +38,12 @@ TYPES = {
     "classified_at": TIME,
     "queued_seconds": pa.float64(),
 }
-#: A group of rows, which readers skip or read as a whole, is closed at so many rows, or so many bytes.
+#: A row group, the unit that readers skip or load, is closed at this many rows or bytes.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
-#: Rows that are held together when a file is copied.
-COPIED_AT_ONCE = 5000
-#: Columns whose values repeat; the others are written as they come, without a dictionary that would be given up.
-REPEATING = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
+#: Rows per batch when a file is read.
+BATCH_ROWS = 5000
+#: Columns with repeating values, which are dictionary-encoded. For others a dictionary would be built and discarded.
+DICTIONARY_COLUMNS = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
 
 
 def schema_of(columns: Sequence[str]) -> Any:
@@ -51,7 +51,7 @@ def schema_of(columns: Sequence[str]) -> Any:
 
 
 class Parquet:
-    """Columns of Arrow's types, compressed with zstd; scores are a map."""
+    """Parquet compressed with zstd; the scores are a map column."""
 
     name = "parquet"
 
@@ -63,13 +63,13 @@ class Parquet:
 
     def ids(self, path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(COPIED_AT_ONCE, columns=["id"]):
+            for batch in file.iter_batches(BATCH_ROWS, columns=["id"]):
                 yield from batch.column(0).to_pylist()
 
     def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
         rows = 0
         with pq.ParquetFile(path) as file, _open(target, schema_of(file.schema_arrow.names)) as copied:
-            for batch in file.iter_batches(COPIED_AT_ONCE):
+            for batch in file.iter_batches(BATCH_ROWS):
                 left = batch.filter(pa.array([kept(post_id) for post_id in batch.column("id").to_pylist()]))
                 copied.write_batch(left)
                 rows += left.num_rows
@@ -77,7 +77,7 @@ class Parquet:
 
 
 def _open(path: Path, schema: Any) -> Any:
-    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, use_dictionary=REPEATING)
+    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, use_dictionary=DICTIONARY_COLUMNS)
 
 
 class _ParquetWriter:
@@ -103,7 +103,7 @@ class _ParquetWriter:
 
 
 def batch_of(rows: Sequence[Row], chosen: Sequence[str] = COLUMNS) -> Any:
-    """Rows as Arrow's columns. Column by column: a tenth of what it takes row by row."""
+    """Convert rows to an Arrow record batch. Building it by column takes a tenth of the time of building it by row."""
     posts, found = [row.post for row in rows], [row.found for row in rows]
     scores = [each["scores"] for each in found]
     offsets = list(accumulate(map(len, scores), initial=0))

@@ -1,4 +1,4 @@
-"""An export's rows as CSV and as JSONL, and what every format says in its columns."""
+"""Write export rows as CSV and JSONL, and define the columns of every export format."""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from feedmill.result_rows import Row
 from producers import exported
 
-#: The columns, in their order: a post's, by its fields; then what it was found to be. Docs: docs/export.md.
+#: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
 POST_COLUMNS = tuple(exported.COLUMNS.values())
 COLUMNS = (
     *POST_COLUMNS,
@@ -26,44 +26,44 @@ COLUMNS = (
     "classified_at",
     "queued_seconds",
 )
-#: Columns of CSV whose text came from somebody; the others hold numbers, dates, digests or JSON of ours.
+#: CSV columns with text from users, which is escaped. The others hold numbers, dates, digests or generated JSON.
 ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
 
 
 class Writer(Protocol):
-    """Writes one file."""
+    """A writer of rows to one file."""
 
     def add(self, rows: Sequence[Row]) -> None: ...
 
     def close(self) -> None:
-        """Everything is handed to the operating system."""
+        """Flush everything to the operating system and close the file."""
 
 
 class Format(Protocol):
-    """How rows lie in a file; what is read of one follows from the file."""
+    """A file format. `columns` applies to writing; reading takes the columns from the file."""
 
     name: str
-    #: Those of `COLUMNS` that are written, in their order: `id` is among them, by which purged posts are found.
+    #: Columns to write, out of `COLUMNS`, in this order. `id` is required, because purged posts are found by it.
     columns: Sequence[str]
 
     def create(self, path: Path) -> Writer: ...
 
     def ids(self, path: Path) -> Iterable[str]:
-        """The posts' ids, in order."""
+        """Yield the posts' ids in file order."""
 
     def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
-        """Write the same file with some of its rows: each post's id is asked about, in order. Returns how many."""
+        """Copy the rows for which `kept(post id)` is True, called once per row in order. Return their number."""
 
 
 class TextFormat(Format, Protocol):
-    """A format that is appended to."""
+    """A format whose files can be appended to."""
 
     def open(self, file: BinaryIO) -> Writer:
-        """Goes on at a file's end; begins it where it is empty."""
+        """Return a writer that appends to the file, after a header if the file is empty and the format has one."""
 
 
 class Jsonl:
-    """One object a line."""
+    """JSON Lines: one object per line."""
 
     name = "jsonl"
 
@@ -105,7 +105,7 @@ class _JsonlWriter:
 
 
 class Csv:
-    """Commas, with a line of column names; scores are JSON. No cell is a formula to a spreadsheet (`escaped`)."""
+    """Comma-separated values with a header line; scores are JSON. Text is escaped against spreadsheet formulas."""
 
     name = "csv"
 
@@ -120,8 +120,8 @@ class Csv:
 
     def ids(self, path: Path) -> Iterator[str]:
         rows = self._rows(path)
-        place = next(rows, ["id"]).index("id")
-        return (exported.unescaped(row[place]) for row in rows)
+        id_column = next(rows, ["id"]).index("id")
+        return (exported.unescaped(row[id_column]) for row in rows)
 
     def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
         count = 0
@@ -129,16 +129,16 @@ class Csv:
             lines = csv.writer(copied)
             rows = self._rows(path)
             lines.writerow(columns := next(rows))
-            place = columns.index("id")
+            id_column = columns.index("id")
             for row in rows:
-                if kept(exported.unescaped(row[place])):
+                if kept(exported.unescaped(row[id_column])):
                     lines.writerow(row)
                     count += 1
         return count
 
     def _rows(self, path: Path) -> Iterator[list[str]]:
-        """The first is the columns' names."""
-        # Not above the longest text that a post may have, escaped; csv's own limit is below.
+        """Yield the header, then the rows."""
+        # Above the longest escaped cell; the csv module's own limit of 131,072 characters is below it.
         csv.field_size_limit(2_000_000)
         with path.open(encoding="utf-8", newline="") as file:
             yield from csv.reader(file, strict=True)
@@ -170,11 +170,11 @@ def _cell(value: Any, escape: bool) -> str:
         return exported.escaped(value) if escape else value
     if isinstance(value, bool | dict):
         return to_json(value).decode()
-    return repr(value)  # of a float the shortest text that is read as the same
+    return repr(value)  # the shortest text that parses to the same float
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """All columns of a row."""
+    """Return the value of every column of a row."""
     post, found = row.post, row.found
     label = found["label"]
     return {

@@ -1,4 +1,4 @@
-"""A file's posts, while what is wrong with its other records is shown and counted."""
+"""Read the posts of a file; print and count its bad records."""
 
 from collections.abc import Iterator
 
@@ -11,18 +11,17 @@ from producers.records import EVERYTHING, NAMES, BadRecord, Filters, Item, LeftO
 from shared.errors import InputError, printable
 from shared.messages import Post
 
-#: Bad records shown one by one; the rest are counted.
+#: Bad records to print; the rest are only counted.
 BAD_RECORDS_SHOWN = 20
-#: Records that `trips` reads in one go, at most: few posts may be wanted of a dump of millions.
+#: Maximum number of records that one batch of `trips` reads: the filters may leave few posts of a dump of millions.
 TRIP_RECORDS = 100_000
 
 
 class Reading:
-    """A file that breaks off costs none of the posts before: the error waits for `end`.
+    """A reader of one file that keeps its counts. An error in the file keeps the posts before it; `end` raises it.
 
-    filters: what is wanted of the file. start: records at its beginning that are passed over.
-    id_column: the posts' id, by a name of its own. shows_ids: posts are looked for by them, so it is said where a
-    file has none.
+    filters: which posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
+    the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id.
     """
 
     def __init__(
@@ -37,25 +36,25 @@ class Reading:
         self._notes = notes
         self._shows_ids = shows_ids
         self._broken: InputError | None = None
-        #: The file: its size, and how much of it was read.
+        #: The file, with its size and the bytes read so far.
         self.source = Source(file, filters, start, id_column)
-        #: Records read, those passed over included; those left out by the filters, and since they are gone from Reddit.
+        #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
-        #: Records with something wrong, and those of them that were skipped.
+        #: Bad records, and how many of them were skipped.
         self.wrong = self.skipped = 0
-        #: There is nothing more in it, and it did not break off.
+        #: True once the whole file was read without an error.
         self.complete = False
 
     def posts(self) -> Iterator[Post]:
-        """The good ones."""
+        """Yield the valid posts."""
         return (post for post in self._each(self.source.items()) if isinstance(post, Post))
 
     def labelled(self) -> Iterator[Post | Labelled]:
-        """The good ones; of an export with what a model said of them."""
+        """Yield the valid posts. Posts of an export come as Labelled, with their classification."""
         return (found for found in self._each(self.source.labelled()) if found)
 
     def trips(self, posts: int) -> Iterator[list[Post]]:
-        """The good ones, so many at a time, or fewer. Each time `records` says how far that is."""
+        """Yield batches of at most `posts` valid posts. At each batch, `records` counts the records read so far."""
         trip: list[Post] = []
         begun = self.records
         for post in self._each(self.source.items()):
@@ -67,27 +66,27 @@ class Reading:
         yield trip
 
     def end(self) -> None:
-        """Say how many records were wrong beyond those shown. Raises InputError where the file broke off."""
+        """Print how many bad records were not shown. Raises InputError if the file could not be read to its end."""
         if self.wrong > BAD_RECORDS_SHOWN:
-            self._notes.print(f"… and {self.wrong - BAD_RECORDS_SHOWN:,} more records with something wrong")
+            self._notes.print(f"… and {self.wrong - BAD_RECORDS_SHOWN:,} more bad records")
         if self._broken:
             raise self._broken
 
     @property
     def told_all(self) -> bool:
-        """Whether there is anything to say of it beyond its error."""
+        """Return True if any record was read, or if there was no error."""
         return bool(self.records) or self._broken is None
 
     def _each(self, items: Iterator[Item | Labelled]) -> Iterator[Post | Labelled | None]:
-        """What each record gives, or None."""
+        """Yield each record's post, or None for a record without one."""
         try:
             for item in items:
                 if self._shows_ids and self.source.columns_to_choose is not None:
                     self._shows_ids = False
-                    self._tell_ids(self.source.columns_to_choose)
+                    self._note_missing_ids(self.source.columns_to_choose)
                 if isinstance(item, BadRecord):
-                    self._tell(item)
-                    if not item.skipped:  # its post comes next
+                    self._report_bad(item)
+                    if not item.skipped:  # the record's post is the next item
                         continue
                 self.records += 1
                 self.left_out += item is LeftOut.BY_FILTERS
@@ -97,15 +96,15 @@ class Reading:
         except InputError as error:
             self._broken = error
 
-    def _tell_ids(self, columns: list[str]) -> None:
-        told = f"{self.source.name}: no column is an id ({', '.join(NAMES['id'])}), so ids are made of the text"
+    def _note_missing_ids(self, columns: list[str]) -> None:
+        note = f"{self.source.name}: no id column ({', '.join(NAMES['id'])}), so ids are derived from the text"
         if columns:
-            told += f"; --id-column takes one of: {printable(', '.join(columns)):.200}"
-        self._notes.print(escape(told))
+            note += f"; set --id-column to one of: {printable(', '.join(columns)):.200}"
+        self._notes.print(escape(note))
 
-    def _tell(self, bad: BadRecord) -> None:
+    def _report_bad(self, bad: BadRecord) -> None:
         self.wrong += 1
         self.skipped += bad.skipped
         if self.wrong <= BAD_RECORDS_SHOWN:
             what = escape(printable(f"{bad.where}: {bad.reason}"))
-            self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without it'})[/]")
+            self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without this field'})[/]")

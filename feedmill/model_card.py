@@ -1,6 +1,6 @@
-"""What was done to train a model, beside its weights: README.md for people, training.json for programs.
+"""Write a trained model's record beside its weights: README.md for people, training.json for programs.
 
-Neither quotes a post: what was trained on may be purged one day, and these stay.
+Neither file quotes a post, because a purge of the training posts does not reach them.
 """
 
 import json
@@ -20,7 +20,7 @@ from workers.training.examples import Dataset
 from workers.training.run import Trained
 
 RECORD = "training.json"
-#: Whose versions are noted.
+#: Packages whose versions are recorded.
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
 
 CARD = """\
@@ -32,18 +32,18 @@ base_model: {base}
 
 # {name}
 
-A classifier of posts with {count} labels, fine-tuned by Feedmill {feedmill} on {base}. `feedmill worker --model FOLDER`
-serves it; `transformers.AutoModelForSequenceClassification` loads it.
+A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {base}. Serve it with
+`feedmill worker --model FOLDER`, or load it with `transformers.AutoModelForSequenceClassification`.
 
 ## Data
 
-- From `{source}`: {read:,} posts read; {purged}; {unlabelled:,} had no label that counts{left_out}.
+- Source: `{source}`. {read:,} posts read; {purged}; {unlabelled:,} had no usable label{left_out}.
 - Labels: {labels_from}.
-- Split: {split}. Trained on {train:,}, held back for early stopping {validation:,}, tested on {test:,}.
-- Weights cannot be purged: what was learnt from a post that is deleted later stays in them. Train anew without it, and
-  delete this folder (docs/training.md).
+- Split: {split}. {train:,} posts for training, {validation:,} for validation (early stopping), {test:,} for testing.
+- Weights cannot be purged: they keep what they learnt from a post that is deleted later. To remove it, train again
+  without the post and delete this folder (docs/training.md).
 
-| label | trained on | tested on | F1 |
+| label | training posts | test posts | F1 |
 |---|---|---|---|
 {table}
 
@@ -73,14 +73,14 @@ def write(
     tested: Mapping[str, Any] | None,
     zero_shot: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Write both; returns what training.json says. tested, zero_shot: of the model and of its base, on the same posts.
+    """Write README.md and training.json; return the record in training.json.
 
-    Raises OSError.
+    tested: metrics of the model. zero_shot: metrics of its base model on the same posts. Raises OSError.
     """
     plan = trained.plan
     record = {
         "trained_at": time.time(),
-        # Not as it was typed: there a password may stand, in Redis' address.
+        # Rebuilt from the options: the command as typed may contain a password in the Redis URL.
         "command": shlex.join(["feedmill", "train", *options.flags()]),
         "options": options.model_dump(mode="json", by_alias=True),
         "posts": provenance._asdict() | {"left_out": dataset.left_out, "digest": dataset.digest},
@@ -113,7 +113,7 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
         for label, count in dataset.counts.items()
     ]  # fmt: skip
     purged = (
-        "which of them were purged was not known" if posts["purged"] is None else f"{posts['purged']:,} were purged"
+        "purged posts could not be identified" if posts["purged"] is None else f"{posts['purged']:,} had been purged"
     )
     return CARD.format(
         base=printable(options.base),
@@ -126,7 +126,7 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
         unlabelled=posts["unlabelled"],
         left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),
         labels_from=_labels_from(options, posts["labelled_by"]),
-        split=f"a file of its own, `{printable(options.test)}`" if options.test else _split(options),
+        split=f"a separate test file, `{printable(options.test)}`" if options.test else _split(options),
         train=record["train"],
         validation=record["validation"],
         test=record["test"],
@@ -151,25 +151,25 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
 def _labels_from(options: TrainOptions, labelled_by: Mapping[str, int]) -> str:
     if options.labels == "topic":
         return "the posts' topics"
-    whose = ", ".join(f"{printable(model)} ({count:,})" for model, count in labelled_by.items())
+    models = ", ".join(f"{printable(model)} ({count:,})" for model, count in labelled_by.items())
     what = "the best label" if options.labels == "zero-shot" else "all scores"
-    return f"{what} of each post, where that has {options.min_score} or more, by {whose}"
+    return f"{what} of each post whose best score is at least {options.min_score}, by {models}"
 
 
 def _split(options: TrainOptions) -> str:
     if options.split == "none":
-        return "none: nothing was tested"
-    how = {"random": "at random, by a hash of ids", "subreddit": "whole subreddits", "time": "the newest"}
-    return f"{how[options.split]}, {options.test_share:.0%} for the test"
+        return "none, so the model was not tested"
+    how = {"random": "random, by a hash of the ids", "subreddit": "by whole subreddits", "time": "newest posts"}
+    return f"{how[options.split]}, {options.test_share:.0%} for testing"
 
 
 def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | None, options: TrainOptions) -> str:
     if tested is None:
         return "Not tested."
     against = (
-        "topics" if options.labels == "topic" or options.test else "labels by the models above, which may be wrong"
+        "the topics" if options.labels == "topic" or options.test else "labels by the models above, which may be wrong"
     )
-    lines = [f"On {tested['posts']:,} posts that it was not trained on, against {against}:", ""]
+    lines = [f"On {tested['posts']:,} posts outside the training data, compared with {against}:", ""]
     lines += ["| | accuracy | macro-F1 | calibration error | posts/s |", "|---|---|---|---|---|"]
     for name, found in (("this model", tested), ("its base, zero-shot", zero_shot)):
         if found:
@@ -183,7 +183,7 @@ def _cell(label: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a small file so that it is whole at any time."""
+    """Write a small file atomically."""
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

@@ -1,7 +1,6 @@
-"""Processes of our own: started so that they never outlive this one, waited for, and ended.
+"""Start child processes that never outlive this one, wait for them and stop them.
 
-Whatever ends this process ends them: `stop` on the way out, and where there is no way out (kill -9), the kernel's
-parent-death signal. Knows nothing of what they do.
+A normal exit stops them with `stop`. After a kill -9, the kernel's parent-death signal ends them.
 """
 
 import ctypes
@@ -17,16 +16,16 @@ from pathlib import Path
 
 from shared.errors import StackError
 
-#: Loaded here, not between fork and exec.
+#: Loaded at import, because loading a library between fork and exec is unsafe.
 LIBC = ctypes.CDLL(None)
-#: From <sys/prctl.h>: the signal that this process gets when its parent dies.
+#: Option from <sys/prctl.h>: sets the signal that a process receives when its parent dies.
 PR_SET_PDEATHSIG = 1
-#: Seconds that a child may take to answer after its start; loading torch and a model takes most of them.
-START_LIMIT = 120.0
+#: Seconds that a child may take until it answers. Loading torch and a model takes most of the time.
+START_TIMEOUT_S = 120.0
 
 
 class Child:
-    """A process of ours. Its output goes to `log`; it never outlives this process."""
+    """A child process that writes its output to `log` and never outlives this process."""
 
     def __init__(
         self,
@@ -41,46 +40,46 @@ class Child:
         self.log = folder / f"{name}.log"
         parent = os.getpid()
         with self.log.open("ab") as log:
-            #: Bytes in the log that are of earlier runs.
-            self._earlier = log.tell()
+            #: Size of the log before this run, in bytes.
+            self._log_start = log.tell()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Of the working directory nothing is read: not its packages, not its flowerconfig.py.
+                # Keeps packages and a flowerconfig.py in the current directory from being loaded.
                 cwd=folder,
                 env=environment,
-                # Ctrl-C in a terminal goes to this process alone, which then stops its children in order.
+                # Ctrl-C in a terminal reaches only this process, which then stops its children in order.
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent, orphaned),  # noqa: PLW1509 - it takes no lock: two system calls
+                preexec_fn=lambda: die_with(parent, orphaned),  # noqa: PLW1509 - takes no lock: two system calls
             )
         if stdin is not None and self.process.stdin is not None:
             self.process.stdin.write(stdin.encode())
             self.process.stdin.close()
 
     def wait_until(self, answers: Callable[[], bool]) -> None:
-        """Wait for the child to answer. Raises StackError when it ends, or takes too long."""
-        deadline = time.monotonic() + START_LIMIT
+        """Wait until `answers` returns True. Raises StackError if the child exits or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not answers():
             if self.process.poll() is not None:
-                raise StackError(f"{self.name} ended with status {self.process.returncode}. {self.last_words()}")
+                raise StackError(f"{self.name} exited with status {self.process.returncode}. {self.last_words()}")
             if time.monotonic() > deadline:
-                raise StackError(f"{self.name} did not answer within {START_LIMIT:.0f} s. {self.last_words()}")
+                raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.last_words()}")
             time.sleep(0.05)
 
     def said(self) -> str:
-        """What it has written into its log."""
+        """Return the output of this run."""
         with self.log.open("rb") as log:
-            log.seek(self._earlier)
+            log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
     def last_words(self) -> str:
         lines = self.said().splitlines()[-5:]
-        return "Its log ends:\n  " + "\n  ".join(lines) if lines else "It said nothing."
+        return "Its log ends:\n  " + "\n  ".join(lines) if lines else f"Its log {self.log} is empty."
 
     def stop(self, seconds: float) -> None:
-        """End it in order, and by force after so many seconds."""
+        """Send SIGTERM and wait up to `seconds`, then kill the process."""
         self.process.terminate()
         try:
             self.process.wait(seconds)
@@ -95,12 +94,12 @@ class Child:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP leave by the same way as Ctrl-C, so that `finally` runs."""
+    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    # What is ignored stays ignored: under nohup a closed terminal is no reason to end.
+    # Signals that are ignored stay ignored: under nohup, closing the terminal must not end the process.
     wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in wanted}
     try:
@@ -111,14 +110,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:
-    """In a child, between fork and exec: from now on the kernel sends it this signal when its parent dies."""
+    """Ask the kernel to send this child `orphaned` when its parent dies. Call it between fork and exec."""
     LIBC.prctl(PR_SET_PDEATHSIG, orphaned)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def python_command() -> list[str]:
-    """How a child runs `feedmill` with this very Python; -P keeps the working directory off its path."""
+    """Return the command that runs `feedmill` with this interpreter; -P keeps the working directory off sys.path."""
     return [sys.executable, "-P", "-m", "feedmill"]
 
 

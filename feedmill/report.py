@@ -1,6 +1,6 @@
-"""What a report says, in figures: read from Redis once, in one pass over the results of some hours.
+"""Gather the figures of a report in one pass over the results of the last hours in Redis.
 
-Knows nothing of how it is shown (report_page.py, report_charts.py).
+Presentation is in report_page.py (HTML) and report_charts.py (PNG).
 """
 
 import json
@@ -18,36 +18,36 @@ from shared.messages import DeadLetter
 from shared.results import HOUR, ResultsStore, newest_first
 from shared.settings import Settings
 
-#: Labels that are told apart by a colour; the others are one.
+#: Labels with a colour of their own; all others share the name OTHERS and one colour.
 COLOURS = 16
 OTHERS = "others"
-#: Subreddits that are shown, and dead letters, gaps and examples.
+#: Maximum numbers of subreddits, dead letters and gaps to show.
 SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
-#: Bars of a distribution of scores, from 0 to 1.
+#: Bins of a score histogram from 0 to 1.
 BINS = 20
-#: Columns of what is shown over time, at most: hours are joined where there are more.
-COLUMNS = 72
-#: Characters of an example's title.
-TITLE = 120
+#: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
+MAX_COLUMNS = 72
+#: Maximum length of an example title, in characters.
+TITLE_LENGTH = 120
 
 
 @dataclass
 class Column:
-    """A span of time: some hours, from `hour` on, counted since 1970."""
+    """The figures of one column in charts over time: one or more hours, starting at `hour` (hours since 1970)."""
 
     hour: int
-    #: New results by label, as the store counted them: also those that are not in the stream any more.
+    #: New results by label, from the hourly counters, which include results already trimmed from the stream.
     labels: Counter[str] = field(default_factory=Counter)
-    #: Results that were read from the stream.
+    #: Results read from the stream.
     read: int = 0
-    #: When they were classified: minute since 1970 -> results.
+    #: Results by the minute (since 1970) in which they were classified.
     minutes: Counter[int] = field(default_factory=Counter)
-    #: Seconds from sending to the result, where the sender said when.
+    #: Seconds from enqueuing to the result, for messages that carry their time of sending.
     waits: list[float] = field(default_factory=list)
 
     @property
     def busiest(self) -> float:
-        """Results a second in its busiest minute."""
+        """Return the results per second in the busiest minute."""
         return max(self.minutes.values(), default=0) / 60
 
     @property
@@ -55,7 +55,7 @@ class Column:
         return self.labels.total()
 
     def wait(self, percent: int) -> float | None:
-        """A percentile of the waits; None where there are none."""
+        """Return a percentile of the waits in seconds; None without waits."""
         if len(self.waits) < 2:
             return self.waits[0] if self.waits else None
         return quantiles(self.waits, n=100, method="inclusive")[percent - 1]
@@ -63,26 +63,26 @@ class Column:
 
 @dataclass
 class Report:
-    """The figures of `hours` hours up to `made_at`, in seconds since 1970."""
+    """The figures of the `hours` hours before `made_at` (seconds since 1970)."""
 
     made_at: float
     hours: int
-    #: Hours of one column.
+    #: Hours per column.
     width: int
     columns: list[Column]
-    #: Results in the stream, of these hours; fewer than `posts` where older ones were trimmed.
+    #: Results read from the stream; fewer than `posts` if older ones were trimmed.
     read: int = 0
     labels: Counter[str] = field(default_factory=Counter)
-    #: Subreddit -> label -> results.
+    #: Results by subreddit and label.
     subreddits: dict[str, Counter[str]] = field(default_factory=dict)
-    #: Label -> the scores with which it was the best one, counted in `BINS` bars.
+    #: Histogram (BINS bins) of each label's scores, over the results in which it was the best label.
     scores: dict[str, list[int]] = field(default_factory=dict)
-    #: Label -> the title of the newest post that has it.
+    #: Title of the newest post of each label.
     examples: dict[str, str] = field(default_factory=dict)
     models: Counter[str] = field(default_factory=Counter)
     gaps: list[Gap] = field(default_factory=list)
     dead: list[DeadLetter] = field(default_factory=list)
-    #: Dead letters of these hours by their reason.
+    #: Dead letters by reason.
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -91,26 +91,29 @@ class Report:
 
     @property
     def is_of_reddit(self) -> bool:
-        """Whether there is anything to say of subreddits, and of what was missed of them."""
+        """Return True if there are posts with a subreddit, or gaps in reading one."""
         return any(self.subreddits) or bool(self.gaps)
 
     @property
     def shown_labels(self) -> list[str]:
-        """Those that have a colour, the most frequent first."""
+        """Return the labels with a colour of their own, most frequent first."""
         return [label for label, _ in self.labels.most_common(COLOURS)]
 
 
 def gather(redis: Redis, settings: Settings, hours: int) -> Report:
-    """Raises redis.exceptions.RedisError. Nothing of posts that were purged is in it."""
+    """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
+
+    Raises redis.exceptions.RedisError.
+    """
     store = ResultsStore(redis, settings)
     now = time.time()
     last = int(now // HOUR)
-    width = -(-hours // COLUMNS)
+    width = -(-hours // MAX_COLUMNS)
     first = last - hours + 1
     columns = [Column(hour) for hour in range(first, last + 1, width)]
     report = Report(now, hours, width, columns)
     for hour, counts in store.labels(hours).items():
-        if hour >= first:  # an hour may have begun since
+        if hour >= first:  # the hour may have changed since `now`
             columns[min((hour - first) // width, len(columns) - 1)].labels.update(counts)
             report.labels.update(counts)
     for chunk in RowReader(redis).chunks(Place(just_before(first * HOUR))):
@@ -137,16 +140,16 @@ def _count(report: Report, row: Row, column: Column) -> None:
     report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
     bars = report.scores.setdefault(label, [0] * BINS)
     bars[min(max(int(found["scores"][label] * BINS), 0), BINS - 1)] += 1
-    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE]
+    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE_LENGTH]
     if found["queued_seconds"] is not None:
         column.waits.append(found["queued_seconds"])
 
 
 def title_of(letter: DeadLetter) -> str:
-    """What can be said of a dead letter's post."""
+    """Return the title of a dead letter's post, or the start of its body; empty if the post is unreadable."""
     try:
         post = json.loads(letter.post or "{}")
     except ValueError:
         return ""
     text = str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""
-    return " ".join(text.split())[:TITLE]
+    return " ".join(text.split())[:TITLE_LENGTH]

@@ -1,4 +1,4 @@
-"""A report's charts for matplotlib; see charts.py."""
+"""Draw the charts of a report as PNG; see charts.py."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from shared.results import HOUR
 
 
 def save(report: Report, folder: Path, notes: Console) -> list[Path]:
-    """Draw them into a folder; returns those that were saved: none where matplotlib is missing."""
+    """Save the charts in a folder and return their paths; none without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     drawings = {"posts.png": _draw_posts, "scores.png": _draw_scores, "waits.png": _draw_waits}
     if report.is_of_reddit:
@@ -92,7 +92,7 @@ def _draw_scores(figure: Any, report: Report) -> None:
     labels = [label for label, _ in report.labels.most_common(16) if label in report.scores]
     rows = max(-(-len(labels) // 4), 1)
     figure.set_size_inches(8, 1.5 * rows + 0.4)
-    _title(figure, "Scores with which each label was the best one")
+    _title(figure, "Scores of each label, where it is the best one")
     for number, axes in enumerate(figure.subplots(rows, 4, squeeze=False, sharex=True).flat):
         if number >= len(labels):
             axes.set_visible(False)
@@ -113,8 +113,8 @@ def _draw_waits(figure: Any, report: Report) -> None:
     above.bar(places, [column.busiest for column in report.columns], color=LIGHT[2])
     above.set_ylabel("posts/s")
     for percent, colour in ((50, LIGHT[0]), (95, LIGHT[1])):
-        _line(below, [column.wait(percent) for column in report.columns], colour, f"{percent} of 100 posts")
-    below.set_ylabel("seconds, at most")
+        _line(below, [column.wait(percent) for column in report.columns], colour, f"{percent}th percentile")
+    below.set_ylabel("seconds")
     _hours(above, report)
     _hours(below, report)
     _legend(below)
@@ -127,6 +127,6 @@ def _line(axes: Any, values: Sequence[float | None], colour: str, name: str) -> 
 
 
 def _name(label: str) -> str:
-    """A leading underscore would hide it from the legend; fonts have no other control characters."""
+    """Return the label as matplotlib can show it: no leading underscore (hidden in legends), no control characters."""
     shown = "".join(character if character.isprintable() else "?" for character in label[:40])
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,7 +1,7 @@
-"""A report as one page of HTML that needs nothing else: no script, no font, no picture from anywhere.
+"""Render a report as one self-contained HTML page, without scripts, external fonts or images.
 
-Whatever came from a post, a message or a worker is somebody's words: it goes through `_text`, and the page forbids
-itself scripts and everything from outside besides.
+Text from posts, messages and workers is untrusted: it goes through `_text`, and the page's Content-Security-Policy
+blocks scripts and all external content.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from feedmill.report import BINS, DEAD_LETTERS, GAPS, OTHERS, SUBREDDITS, Column
 from shared.errors import printable
 from shared.results import HOUR
 
-#: Colours of labels, the most frequent first, on a light page and on a dark one; the last is that of all others.
+#: Label colours on a light and on a dark page, for the most frequent label first. The last one is for all other labels.
 LIGHT = (
     "#2f6fb7", "#c2571a", "#3f8f5a", "#8a5fb0", "#b08900", "#2a9aa0", "#b8487f", "#6b7a2a",
     "#7fa8dc", "#e39a6c", "#7dbd92", "#b99ad3", "#d6b95a", "#7cc3c7", "#dc93b6", "#a8b36a", "#a9adb5",
@@ -22,8 +22,8 @@ DARK = (
     "#7ab0ee", "#f0925a", "#74c492", "#bd97e0", "#dcb94a", "#62cdd2", "#ea8ab6", "#b3c26a",
     "#4374ac", "#a9603a", "#4b8561", "#7d5f9c", "#94792a", "#3c8a8e", "#9c5878", "#76803f", "#70757f",
 )  # fmt: skip
-#: Hours that are named below a chart, about.
-NAMED = 3
+#: Approximate number of times to print below a chart.
+AXIS_TIMES = 3
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfaf8; --card: #fff; --ink: #1d2026; --dim: #646a75; --line: #e3e1dc; LIGHT }
@@ -60,7 +60,7 @@ svg.low { height: 110px }
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the complete HTML page."""
     colours = {label: number for number, label in enumerate(report.shown_labels)}
     sections = (
         _figures(report),
@@ -89,27 +89,27 @@ def _style() -> str:
 
 
 def _text(words: object) -> str:
-    """Somebody's words: no markup, and nothing that turns the direction of what follows."""
+    """Escape untrusted text and isolate its writing direction."""
     return f"<bdi>{escape(printable(str(words)))}</bdi>"
 
 
 def _span(report: Report) -> str:
     hours = "The last hour" if report.hours == 1 else f"The last {report.hours:,} hours"
     models = ", ".join(_text(model) for model, _ in report.models.most_common(3))
-    return f"{hours} up to {_when(report.made_at)} UTC{f'; classified by {models}' if models else ''}."
+    return f"{hours} until {_when(report.made_at)} UTC{f'; classified by {models}' if models else ''}."
 
 
-def _section(name: str, title: str, said: str, *content: str) -> str:
-    return f'<section id="{name}">\n<h2>{title}</h2>\n<p>{said}</p>\n' + "\n".join(content) + "\n</section>"
+def _section(name: str, title: str, caption: str, *content: str) -> str:
+    return f'<section id="{name}">\n<h2>{title}</h2>\n<p>{caption}</p>\n' + "\n".join(content) + "\n</section>"
 
 
 def _figures(report: Report) -> str:
     waits = Column(0, waits=[wait for column in report.columns for wait in column.waits])
     figures = [
         (f"{report.posts:,}", "posts classified"),
-        (f"{report.posts / report.hours:,.0f}", "an hour"),
-        (_rate(max((column.busiest for column in report.columns), default=0.0)), "a second in the busiest minute"),
-        (_seconds(waits.wait(50)), "from sending to the result, median"),
+        (f"{report.posts / report.hours:,.0f}", "posts per hour"),
+        (_rate(max((column.busiest for column in report.columns), default=0.0)), "posts/s in the busiest minute"),
+        (_seconds(waits.wait(50)), "median time from sending to result"),
         (f"{report.reasons.total():,}", "dead letters" if report.reasons.total() != 1 else "dead letter"),
     ]
     if report.is_of_reddit:
@@ -127,9 +127,13 @@ def _over_time(report: Report, colours: dict[str, int]) -> str:
             height = 100 * count / most
             base -= height
             bars.append(_bar(number, base, height, _colour(label, colours), f"{_hour(column)}: {label}, {count:,}"))
-    said = f"New results {_each(report)}, by label."
+    caption = f"New results {_per_column(report)}, by label."
     return _section(
-        "time", "Posts over time", said, *_chart(report, bars, f"{most:,} {_each(report)}"), _legend(report, colours)
+        "time",
+        "Posts over time",
+        caption,
+        *_chart(report, bars, f"{most:,} {_per_column(report)}"),
+        _legend(report, colours),
     )
 
 
@@ -140,7 +144,7 @@ def _labels(report: Report, colours: dict[str, int]) -> str:
         f"<small>{_text(report.examples.get(label, '–'))}</small></div>"
         for label, count in report.labels.most_common(2 * SUBREDDITS)
     ]
-    return _section("labels", "Labels", "How many posts each has, and the newest one's title.", *(rows or [_none()]))
+    return _section("labels", "Labels", "Posts per label, with the newest post's title.", *(rows or [_none()]))
 
 
 def _scores(report: Report) -> str:
@@ -164,12 +168,12 @@ def _scores(report: Report) -> str:
             rows.append(f'<div class="row"><span>{_text(label)}</span>{picture}<span>{_middle(bars):.2f}</span></div>')
     ends = '<span class="axis"><span>0</span><span>score</span><span>1</span></span>'
     axis = f'<div class="row"><span></span>{ends}<span class="dim">median</span></div>'
-    said = "The scores with which each label was the best one."
-    return _section("scores", "Scores", said, *([*rows, axis] if rows else [_none()]))
+    caption = "Each label's scores over the posts where it is the best label."
+    return _section("scores", "Scores", caption, *([*rows, axis] if rows else [_none()]))
 
 
 def _middle(bars: Sequence[int]) -> float:
-    """The median of counted scores: the middle of the bar that holds it."""
+    """Return the approximate median score: the middle of the histogram bin that contains it."""
     half, seen = sum(bars) / 2, 0
     for place, count in enumerate(bars):
         seen += count
@@ -186,42 +190,42 @@ def _subreddits(report: Report, colours: dict[str, int]) -> str:
         f"<small>{', '.join(f'{_text(label)} {count:,}' for label, count in counts.most_common(3))}</small></div>"
         for name, counts in found[:SUBREDDITS]
     ]
-    more = f" The {SUBREDDITS} largest of {len(found):,}." if len(found) > SUBREDDITS else ""
-    short = (
-        f" Of the {report.posts:,} posts the newest {report.read:,} are in the stream."
+    more = f" The {SUBREDDITS} largest of {len(found):,} subreddits." if len(found) > SUBREDDITS else ""
+    trimmed = (
+        f" Only the newest {report.read:,} of {report.posts:,} posts: older ones were trimmed from the results stream."
         if report.read < report.posts
         else ""
     )
-    said = f"What posts of each are about.{more}{short}"
-    return _section("subreddits", "Labels by subreddit", said, *(rows or [_none()]), _legend(report, colours))
+    caption = f"Labels of each subreddit's posts.{more}{trimmed}"
+    return _section("subreddits", "Labels by subreddit", caption, *(rows or [_none()]), _legend(report, colours))
 
 
 def _throughput(report: Report) -> str:
     return _lines(
-        report, "throughput", "Throughput", "Results a second, in the busiest minute.",
+        report, "throughput", "Throughput", "Results per second in the busiest minute.",
         lambda column: column.busiest, "var(--c2)", lambda value: f"{_rate(value or 0.0)}/s",
     )  # fmt: skip
 
 
 def _waits(report: Report) -> str:
     return _lines(
-        report, "waits", "Queue wait", "Seconds from sending to the result: 95 of 100 posts waited no longer.",
+        report, "waits", "Queue wait", "Time from sending to result, 95th percentile.",
         lambda column: column.wait(95), "var(--c1)", _seconds,
     )  # fmt: skip
 
 
 def _lines(
-    report: Report, name: str, title: str, said: str,
-    value_of: Callable[[Column], float | None], colour: str, told: Callable[[float | None], str],
+    report: Report, name: str, title: str, caption: str,
+    value_of: Callable[[Column], float | None], colour: str, formatted: Callable[[float | None], str],
 ) -> str:  # fmt: skip
     values = [value_of(column) for column in report.columns]
     most = max((value for value in values if value is not None), default=0.0)
     bars = [
-        _bar(number, 100 - 100 * value / most, 100 * value / most, colour, f"{_hour(column)}: {told(value)}")
+        _bar(number, 100 - 100 * value / most, 100 * value / most, colour, f"{_hour(column)}: {formatted(value)}")
         for number, (column, value) in enumerate(zip(report.columns, values, strict=True))
         if value
     ]
-    return _section(name, title, said, *_chart(report, bars, told(most), "chart low"))
+    return _section(name, title, caption, *_chart(report, bars, formatted(most), "chart low"))
 
 
 def _dead(report: Report) -> str:
@@ -230,17 +234,17 @@ def _dead(report: Report) -> str:
         for reason, count in report.reasons.most_common(DEAD_LETTERS)
     ]
     newest = [
-        f"<li>{_text(title_of(letter) or letter.id or 'a post without an id')}"
+        f"<li>{_text(title_of(letter) or letter.id or 'post without id')}"
         f"<small>{_when(letter.failed_at)}: {_text(letter.reason)}</small></li>"
         for letter in report.dead
     ]
     content = [
         f'<ul class="list">{"".join(items)}</ul>',
-        "<h2>The newest</h2>",
+        "<h2>Newest dead letters</h2>",
         f'<ul class="list">{"".join(newest)}</ul>',
     ]
     return _section(
-        "dead", "Dead letters", "Posts that got no label, by the reason.", *(content if items else [_none()])
+        "dead", "Dead letters", "Posts that could not be classified, by reason.", *(content if items else [_none()])
     )
 
 
@@ -250,11 +254,11 @@ def _gaps(report: Report) -> str:
         for gap in report.gaps[-GAPS:]
     ]
     content = f'<ul class="list">{"".join(items)}</ul>' if items else _none()
-    return _section("gaps", "Gaps", "Times of which Reddit's posts were out of reach.", content)
+    return _section("gaps", "Gaps", "Periods whose Reddit posts could not be read.", content)
 
 
 def _parts(counts: Counter[str], colours: dict[str, int]) -> list[tuple[str, int]]:
-    """Counts by label, in the order of colours; the others together."""
+    """Return (label, count) in the order of the colours, with all other labels summed up as OTHERS."""
     shown = [(label, counts[label]) for label in colours if counts[label]]
     others = counts.total() - sum(count for _, count in shown)
     return [*shown, (OTHERS, others)] if others else shown
@@ -277,7 +281,7 @@ def _chart(report: Report, bars: Sequence[str], top: str, kind: str = "chart") -
     columns = report.columns
     if not bars:
         return (_none(),)
-    every = max(-(-len(columns) // NAMED), 1)
+    every = max(-(-len(columns) // AXIS_TIMES), 1)
     hours = "".join(f"<span>{_hour(column)}</span>" for column in columns[::every])
     box = f'viewBox="0 0 {len(columns)} 100" preserveAspectRatio="none"'
     return (
@@ -287,10 +291,10 @@ def _chart(report: Report, bars: Sequence[str], top: str, kind: str = "chart") -
     )
 
 
-def _bar(place: int, top: float, height: float, colour: str, said: str) -> str:
+def _bar(place: int, top: float, height: float, colour: str, caption: str) -> str:
     return (
         f'<rect x="{place + 0.08:.2f}" y="{top:.2f}" width="0.84" height="{height:.2f}" '
-        f'style="fill:{colour}"><title>{escape(printable(said))}</title></rect>'
+        f'style="fill:{colour}"><title>{escape(printable(caption))}</title></rect>'
     )
 
 
@@ -306,8 +310,8 @@ def _none() -> str:
     return '<div class="dim">None.</div>'
 
 
-def _each(report: Report) -> str:
-    return "an hour" if report.width == 1 else f"in {report.width} hours"
+def _per_column(report: Report) -> str:
+    return "per hour" if report.width == 1 else f"per {report.width} hours"
 
 
 def _hour(column: Column) -> str:

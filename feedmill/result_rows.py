@@ -1,7 +1,7 @@
-"""The stream of results as raw rows, for those that read a hundred thousand: each is fetched, and checked against what
-was purged, with some five hundred others in two trips, and no model is built of it.
+"""Read the results stream as raw rows, for readers of a hundred thousand results and more.
 
-Knows nothing of files.
+Two Redis calls fetch about five hundred rows and check them for purged posts. Rows stay plain dicts; no pydantic model
+is built.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +15,15 @@ from redis import Redis
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.results import SCORE
 
-#: Fetches the next entries. XRANGE alone answers with nine small replies an entry, which take the client as long as all
-#: else that an export does; texts that are joined here take Redis three times as long as this.
+#: Lua: fetch the next entries. A plain XRANGE returns nine small replies per entry, whose parsing takes the client as
+#: long as the rest of an export. Joining the texts into one reply takes Redis three times as long as this script.
 #:
 #:   KEYS[1]  feedmill:results  stream               KEYS[2]  feedmill:counters  hash
-#:   ARGV[1]  id of the entry that was read last     ARGV[2]  where to end, as XRANGE takes it
-#:   ARGV[3]  bytes of entries after which to end
+#:   ARGV[1]  id of the last entry read              ARGV[2]  end of the range, in XRANGE syntax
+#:   ARGV[3]  stop after this many bytes of entries
 #:
-#: Returns whether nothing is left; whether all entries up to ARGV[1] are gone; how many entries were ever written, how
-#: many trimmed, how many there are; then id, classification and post of each entry.
+#: Returns a flat list: 1 if no entries are left, else 0; 1 if all entries up to ARGV[1] are gone, else 0; numbers of
+#: entries ever written, trimmed, and present; then id, classification and post of each entry.
 FETCH = """
 local stream, last, bytes, ended = KEYS[1], ARGV[1], 0, 0
 local behind = #redis.call('XRANGE', stream, '-', last, 'COUNT', 1) == 0 and 1 or 0
@@ -43,11 +43,12 @@ repeat
 until said[1] == 1 or bytes >= tonumber(ARGV[3])
 return said
 """
-#: Says of posts whether they were purged, and which scores they have been seen with.
+#: Lua: look up purge tombstones and the latest scores of posts.
 #:
-#:   KEYS[1+] feedmill:gone:<id>, string, and feedmill:result:<id>, hash, of each      ARGV[1]  SCORE, the field
+#:   KEYS[1+] for each post feedmill:gone:<id> (string) and feedmill:result:<id> (hash)
+#:   ARGV[1]  SCORE, the field of the result's hash
 #:
-#: Returns a JSON array: of each false where it was purged, its score as it was noted, or null.
+#: Returns a JSON array with one item per post: false if it was purged, else its latest score, else null.
 CHECK = """
 local said = {}
 for i = 1, #KEYS, 2 do
@@ -55,11 +56,11 @@ for i = 1, #KEYS, 2 do
 end
 return '[' .. table.concat(said, ',') .. ']'
 """
-#: Which of some posts were purged.
+#: Lua: find purged posts.
 #:
-#:   KEYS[1+] feedmill:gone:<id>, string, of each
+#:   KEYS[1+] feedmill:gone:<id>, string, one per post
 #:
-#: Returns their places among the keys, from 1.
+#: Returns the positions of the purged posts among the keys, from 1.
 GONE = """
 local gone = {}
 for i = 1, #KEYS do
@@ -68,30 +69,30 @@ end
 return gone
 """
 
-#: Bytes of entries that one call fetches, about: a millisecond or two, in which Redis serves nobody else.
+#: Approximate bytes of entries per fetch. A fetch blocks Redis for one or two milliseconds.
 FETCH_BYTES = 2**19
-#: Posts that are checked by one call.
-CHECKED_AT_ONCE = 1000
-#: The greatest second half of an entry's id, whose first are milliseconds since 1970.
-LAST_OF_MILLISECOND = 2**64 - 1
+#: Posts per call of CHECK and GONE.
+POSTS_PER_CHECK = 1000
+#: Greatest sequence number of an entry id (milliseconds since 1970, dash, sequence number).
+MAX_SEQUENCE = 2**64 - 1
 
 
 class Place(NamedTuple):
-    """Where a reader of the stream stands, and what tells later whether anything was trimmed before it was read."""
+    """A reader's position in the stream, with the counts needed to detect entries that were trimmed unread."""
 
-    #: Id of the entry that was read last.
+    #: Id of the last entry read.
     cursor: str
-    #: How many entries were written up to it, since the store was made; None where that is not known.
+    #: Number of entries written up to the cursor since the store was created; None if unknown.
     position: int | None = None
-    #: How many were trimmed by then, and how many purged.
+    #: Numbers of entries trimmed and purged at the time of the last read.
     trimmed: int = 0
     purged: int = 0
 
 
 class Row(NamedTuple):
-    """A result, with the fields of Classification and Post (shared/messages.py) as they are stored.
+    """A result as stored: the fields of Classification and Post (shared/messages.py) as dicts.
 
-    The post's body is clipped, and fields that have their defaults are absent; its score is the latest that is known.
+    The post's body is truncated, fields with default values are absent, and the Reddit score is the latest one known.
     """
 
     entry: str
@@ -100,33 +101,34 @@ class Row(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some rows, in their order. missed: results that were trimmed before them; None: an unknown number."""
+    """Consecutive rows in stream order."""
 
     rows: list[Row]
-    #: Where the reader stands after them; rows of purged posts are behind it as well.
+    #: Position after the rows, including the rows of purged posts, which are left out.
     place: Place
     ended: bool
+    #: Number of results that were trimmed before they could be read; None if unknown.
     missed: int | None = 0
-    #: How many entries there are after them, about; None where that is not known.
+    #: Approximate number of entries after the rows; None if unknown.
     left: int | None = None
 
 
 def just_before(since: float) -> str:
-    """The id that entries of a time, in seconds since 1970, come after."""
+    """Return the greatest entry id before `since` (seconds since 1970)."""
     milliseconds = int(since * 1000)
-    return f"{milliseconds - 1}-{LAST_OF_MILLISECOND}" if milliseconds > 0 else "0-0"
+    return f"{milliseconds - 1}-{MAX_SEQUENCE}" if milliseconds > 0 else "0-0"
 
 
 def seconds_of(entry: str) -> float:
-    """When an entry was written, in seconds since 1970, by Redis' clock."""
+    """Return the time at which an entry was written, in seconds since 1970, by Redis' clock."""
     return int(entry.partition("-")[0]) / 1000
 
 
 class RowReader:
-    """Every method raises redis.exceptions.RedisError."""
+    """A reader of the results stream. Every method raises redis.exceptions.RedisError."""
 
     def __init__(self, redis: Redis, until: float | None = None) -> None:
-        """until: entries from then on, in seconds since 1970, are not read."""
+        """Prepare the scripts. until: stop before entries written at or after this time (seconds since 1970)."""
         self._redis = redis
         self._end = "+" if until is None else f"({int(until * 1000)}-0"
         self._fetch: Any = redis.register_script(FETCH)
@@ -134,7 +136,7 @@ class RowReader:
         self._gone: Any = redis.register_script(GONE)
 
     def fetch(self, place: Place) -> Chunk:
-        """The next rows after a place, of posts that are not purged."""
+        """Return the next rows after `place`, without those of purged posts."""
         ended, behind, stored, trimmed, length, *texts = self._fetch(
             keys=[RESULTS_STREAM, COUNTERS], args=[place.cursor, self._end, FETCH_BYTES]
         )
@@ -155,7 +157,7 @@ class RowReader:
         return Chunk(self._checked(rows), now, bool(ended), None if unknown else missed, left)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
-        """All that is there after a place. The next ones are fetched while the caller is busy with some."""
+        """Yield all rows present after `place`, fetching the next chunk while the caller works on the current one."""
         with ThreadPoolExecutor(1, "fetch") as ahead:
             coming = ahead.submit(self.fetch, place)
             while True:
@@ -167,13 +169,14 @@ class RowReader:
                     return
 
     def wait(self, place: Place, seconds: float) -> None:
-        """Return as soon as there is an entry after a place, at the latest after `seconds`."""
+        """Block until there is an entry after `place`, or until `seconds` have passed."""
         self._redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=max(int(seconds * 1000), 1))
 
     def _checked(self, rows: Sequence[Row]) -> list[Row]:
+        """Drop the rows of purged posts and update the others' scores."""
         checked: list[Row] = []
-        for start in range(0, len(rows), CHECKED_AT_ONCE):
-            some = rows[start : start + CHECKED_AT_ONCE]
+        for start in range(0, len(rows), POSTS_PER_CHECK):
+            some = rows[start : start + POSTS_PER_CHECK]
             keys = [key(row.post["id"]) for row in some for key in (tombstone_key, result_key)]
             for row, note in zip(some, from_json(self._check(keys=keys, args=[SCORE])), strict=True):
                 if note is not False:
@@ -183,16 +186,16 @@ class RowReader:
         return checked
 
     def gone(self, ids: Iterable[str]) -> set[str]:
-        """Those of some posts that were purged."""
+        """Return the ids of the posts that were purged."""
         found: set[str] = set()
         remaining = iter(ids)
-        while some := list(islice(remaining, CHECKED_AT_ONCE)):
+        while some := list(islice(remaining, POSTS_PER_CHECK)):
             found.update(some[place - 1] for place in self._gone(keys=[tombstone_key(each) for each in some]))
         return found
 
 
 def _read(texts: list[str]) -> list[Row]:
-    """Rows of (id, classification, post, id, …): read as one text of JSON, which is faster than two of each."""
+    """Parse (id, classification, post, id, …) into rows. Parsing one joined JSON array is faster than two per row."""
     ids = texts[::3]
     del texts[::3]
     read = iter(from_json(f"[{','.join(texts)}]"))

@@ -1,10 +1,10 @@
-"""Several workers on one machine, a process for each device: started, kept running, ended together.
+"""Supervise several workers on one machine, one process per device: start, restart and stop them.
 
-Each is a `feedmill worker` as it is. Of what it does this process knows how it ends, what it writes, which is passed on
-line by line, and what it answers to `inspect stats`. It imports no torch and opens no device.
+Each worker is an ordinary `feedmill worker`. The supervisor sees its exit status, its output, which it forwards line by
+line, and its answers to `inspect stats`. The supervisor does not import torch and opens no device.
 
-One thread does everything; another one waits for the workers' answers. Signals, ends of workers and answers wake the
-first through a socket: by a byte with the signal's number, or ANSWERED.
+The main thread does all the work; a second thread waits for the workers' answers. Signals, exits of workers and answers
+wake the main thread through a socket, with one byte: the signal's number, or ANSWERED.
 """
 
 import json
@@ -41,29 +41,29 @@ from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: A worker that ends so often in a row is given up.
-FAILURES = 5
-#: Seconds of the first pause in between; each further is twice as long.
-PAUSE = 1.0
-#: Seconds after which a worker counts as well, and what befell its predecessors is forgotten.
-WELL = 60.0
-#: Seconds beyond the setting `drain` after which a worker that was asked to end is killed.
-GRACE = 10.0
-#: Seconds between two questions to the workers, in a terminal, and while one of them does not answer.
-REFRESH = 2.0
-#: Exit status of a mistake that a person has to mend, and how the line with its sentence begins (feedmill/cli.py).
-MISTAKE, SAID = 2, b"feedmill: "
-#: Lines that are kept of each worker, to be told when it is given up; bytes of a line, at most.
-LAST_WORDS, LONGEST_LINE = 5, 2**16
-#: What wakes this process besides signals, whose numbers begin with 1.
+#: Consecutive failures after which a device's worker is no longer restarted.
+MAX_FAILURES = 5
+#: Seconds before the first restart; the pause doubles with each further failure.
+FIRST_RESTART_DELAY_S = 1.0
+#: Seconds that a worker must run before its exit no longer counts as consecutive.
+STABLE_AFTER_S = 60.0
+#: Seconds beyond the setting `drain` after which a worker that is shutting down is killed.
+KILL_GRACE_S = 10.0
+#: Seconds between requests for statistics in a terminal, and while a worker does not answer.
+REFRESH_INTERVAL_S = 2.0
+#: Exit status after a user error, and the start of the line that reports it (feedmill/cli.py).
+USER_ERROR_STATUS, USER_ERROR_PREFIX = 2, b"feedmill: "
+#: Last lines of a worker's output to keep for its final report; maximum bytes of a line.
+LAST_LINES, MAX_LINE_BYTES = 5, 2**16
+#: Wake-up byte for an answer. Signal numbers start at 1.
 ANSWERED = 0
-#: Signals that end the workers, and those of which a worker takes notice otherwise.
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
+#: Signals that stop the workers, and signals that are forwarded to them.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
 
 
 class Failures:
-    """How often the workers of a device ended in a row, and what follows from that."""
+    """Count a device's consecutive worker failures and compute the backoff before the next restart."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,15 +74,15 @@ class Failures:
         self._since = self._clock()
 
     def ended(self) -> float | None:
-        """Seconds until the next one is to be started; None: the device is given up."""
-        self._count = 1 if self._clock() - self._since >= WELL else self._count + 1
-        return PAUSE * 2 ** (self._count - 1) if self._count < FAILURES else None
+        """Record an exit. Return the seconds to wait before the restart, or None after MAX_FAILURES."""
+        self._count = 1 if self._clock() - self._since >= STABLE_AFTER_S else self._count + 1
+        return FIRST_RESTART_DELAY_S * 2 ** (self._count - 1) if self._count < MAX_FAILURES else None
 
 
 class Worker:
-    """The worker of one device: the process that is it now, and how it fares.
+    """The worker of one device: its current process and its state.
 
-    command: what `--name NODE` is added to; environment: all of it but what the share says.
+    command: command line to which `--name NODE` is appended. environment: variables besides those of the share.
     """
 
     def __init__(self, share: Share, node: str, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -91,17 +91,17 @@ class Worker:
         self._command = [*command, "--name", node]
         self._environment = environment | share.environment
         self.process: subprocess.Popen[bytes] | None = None
-        #: Where its output is read from.
+        #: File descriptor of the pipe with its output.
         self.output = -1
         self.failures = Failures()
-        #: When it is to be started, by time.monotonic; None while it runs, and for ever when it is given up.
+        #: Time of the next start, by time.monotonic; None while it runs and after it was given up.
         self.due: float | None = 0.0
         self.restarts = 0
-        #: What its pool said of itself lately; None while it does not answer.
-        self.told: dict[str, Any] | None = None
-        self.last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        #: What was read of a line that has no end yet.
-        self._begun = b""
+        #: Latest statistics of its pool; None while it does not answer.
+        self.statistics: dict[str, Any] | None = None
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        #: Start of an output line whose end has not arrived yet.
+        self._partial_line = b""
 
     @property
     def is_over(self) -> bool:
@@ -113,7 +113,7 @@ class Worker:
         def prepare() -> None:
             die_with(parent)
             if self.share.processors:
-                with suppress(OSError):  # they may have been taken away since
+                with suppress(OSError):  # the CPUs may have become unavailable since
                     os.sched_setaffinity(0, self.share.processors)
 
         self.output, theirs = os.pipe()
@@ -124,20 +124,20 @@ class Worker:
             stdout=theirs,
             stderr=theirs,
             env=self._environment,
-            # Ctrl-C in a terminal goes to this process alone, which then ends its workers in order.
+            # Ctrl-C in a terminal reaches only this process, which then stops its workers in order.
             start_new_session=True,
-            preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock: three system calls
+            preexec_fn=prepare,  # noqa: PLW1509 - takes no lock: three system calls
         )
         os.close(theirs)
         self.due = None
         self.failures.started()
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that are complete with this."""
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > LONGEST_LINE:
-            lines.append(self._begun)
-            self._begun = b""
+        """Return the lines that `data` completes, without line ends."""
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        if len(self._partial_line) > MAX_LINE_BYTES:
+            lines.append(self._partial_line)
+            self._partial_line = b""
         return lines
 
     def signal(self, number: int) -> None:
@@ -146,10 +146,10 @@ class Worker:
 
 
 class Supervisor:
-    """Runs a worker for each share until a signal ends them.
+    """A supervisor that runs one worker per share until a signal stops them.
 
-    name: as the flag; command: what runs a worker; flags: what the command line set, which workers get as variables,
-    since arguments are shown to everybody by `ps`. Raises SettingsError.
+    name: value of the flag `--name`. command: command line of a worker. flags: settings from the command line; workers
+    receive them as environment variables, because `ps` shows arguments to every user. Raises SettingsError.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Supervisor:
         port = settings.metrics_port or 0
         if port + len(shares) > 2**16:
             raise SettingsError(
-                f"{PREFIX}METRICS_PORT: {len(shares)} workers serve on ports from {port} on, but there is none beyond "
-                f"65535: set {2**16 - len(shares)} or less."
+                f"{PREFIX}METRICS_PORT: {len(shares)} workers need ports from {port} up, but the last port is 65535. "
+                f"Set {2**16 - len(shares)} or less."
             )
         self._workers = []
         for index, share in enumerate(shares):
@@ -178,27 +178,30 @@ class Supervisor:
                 if variable != NOTIFY_SOCKET and variable.upper() not in given
             }
             self._workers.append(Worker(share, share.node(name), command, others | given))
-        #: What workers answered, by node name.
+        #: Statistics of the workers that answered, by node name.
         self._answers: queue.SimpleQueue[dict[str, dict[str, Any]]] = queue.SimpleQueue()
-        #: A worker has ended: whoever waits to ask again asks now.
+        #: Set when a worker has exited, so that the next request for statistics is sent at once.
         self._changed = threading.Event()
-        #: Asked at the start: one that was closed is none.
+        #: Checked at the start, because a terminal that was closed later no longer counts as one.
         self._in_terminal = any(os.isatty(file) for file in range(3))
         self._live: Live | None = None
         self._ready = False
-        #: Workers that answered when it was last said.
+        #: Number of answering workers at the last report.
         self._up = 0
-        self._ending = False
-        #: When those that were asked to end are killed.
+        self._stopping = False
+        #: Time at which workers that are still shutting down are killed, by time.monotonic.
         self._deadline: float | None = None
-        self._mistake: str | None = None
+        self._user_error: str | None = None
         self._status = 0
 
     def run(self) -> int:
-        """Until a signal ends them, or all are given up; returns the exit status. Raises UserError: a worker's."""
-        with self._heard(), self._status_line():
-            # Nobody waits for it: Redis may not answer for long.
-            threading.Thread(target=self._ask, name="answers", daemon=True).start()
+        """Run until a signal stops the workers or all are given up. Return the exit status.
+
+        Raises UserError with a worker's message if a worker exits because of a user error.
+        """
+        with self._signals_handled(), self._status_line():
+            # A daemon thread, because Redis may take long to answer.
+            threading.Thread(target=self._poll_statistics, name="answers", daemon=True).start()
             try:
                 while not all(worker.is_over for worker in self._workers):
                     self._turn()
@@ -207,12 +210,12 @@ class Supervisor:
                     if worker.process:
                         worker.process.kill()
                         worker.process.wait()
-        if self._mistake:
-            raise UserError(self._mistake)
+        if self._user_error:
+            raise UserError(self._user_error)
         return self._status
 
     def _turn(self) -> None:
-        """Start whose time has come, wait for what comes next, and see who has ended."""
+        """Start the workers that are due, wait for the next event, and handle exits."""
         now = time.monotonic()
         for worker in self._workers:
             if worker.due is not None and worker.due <= now:
@@ -225,17 +228,19 @@ class Supervisor:
             key.data()
         for worker in self._workers:
             if worker.process and worker.process.poll() is not None:
-                self._ended(worker, worker.process.returncode)
+                self._exited(worker, worker.process.returncode)
 
-    # Signals, and the end.
+    # Signals and shutdown.
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Signals wake `_turn`. What is ignored stays ignored: under nohup a closed terminal is no reason to end."""
+    def _signals_handled(self) -> Iterator[None]:
+        """Let signals wake `_turn`. Ignored signals stay ignored: under nohup, closing the terminal stops nothing."""
         self._awake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        wanted = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
+        wanted = [
+            number for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS) if signal.getsignal(number) != signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, lambda *_: None) for number in (*wanted, signal.SIGCHLD)}
         try:
             with self._awake, self._waker, DefaultSelector() as self._files:
@@ -249,21 +254,21 @@ class Supervisor:
     def _woken(self) -> None:
         for number in self._awake.recv(4096):
             if number == ANSWERED:
-                self._hear(self._answers.get())
+                self._update_statistics(self._answers.get())
             elif number == signal.SIGQUIT:
-                self._end(signal.SIGQUIT)
-            elif number in ENDING or (number == signal.SIGHUP and self._in_terminal):  # which was closed
-                self._end(signal.SIGTERM)
-            elif number in PASSED_ON:
+                self._stop(signal.SIGQUIT)
+            elif number in STOP_SIGNALS or (number == signal.SIGHUP and self._in_terminal):  # the terminal was closed
+                self._stop(signal.SIGTERM)
+            elif number in FORWARDED_SIGNALS:
                 for worker in self._workers:
-                    if worker.told:  # one that is loading would die of it
+                    if worker.statistics:  # the signal would kill a worker that is still loading
                         worker.signal(number)
 
-    def _end(self, how: signal.Signals) -> None:
-        """Have all of them end, side by side. Asked again, each is asked again."""
-        if not self._ending:
-            self._ending = True
-            self._deadline = time.monotonic() + self._settings.drain + GRACE
+    def _stop(self, how: signal.Signals) -> None:
+        """Send the signal to all workers. A second call sends it again, without moving the deadline."""
+        if not self._stopping:
+            self._stopping = True
+            self._deadline = time.monotonic() + self._settings.drain + KILL_GRACE_S
             tell("STOPPING=1")
         for worker in self._workers:
             worker.due = None
@@ -273,125 +278,131 @@ class Supervisor:
         self._deadline = None
         for worker in self._workers:
             if worker.process:
-                logger.error("%s has not ended in time: it is killed", worker.node)
+                logger.error("worker %s did not stop in time: killing it", worker.node)
                 worker.process.kill()
 
-    def _ended(self, worker: Worker, status: int) -> None:
-        while self._pass_on(worker):
+    def _exited(self, worker: Worker, status: int) -> None:
+        """Forward the rest of the output, then restart the worker, give it up, or stop all workers."""
+        while self._forward_output(worker):
             pass
         with suppress(KeyError):
             self._files.unregister(worker.output)
         os.close(worker.output)
-        worker.process = worker.told = None
+        worker.process = worker.statistics = None
         self._changed.set()
-        if self._ending:
-            if status not in (0, -signal.SIGTERM):  # of the signal dies who has not begun to take messages
+        if self._stopping:
+            if status not in (0, -signal.SIGTERM):  # a worker that has not begun to consume dies of SIGTERM
                 self._status = 1
             return
-        said = list(worker.last_words)
-        if status == MISTAKE:
-            self._mistake = said[-1].removeprefix(SAID.decode()) if said else f"{worker.node} ended with status 2."
-            self._end(signal.SIGTERM)
+        last_lines = list(worker.last_lines)
+        if status == USER_ERROR_STATUS:
+            self._user_error = (
+                last_lines[-1].removeprefix(USER_ERROR_PREFIX.decode())
+                if last_lines
+                else f"Worker {worker.node} exited with status 2."
+            )
+            self._stop(signal.SIGTERM)
             return
-        pause = worker.failures.ended()
-        if pause is None:
+        delay = worker.failures.ended()
+        if delay is None:
             logger.critical(
-                "%s is given up: it ended %d times in a row, at last with status %d. Its log ends:\n  %s",
+                "giving up worker %s after %d failures in a row, the last with status %d. Its log ends:\n  %s",
                 worker.node,
-                FAILURES,
+                MAX_FAILURES,
                 status,
-                "\n  ".join(said),
+                "\n  ".join(last_lines),
             )
             self._status = int(all(other.is_over for other in self._workers))
             return
-        logger.error("%s ended with status %d; a new one starts in %.3g s", worker.node, status, pause)
+        logger.error("worker %s exited with status %d: restarting it in %.3g s", worker.node, status, delay)
         worker.restarts += 1
-        worker.due = time.monotonic() + pause
+        worker.due = time.monotonic() + delay
 
-    # What the workers write.
+    # The workers' output.
 
     def _readable(self, worker: Worker) -> None:
-        if not self._pass_on(worker):
-            self._files.unregister(worker.output)  # it has closed its end
+        if not self._forward_output(worker):
+            self._files.unregister(worker.output)  # the worker has closed its end
 
-    def _pass_on(self, worker: Worker) -> bool:
-        """Write what it wrote, line by line; False where there is nothing, for now or for ever."""
+    def _forward_output(self, worker: Worker) -> bool:
+        """Write the available output of a worker to standard error, line by line. Return False if there was none."""
         data = b""
         with suppress(BlockingIOError):
-            data = os.read(worker.output, LONGEST_LINE)
+            data = os.read(worker.output, MAX_LINE_BYTES)
         for line in worker.lines(data):
             text = printable(line.decode(errors="replace"))
-            worker.last_words.append(text)
-            # A mistake is most often every worker's: it is told once, at the end.
-            if line and not line.startswith(SAID):
-                with suppress(OSError):  # nobody reads any more
+            worker.last_lines.append(text)
+            # Most user errors affect every worker: `run` reports them once.
+            if line and not line.startswith(USER_ERROR_PREFIX):
+                with suppress(OSError):  # the reader of standard error is gone
                     sys.stderr.write(f"{self._marked(worker, text)}\n")
         return bool(data)
 
     def _marked(self, worker: Worker, line: str) -> str:
-        """A line with whose it is, in text before it, in JSON inside it."""
+        """Add the worker's name to an output line: as a prefix in text, as a field in JSON."""
         if self._settings.log_format != "json":
             return f"{worker.share.name} | {line}"
         if line.startswith('{"'):
             return f'{{"worker": {json.dumps(worker.node)}, {line[1:]}'
         return json_line({"worker": worker.node, "message": line})
 
-    # How they fare.
+    # The workers' state.
 
-    def _ask(self) -> None:
-        """On a thread of its own, since it waits for the answers."""
+    def _poll_statistics(self) -> None:
+        """Request the workers' statistics regularly, on a thread of its own because the answers take time."""
         app = make_app(self._settings)
         nodes = [worker.node for worker in self._workers]
-        while not self._ending:
-            # Every worker of this Redis hears the question: where all is well it is rare.
-            self._changed.wait(REFRESH if self._live or not self._settled() else self._settings.statistics_interval)
+        while not self._stopping:
+            # Every worker on this Redis receives the request, so it is sent rarely while all workers answer.
+            frequent = self._live or not self._all_answer()
+            self._changed.wait(REFRESH_INTERVAL_S if frequent else self._settings.statistics_interval)
             self._changed.clear()
             found: dict[str, dict[str, Any]] = {}
             with suppress(RedisFault, OperationalError):
                 found = worker_statistics(app, nodes)
             self._answers.put(found)
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the main thread has closed the socket
                 self._waker.send(bytes([ANSWERED]))
 
-    def _settled(self) -> bool:
-        """Whether every worker answers that has not been given up."""
-        return all(worker.told or worker.is_over for worker in self._workers)
+    def _all_answer(self) -> bool:
+        """Return True if every worker answers, except those that were given up."""
+        return all(worker.statistics or worker.is_over for worker in self._workers)
 
-    def _hear(self, found: dict[str, dict[str, Any]]) -> None:
+    def _update_statistics(self, found: dict[str, dict[str, Any]]) -> None:
+        """Store the answers, notify systemd once all workers are up, and print or log the status line."""
         for worker in self._workers:
-            worker.told = found.get(worker.node) if worker.process else None
-        if not self._ready and not self._ending and self._settled():
+            worker.statistics = found.get(worker.node) if worker.process else None
+        if not self._ready and not self._stopping and self._all_answer():
             self._ready = True
             tell("READY=1")
-        up = sum(bool(worker.told) for worker in self._workers)
+        up = sum(bool(worker.statistics) for worker in self._workers)
         if self._live:
             with suppress(OSError):  # the terminal was closed
-                self._live.update(Text(self._said(up), no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif not self._ending and (self._settled() or up != self._up):
-            logger.info("%s", self._said(up))
+                self._live.update(Text(self._status_text(up), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif not self._stopping and (self._all_answer() or up != self._up):
+            logger.info("%s", self._status_text(up))
         self._up = up
 
-    def _said(self, up: int) -> str:
-        """The status line."""
-        rows = sum(worker.told["rows_waiting"] for worker in self._workers if worker.told)
+    def _status_text(self, up: int) -> str:
+        rows = sum(worker.statistics["rows_waiting"] for worker in self._workers if worker.statistics)
         restarts = sum(worker.restarts for worker in self._workers)
-        parts = [f"{up} of {len(self._workers)} workers up", f"{rows:,} rows wait", f"{restarts:,} restarts"]
+        parts = [f"{up} of {len(self._workers)} workers up", f"{rows:,} rows waiting", f"{restarts:,} restarts"]
         for worker in self._workers:
-            if worker.told:
-                recent = worker.told["recent"]
+            if worker.statistics:
+                recent = worker.statistics["recent"]
                 how = f"{recent['posts_per_second']:,.0f} posts/s, busy {recent['device_busy']:.2f}"
             else:
-                how = "given up" if worker.is_over else "away"
+                how = "given up" if worker.is_over else "not answering"
             parts.append(f"{worker.share.name} {how}")
         return " · ".join(parts)
 
     @contextmanager
     def _status_line(self) -> Iterator[None]:
-        """In a terminal, a line below all others that is written over."""
+        """In a terminal, keep a status line below the log lines."""
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         if not console.is_terminal:
             yield
             return
         with Live(console=console, auto_refresh=False, transient=True) as self._live:
-            logs.configure(self._settings)  # to the stream that keeps lines above it
+            logs.configure(self._settings)  # Live has replaced stderr with a stream that prints above the line
             yield

@@ -1,6 +1,6 @@
-"""Posts that a model is trained on, with their labels: from the stream of results, an export, or a file of posts.
+"""Collect labelled posts for training from the results stream, an export or a file of posts.
 
-What was purged is left out wherever it comes from, as far as Redis is there to say so. Knows nothing of training.
+Purged posts are left out of every source, provided Redis answers.
 """
 
 from collections import Counter
@@ -23,25 +23,25 @@ from shared.settings import Settings
 from shared.training import RESULTS, TrainOptions
 from workers.training.examples import Example
 
-#: Rows of Parquet that are held together.
-AT_ONCE = 5000
+#: Rows per batch when a Parquet file is read.
+BATCH_ROWS = 5000
 
 
 class Provenance(NamedTuple):
-    """Counts of posts; nothing of what they say."""
+    """The origin of a dataset as counts of posts, without any content."""
 
     source: str
     read: int
-    #: Without a label, or below the score that it should have.
+    #: Posts without a label, or with a score below `min_score`.
     unlabelled: int
-    #: Left out, since they were purged; None where Redis could not be asked.
+    #: Posts left out because they were purged; None if Redis did not answer.
     purged: int | None
-    #: Whose labels these are: model -> posts. Of topics none.
+    #: Posts per labelling model; empty if the labels are topics.
     labelled_by: dict[str, int]
 
 
 class Collected(NamedTuple):
-    """Examples, those of the test's own file (None where it has none), and where they come from."""
+    """Training examples, the examples of a separate test file (None without one), and their provenance."""
 
     examples: list[Example]
     tested: list[Example] | None
@@ -53,12 +53,12 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
     source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, notes)
     found = list(islice(source, options.limit))
     if options.source == RESULTS:
-        notes.print(f"Bodies are their first {settings.stream_body} characters: the stream keeps no more.")
+        notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
     tested = None
     if options.test is not None:
         tested = [post for post in islice(_of_path(options.test, notes), options.limit) if _post(post).topic]
         if not tested:
-            raise InputError(f"None of the posts of {printable(options.test)} has a topic to be tested against.")
+            raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     gone: set[str] | None = set()
     if options.source != RESULTS:
         gone = _purged((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
@@ -69,8 +69,8 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
         raise InputError(_nothing(len(kept), options))
     if len(labelled_by) > 1:
         notes.print(
-            f"The labels are those of {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}): of a post "
-            "that several have labelled the oldest result counts.",
+            f"The labels come from {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}). Posts with "
+            "labels from several models get that of their oldest result.",
             markup=False,
         )
     provenance = Provenance(
@@ -92,14 +92,14 @@ def _post(found: Post | Labelled) -> Post:
 
 
 def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
-    """None where it has no label, or too small a score."""
+    """Return the training example, or None without a label or with a score below `min_score`."""
     post, label, scores = _post(found), _post(found).topic, None
     if options.labels != "topic":
         if isinstance(found, Post) or found.scores[found.label] < options.min_score:
             return None
         labelled_by[found.model] += 1
         label, scores = found.label, found.scores if options.labels == "soft" else None
-    if not label or not post.text:  # a body that the stream has clipped to nothing
+    if not label or not post.text:  # the stream truncates bodies, possibly to nothing
         return None
     return Example(post, label.strip(), scores)
 
@@ -107,34 +107,34 @@ def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter
 def _nothing(posts: int, options: TrainOptions) -> str:
     if options.labels == "topic":
         return (
-            f"None of {posts:,} posts has a topic to learn: add it to the file, or learn what a model said of them, "
+            f"None of {posts:,} posts has a topic to learn. Add topics to the file, or train on a model's labels "
             "with --labels zero-shot."
         )
     return (
-        f"None of {posts:,} posts has a label by a model with a score of {options.min_score} or more: results and "
-        "exports have labels, files of posts have none. Lower --min-score, or use --labels topic."
+        f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
+        "exports contain such labels. Lower --min-score, or use --labels topic."
     )
 
 
 def _of_results(settings: Settings) -> Iterator[Labelled]:
-    """The stream's, oldest first. Of bodies it has the first `stream_body` characters. Raises RedisError."""
+    """Yield the results in the stream, oldest first, with bodies cut to `stream_body` characters. Raises RedisError."""
     with told_plainly(settings):
         for chunk in RowReader(connect(settings)).chunks(Place("0-0")):
             for row in chunk.rows:
-                # It was valid when it was written, and may have been clipped since.
+                # Not validated again: it was valid when written, and truncation may have made it invalid since.
                 post = Post.model_construct(**row.post)
                 yield Labelled(post, row.found["label"], row.found["scores"], row.found["model"])
 
 
 def _of_path(path: str, notes: Console) -> Iterator[Post | Labelled]:
-    """A file's, or those of an export's parts, in the order of their names, which is that of time."""
+    """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
     folder = Path(path)
     if not folder.is_dir():
         yield from _of_file(path, notes)
         return
     parts = sorted(folder.glob("*/part-*"))
     if not parts:
-        raise InputError(f"{printable(path)} is a folder without parts of an export: name a file, or such a folder.")
+        raise InputError(f"The folder {printable(path)} holds no parts of an export. Name a file or an export folder.")
     for part in parts:
         yield from _of_file(str(part), notes)
 
@@ -153,25 +153,25 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
         import pyarrow as pa  # noqa: PLC0415 - an extra
         import pyarrow.parquet as pq  # noqa: PLC0415
     except ModuleNotFoundError:
-        raise UserError("Parquet needs pyarrow: `pip install 'feedmill[export]'` brings it.") from None
+        raise UserError("Parquet needs pyarrow. Install it with `pip install 'feedmill[export]'`.") from None
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(AT_ONCE):
+            for batch in file.iter_batches(BATCH_ROWS):
                 for number, row in enumerate(batch.to_pylist()):
                     record = {column.lower(): value for column, value in row.items()}
                     for found in labelled_of(record, f"{printable(path)}:{number}"):
                         if isinstance(found, BadRecord):
-                            raise InputError(f"{found.where} is no row of an export: {found.reason}.")
+                            raise InputError(f"{found.where} is not a row of an export: {found.reason}.")
                         yield found
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(f"{printable(path)} cannot be read as an export in Parquet: {clause(error)}.") from None
+        raise InputError(f"Cannot read {printable(path)} as a Parquet export: {clause(error)}.") from None
 
 
 def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
-    """Which of them were purged; None where Redis does not say."""
+    """Return the ids of purged posts; None, with a note, if Redis does not answer."""
     try:
         with told_plainly(settings):
             return RowReader(connect(settings)).gone(ids)
-    except RedisError as away:
-        notes.print(f"Purged posts are not left out, since nobody knows them here: {away}", markup=False)
+    except RedisError as error:
+        notes.print(f"Purged posts cannot be identified and may be included: {error}", markup=False)
         return None

@@ -1,13 +1,13 @@
-"""The task `feedmill.train`: what `feedmill train` does, for whoever asks through the queue.
+"""Run trainings as Celery tasks: `feedmill.train` does what the command `feedmill train` does.
 
-A training is the command itself, as a process: what it took of memory is free afterwards, and its errors are the same
-sentences. How far it is becomes the task's state, PROGRESS, in Celery's results and in Flower. It is registered with
-the trainer's application alone, which takes messages from its own queue alone: no worker that classifies ever trains.
+Each training runs the command as a child process: its memory is released when it exits, and its error messages are the
+same. Progress is published as the task state PROGRESS, in Celery's result backend and in Flower. The task is registered
+only in the trainer's application, which consumes only its own queue, so workers that classify never train.
 
-A trainer that ends gives an unfinished training back to the queue; the next one goes on at its last checkpoint.
+A trainer that shuts down returns an unfinished training to the queue; the next trainer resumes at the last checkpoint.
 
-What it leans on in Celery 5.7: a custom event `task-progress` makes the state PROGRESS, and its field `result` is shown
-(celery/events/state.py).
+It depends on Celery 5.7 (celery/events/state.py): a custom event `task-progress` sets the state PROGRESS, and its field
+`result` is shown.
 """
 
 import json
@@ -34,24 +34,24 @@ from workers.weights import EMBEDDED
 
 logger = logging.getLogger(__name__)
 
-#: The state of a training that runs.
+#: Task state of a running training.
 PROGRESS = "PROGRESS"
-#: Of its metrics, what the task's result tells; training.json in its folder has the others.
-TOLD = ("accuracy", "macro_f1", "calibration_error", "posts_per_s", "posts")
+#: Metrics in the task's result. training.json in the model's folder has all of them.
+RESULT_METRICS = ("accuracy", "macro_f1", "calibration_error", "posts_per_s", "posts")
 
 
 def make_trainer_app(settings: Settings) -> Application:
-    """The application of a trainer: one task, one queue, one training at a time."""
+    """Create the trainer's Celery application: one task, one queue, one training at a time."""
     app = make_app(settings)
     reserve(app)
     app.conf.update(
         task_default_queue=TRAIN_QUEUE,
         task_track_started=True,
-        # A thread, so that the trainer answers meanwhile; the training itself is a process.
+        # A thread lets the trainer answer remote control while the training's process runs.
         worker_pool="threads",
         worker_concurrency=1,
         worker_prefetch_multiplier=1,
-        # Ours: what is no training is a dead letter, and no log shows what it says.
+        # Feedmill's consumer turns other messages into dead letters and keeps their content out of the log.
         worker_consumer="workers.consumer:Consumer",
     )
     trainings = Trainings(settings)
@@ -62,18 +62,18 @@ def make_trainer_app(settings: Settings) -> Application:
         return trainings.run(self, given)
 
     app.finalize()
-    # A shared task, which every application has: sent here it is a dead letter.
+    # Every application has this shared task. Unregistered, a post sent to this queue becomes a dead letter.
     app.tasks.unregister(CLASSIFY_TASK)
     return app
 
 
 def run_trainer(settings: Settings, name: str | None) -> int:
-    """Run until SIGTERM; returns the exit status. name: the node name."""
+    """Run a trainer until SIGTERM and return the exit status. name: node name."""
     return run(make_trainer_app(settings), name or f"feedmill-trainer-{os.getpid()}", queues=[TRAIN_QUEUE])
 
 
 class Trainings:
-    """Runs the command for each message."""
+    """A runner that executes `feedmill train` for each message, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -81,9 +81,12 @@ class Trainings:
         self._ending = threading.Event()
 
     def run(self, task: "Task[Any, Any]", given: Mapping[str, Any]) -> dict[str, Any]:
-        """Train; where the model is, and how good. Raises UserError, and Reject where the trainer ends meanwhile."""
+        """Train a model and return its folder and metrics.
+
+        Raises UserError, and Reject (which requeues the message) if the trainer shuts down meanwhile.
+        """
         options = within(TrainOptions.parse(dict(given)), self._settings)
-        options = _going_on(options)
+        options = _resumed(options)
         settings = self._settings
         environment = {f"{PREFIX}REDIS_URL": settings.broker_url, f"{PREFIX}DEVICE": settings.device}
         parent = os.getpid()
@@ -93,7 +96,7 @@ class Trainings:
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | environment,
-            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - it takes no lock: two system calls
+            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - takes no lock: two system calls
         ) as process:
             self._process = process
             if self._ending.is_set():
@@ -101,32 +104,34 @@ class Trainings:
             found, last = self._follow(task, process)
         self._process = None
         if self._ending.is_set() and process.returncode:
-            raise Reject("the trainer ends", requeue=True)
+            raise Reject("the trainer is shutting down", requeue=True)
         if found is None:
-            said = last.removeprefix("feedmill: ")
-            raise UserError(said if process.returncode == 2 else f"The training failed, see the trainer's log: {said}")
+            message = last.removeprefix("feedmill: ")
+            raise UserError(
+                message if process.returncode == 2 else f"The training failed, see the trainer's log: {message}"
+            )
         return found
 
     def end(self, **_: Any) -> None:
-        """The trainer is asked to end: so is its training."""
+        """Terminate the training when the trainer begins to shut down."""
         self._ending.set()
         if self._process:
             self._process.terminate()
 
     def _follow(self, task: "Task[Any, Any]", process: "subprocess.Popen[str]") -> tuple[dict[str, Any] | None, str]:
-        """(what came of it, the last line it said), while its progress is told."""
+        """Publish the training's progress until it ends; return its result, or None, and its last log line."""
         found, last = None, ""
         for line in process.stdout or ():
             if not line.startswith("{"):
                 last = line.strip() or last
                 logger.info("training %s: %s", task.request.id, printable(line.rstrip()))
                 continue
-            said = json.loads(line)
-            if trained := said.get("trained"):
-                metrics = trained["metrics"] and {name: trained["metrics"][name] for name in TOLD}
+            event = json.loads(line)
+            if trained := event.get("trained"):
+                metrics = trained["metrics"] and {name: trained["metrics"][name] for name in RESULT_METRICS}
                 found = {name: trained[name] for name in ("folder", "labels", "train", "test", "seconds")}
                 found["metrics"] = metrics
-            elif now := said.get("progress") or said.get("plan"):
+            elif now := event.get("progress") or event.get("plan"):
                 meta = {"step": now.get("step", 0), "steps": now["steps"], "loss": now.get("loss")}
                 task.update_state(state=PROGRESS, meta=meta)
                 task.send_event("task-progress", result=f"step {meta['step']} of {meta['steps']}, loss {meta['loss']}")
@@ -134,7 +139,7 @@ class Trainings:
 
 
 def within(options: TrainOptions, settings: Settings) -> TrainOptions:
-    """The options with paths in the folder for trainings. Raises UserError for those that lead out of it."""
+    """Resolve the options' paths inside the training folder. Raises UserError for a path outside of it."""
     folder = settings.training_folder
     changed: dict[str, Any] = {"out": _inside(folder, options.out, "out")}
     if options.source != RESULTS:
@@ -143,7 +148,7 @@ def within(options: TrainOptions, settings: Settings) -> TrainOptions:
         changed["test"] = _inside(folder, options.test, "test")
     if options.base not in (EMBEDDED, settings.model):
         if options.base.startswith(("/", ".", "~")) or ".." in Path(options.base).parts:
-            raise UserError(f"base: {printable(options.base)!r:.200} leads out of the folder for trainings.")
+            raise UserError(f"base: {printable(options.base)!r:.200} is outside of the training folder.")
         if (folder / options.base).is_dir():
             changed["base"] = _inside(folder, options.base, "base")
     return options.model_copy(update=changed)
@@ -153,14 +158,14 @@ def _inside(folder: Path, name: str, option: str) -> str:
     path = (folder / name).resolve()
     if path == folder.resolve() or not path.is_relative_to(folder.resolve()):
         raise UserError(
-            f"{option}: {printable(name)!r:.200} is not within the folder for trainings; name what is in it, such as "
+            f"{option}: {printable(name)!r:.200} is outside of the training folder. Give a path inside it, such as "
             "topics-1."
         )
     return str(path)
 
 
-def _going_on(options: TrainOptions) -> TrainOptions:
-    """What an earlier trainer has begun is gone on with; from a stream that has moved on since, begun anew."""
+def _resumed(options: TrainOptions) -> TrainOptions:
+    """Resume an unfinished training. With the results stream as source, start over, because the stream has changed."""
     begun = Path(options.out) / CHECKPOINTS
     if not begun.is_dir():
         return options

@@ -1,4 +1,4 @@
-"""A training as a person follows it: what will be done, how far it is, its curves; or each as a line of JSON."""
+"""Print a training's plan, progress and result, as text or as JSON lines."""
 
 import json
 import time
@@ -17,16 +17,16 @@ from shared.errors import printable
 from workers.training.examples import Dataset
 from workers.training.run import Plan, Point, Progress
 
-#: Cells of a curve in the terminal, and its heights.
-CELLS, HEIGHTS = 60, "▁▂▃▄▅▆▇█"
-#: Seconds between two lines where no terminal shows a bar.
-PAUSE = 10.0
+#: Width of a sparkline in characters, and its characters from low to high.
+SPARKLINE_WIDTH, SPARKLINE_CHARACTERS = 60, "▁▂▃▄▅▆▇█"
+#: Seconds between progress lines if there is no progress bar.
+PROGRESS_INTERVAL_S = 10.0
 
 
 class Report:
-    """Tells of one training: to people, or (as_json) as one object a line with the key `plan`, `progress` or `trained`.
+    """The output of one training: text or, with as_json, JSON lines with the key `plan`, `progress` or `trained`.
 
-    Quiet in all processes of a training but the first.
+    quiet: print nothing; set in every process of a distributed training except the first.
     """
 
     def __init__(self, notes: Console, as_json: bool, quiet: bool) -> None:
@@ -35,29 +35,30 @@ class Report:
         self._notes = notes
         self._bar = Bar(*columns, console=notes, transient=True, disable=not notes.is_terminal or as_json or quiet)
         self._task: Any = None
-        self._told = time.monotonic()
+        #: Time of the last progress line, by time.monotonic.
+        self._printed_at = time.monotonic()
 
     def data(self, dataset: Dataset) -> None:
-        """What is trained on."""
+        """Print the sizes and labels of the dataset."""
         if self._quiet or self._json:
             return
         labels = ", ".join(f"{printable(label)} {count:,}" for label, count in dataset.counts.items())
         typer.echo(
-            f"{len(dataset.train):,} posts to train on, {len(dataset.test):,} to test on"
-            + (f", {len(dataset.validation):,} held back" if dataset.validation else "")
+            f"{len(dataset.train):,} posts for training, {len(dataset.test):,} for testing"
+            + (f", {len(dataset.validation):,} for validation" if dataset.validation else "")
         )
         typer.echo(f"{len(dataset.labels)} labels: {labels}")
         if dataset.left_out:
             typer.echo("Left out: " + ", ".join(f"{count:,} {why}" for why, count in dataset.left_out.items()))
 
     def planned(self, plan: Plan) -> None:
-        """Before the first step."""
+        """Print the plan and show the progress bar."""
         if self._json:
             self._line("plan", plan._asdict() | {"effective_batch": plan.effective_batch})
             return
         typer.echo(
-            f"Effective batch {plan.effective_batch} = {plan.batch_size} a device × {plan.accumulation} accumulated × "
-            f"{plan.devices} devices; {plan.device} in {plan.precision}"
+            f"Effective batch {plan.effective_batch} = {plan.batch_size} per device × {plan.accumulation} accumulated "
+            f"× {plan.devices} devices; {plan.device} in {plan.precision}"
         )
         about = "" if plan.seconds is None else f", about {_duration(plan.seconds)}"
         typer.echo(f"{plan.steps:,} optimization steps, {plan.epochs:.3g} epochs{about}")
@@ -66,23 +67,24 @@ class Report:
         self._task = self._bar.add_task("training", total=plan.steps)
 
     def progress(self, now: Progress) -> None:
-        """After each optimization step."""
+        """Report an optimization step."""
         loss = "" if now.loss is None else f"loss {now.loss:.3f}"
         if self._task is not None:
             self._bar.update(self._task, completed=now.step, description=loss or "training")
-        if self._bar.disable and (time.monotonic() - self._told > PAUSE or now.step == now.steps):
-            self._told = time.monotonic()
+        since_last = time.monotonic() - self._printed_at
+        if self._bar.disable and (since_last > PROGRESS_INTERVAL_S or now.step == now.steps):
+            self._printed_at = time.monotonic()
             if self._json:
                 self._line("progress", now._asdict())
             else:
                 self._notes.print(f"step {now.step:,} of {now.steps:,}, epoch {now.epoch:.2f} {loss}")
 
     def stop(self) -> None:
-        """The bar is done, however it came to that."""
+        """Remove the progress bar after the training has ended or failed."""
         self._bar.stop()
 
     def finished(self, console: Console, record: Mapping[str, Any], curve: Sequence[Point], folder: Path) -> None:
-        """The end."""
+        """Print the training time, the curves and the metrics of the finished model."""
         if self._json:
             self._line("trained", {"folder": str(folder), **record})
             return
@@ -100,17 +102,20 @@ class Report:
                 table.add_row(escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}")
         if record["metrics"]:
             console.print(table)
-        typer.echo(f"`feedmill worker --model {printable(str(folder))}` serves it.")
+        typer.echo(f"Serve the model with `feedmill worker --model {printable(str(folder))}`.")
 
     def _line(self, key: str, value: Mapping[str, Any]) -> None:
         typer.echo(json.dumps({key: value}, ensure_ascii=False))
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One row of blocks, from nothing to the greatest."""
+    """Return a line of block characters, scaled from 0 to the greatest value. Long series are sampled."""
     most = max(values) or 1.0
-    shown = values if len(values) <= CELLS else [values[place * len(values) // CELLS] for place in range(CELLS)]
-    return "".join(HEIGHTS[min(int(max(value, 0.0) / most * len(HEIGHTS)), len(HEIGHTS) - 1)] for value in shown)
+    width, characters = SPARKLINE_WIDTH, SPARKLINE_CHARACTERS
+    shown = values if len(values) <= width else [values[place * len(values) // width] for place in range(width)]
+    return "".join(
+        characters[min(int(max(value, 0.0) / most * len(characters)), len(characters) - 1)] for value in shown
+    )
 
 
 def _duration(seconds: float) -> str:

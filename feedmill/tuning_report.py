@@ -1,4 +1,4 @@
-"""What `feedmill tune` found, as a person reads it: bars, sentences, CSV, a chart and the last line, JSON."""
+"""Print the results of `feedmill tune` as bars and sentences, and write them as CSV and JSON."""
 
 import csv
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from shared.errors import ModelError
 from workers.classifiers import Classifier
 from workers.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, Measured, Tuning
 
-#: Cells of the longest bar.
-BAR = 24
-#: How the sizes of each kind are named, what they count, and what the bars of them are.
+#: Length of the longest bar in characters.
+BAR_LENGTH = 24
+#: Name, unit and table title of each kind of size.
 NAMES = {BATCH_SIZE: "batch size", TOKEN_BUDGET: "token budget"}
 UNITS = {BATCH_SIZE: "posts", TOKEN_BUDGET: "tokens"}
 TITLES = {
-    BATCH_SIZE: "Batches of posts in the order in which they come",
-    TOKEN_BUDGET: "Batches of posts sorted by length, cut by a token budget",
+    BATCH_SIZE: "Batches of posts in arrival order",
+    TOKEN_BUDGET: "Batches of posts sorted by length, within a token budget",
 }
 
 
 class TuningReport:
-    """What was found, by kind. Raises ModelError where the device had no memory for any size."""
+    """The tuning curves of a model by kind of size. Raises ModelError if the device had no memory for any size."""
 
     def __init__(self, tuning: Tuning, classifier: Classifier, posts: int) -> None:
         self.curves = {kind: tuning.curve(kind) for kind in NAMES}
-        #: Those with anything to show.
+        #: The curves with at least one measured size.
         self.measured = {kind: curve for kind, curve in self.curves.items() if curve.points}
         self._device, self._model = classifier.device, classifier.weights.name
         self._packed = tuning.packed
@@ -37,33 +37,33 @@ class TuningReport:
         if not self.measured:
             raise ModelError(
                 f"{self._device.name} has no memory for {self._model} and a batch of {self.curves[BATCH_SIZE].full} "
-                "posts. Take a smaller model, fewer labels, or half precision."
+                "posts. Use a smaller model, fewer labels, or half precision."
             )
 
     @property
     def title(self) -> str:
-        """What was measured, on what."""
+        """Return a line with the model, hardware, precision and number of posts and tokens."""
         precision = str(self._device.dtype).removeprefix("torch.")
         return f"{self._model} on {self._device.hardware} in {precision}: {self._about}"
 
     def show(self, console: Console) -> None:
-        """Print both curves as bars, what was left out of them, and where their knees are."""
+        """Print both curves as bars, the sizes that were left out, and each curve's knee."""
         typer.echo(self.title)
         fastest = max(point.posts_per_s for curve in self.measured.values() for point in curve.points)
         for kind, curve in self.measured.items():
             console.print(_bars(kind, curve, fastest))
         if self._device.lanes > 1:
             typer.echo(
-                f"Both are comparable: one forward pass at a time, on one of {self._device.lanes} lanes with its share "
-                f"of the cores. A worker runs {self._device.lanes} such lanes side by side."
+                f"Both tables measure one forward pass at a time, on one of {self._device.lanes} lanes with its share "
+                f"of the cores. A worker runs {self._device.lanes} such lanes in parallel."
             )
         if self._packed:
-            typer.echo("Rows are packed here, not padded: nothing is computed for padding, and sorting gains little.")
+            typer.echo("Rows are packed, not padded: no time is spent on padding, so sorting gains little.")
         for kind, curve in self.curves.items():
             if curve.unfilled:
-                typer.echo(f"Left out: {NAMES[kind]} {curve.unfilled} and above, which more posts would fill.")
+                typer.echo(f"Left out: {NAMES[kind]} {curve.unfilled} and above, which need more posts.")
             if curve.full:
-                typer.echo(f"Left out: {NAMES[kind]} {curve.full} and above, for which the device has no memory.")
+                typer.echo(f"Left out: {NAMES[kind]} {curve.full} and above, which need more device memory.")
         for kind, curve in self.measured.items():
             typer.echo(self._sentence(kind, curve.knee))
 
@@ -76,14 +76,14 @@ class TuningReport:
         return f"{found}: {knee.posts_per_s / compared.posts_per_s:.2f} times the posts/s of {against}."
 
     def _compared(self, kind: str) -> Measured | None:
-        """What a knee is held against: the smallest batch size, or the best of them."""
+        """Return the point to compare a knee with: the smallest batch size, or the knee of the batch sizes."""
         sizes = self.measured.get(BATCH_SIZE)
         if sizes is None:
             return None
         return sizes.points[0] if kind == BATCH_SIZE else sizes.knee
 
     def write_csv(self, path: Path) -> None:
-        """One line for each size that was measured; peak_mb is empty where it could not be told."""
+        """Write one line per measured size. peak_mb is empty if the device does not report its memory."""
         with path.open("w", newline="", encoding="utf-8") as file:
             lines = csv.writer(file)
             lines.writerow(Measured._fields)
@@ -92,7 +92,7 @@ class TuningReport:
                     lines.writerow((kind, value, *(None if figure is None else f"{figure:.6g}" for figure in figures)))
 
     def summary(self) -> Mapping[str, Any]:
-        """As JSON: each knee, and how many times as fast it is as what it is held against."""
+        """Return each knee as a JSON object; `gain` is its speed-up over the point it is compared with."""
         found: dict[str, Any] = {}
         for kind, curve in self.measured.items():
             compared = self._compared(kind)
@@ -109,7 +109,7 @@ def _bars(kind: str, curve: Curve, fastest: float) -> Table:
     for name in ("tokens/s", "padding\nefficiency", "peak MB"):
         table.add_column(name, justify="right")
     for point in curve.points:
-        bar = "█" * round(BAR * point.posts_per_s / fastest)
+        bar = "█" * round(BAR_LENGTH * point.posts_per_s / fastest)
         peak = "–" if point.peak_mb is None else f"{point.peak_mb:,.0f}"
         figures = (f"{point.tokens_per_s:,.0f}", f"{point.padding_efficiency:.2f}", peak)
         style = "bold" if point == curve.knee else ""

@@ -1,7 +1,7 @@
-"""What the running system says of itself (queue, workers, results, Reddit daemon), and whether it is well.
+"""Observe the running system (queues, workers, results, Reddit daemon) and check its health.
 
-`status` looks once. `Lookout` looks again and again, and knows how fast things go in between. `examine` says of each
-thing whether it is as it should be.
+`status` takes one snapshot. `Lookout` takes snapshots repeatedly and computes rates between them. `examine` checks the
+health of each part.
 """
 
 import time
@@ -29,60 +29,60 @@ from shared.results import Counters, ResultsStore
 from shared.serving import expected, known
 from shared.settings import Settings
 
-#: Seconds over which rates are taken while somebody watches.
-PACE = 60.0
-#: Seconds without a further answer after which no more workers are waited for: where all are asked, and where it is
-#: known who is to answer.
-PATIENCE, HEALTH_PATIENCE = 1.0, 3.0
+#: Window in seconds over which `Lookout` computes rates.
+RATE_WINDOW_S = 60.0
+#: Seconds to wait for a further answer: when all workers are asked, and when the expected workers are known by name.
+ANSWER_TIMEOUT_S, HEALTH_ANSWER_TIMEOUT_S = 1.0, 3.0
 
-#: What Celery calls the pool of our workers.
-OURS = "workers.pool:DevicePool"
+#: Celery's name for the pool of Feedmill workers.
+FEEDMILL_POOL = "workers.pool:DevicePool"
 
 
 class Queue(NamedTuple):
-    """One of the queues."""
+    """The state of one queue."""
 
-    #: The model that workers serve it with, or served it last; None where none has said so.
+    #: Model of the workers that serve the queue, or served it last; None if no worker has registered for it.
     model: str | None
-    #: Messages.
+    #: Number of waiting messages.
     waiting: int
-    #: Age of the message that was sent first; None where none waits.
+    #: Age of the oldest waiting message in seconds; None if the queue is empty.
     oldest_seconds: float | None
 
 
 class Status(NamedTuple):
-    """One look at the whole system; `workers` by node name, as `DevicePool` reports them."""
+    """A snapshot of the whole system."""
 
-    #: Of all queues together.
+    #: Depth of all queues together.
     queue: QueueDepth
-    #: By name.
+    #: Queues by name.
     queues: dict[str, Queue]
+    #: Statistics of `DevicePool` by node name.
     workers: dict[str, dict[str, Any]]
     results: Counters
-    #: What the Reddit daemon says of itself; None where none runs.
+    #: Status report of the Reddit daemon; None if it does not run.
     reddit: dict[str, Any] | None
-    #: Age of the waiting message that was sent first, of all queues; None where none waits.
+    #: Age of the oldest waiting message over all queues in seconds; None if all are empty.
     oldest_seconds: float | None
-    #: Times of which posts were out of reach, that nobody has cleared.
+    #: Number of recorded gaps: periods whose Reddit posts could not be read.
     gaps: int
-    #: Dead letters that are there, and what was no message.
+    #: Number of dead letters, including undecodable messages.
     dead_letters: int
-    #: Whether workers could be asked: not while Redis takes no writes, since their answers go through it.
+    #: False if the workers could not be asked: their answers go through Redis, which refuses writes.
     asked: bool
-    #: Workers that should have answered and did not, each with the seconds since it was alive last.
+    #: Expected workers that did not answer, each with the seconds since its last sign of life.
     missing: dict[str, float]
-    #: None where Redis does not let this user ask.
+    #: None if this Redis user may not run INFO and MEMORY USAGE.
     memory: Memory | None
 
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
         memory = self.memory and self.memory._asdict()
-        said = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        return said | {"memory": memory}
+        fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
+        return fields | {"memory": memory}
 
 
 def status(settings: Settings) -> Status:
-    """Ask Redis and every worker, for about a second at most. Raises redis.exceptions.RedisError."""
+    """Return a snapshot from Redis and all workers, after about a second. Raises redis.exceptions.RedisError."""
     return _look(connect(settings), make_app(settings), settings)
 
 
@@ -95,61 +95,66 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     workers = _ask(app)
     missing = _missing(redis, workers)
     memory = capacity.look(redis, settings, _rate(workers))
-    told = State(redis).told()
+    reddit = State(redis).told()
     asked = workers is not None
-    return Status(depth, queues, workers or {}, results, told, oldest, gaps, dead, asked, missing, memory)
+    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
-    """What waits and is held of all queues together, and each of them: the known ones, and this process's own."""
+    """Return the depth of all queues together, and each queue: those known to Redis and the configured one."""
     found = {settings.queue: None} | {name: served.model for name, served in known(redis).items()}
     depths = {name: queue_depth(redis, name) for name in found}
     queues = {
         name: Queue(found[name], depth.waiting, oldest_seconds(redis, name)) for name, depth in sorted(depths.items())
     }
-    held = depths[settings.queue].held  # of any queue
+    held = depths[settings.queue].held  # `held` counts all queues, so any of them will do
     return QueueDepth(sum(queue.waiting for queue in queues.values()), held), queues
 
 
 def worker_statistics(
-    app: Celery, nodes: list[str] | None = None, patience: float = PATIENCE
+    app: Celery, nodes: list[str] | None = None, patience: float = ANSWER_TIMEOUT_S
 ) -> dict[str, dict[str, Any]]:
-    """What each of our workers' pools says of itself, by node name; other Celery workers may share the Redis.
+    """Return the pool statistics of Feedmill workers by node name, ignoring other Celery workers on the same Redis.
 
-    nodes: who is asked, which ends as soon as all have answered; None: everybody, which ends after `patience`, seconds
-    without a further answer.
+    nodes: workers to ask; the call returns once all have answered. None asks every worker and waits until no further
+    answer has arrived for `patience` seconds.
     """
     answers = ask(app, "stats", nodes, patience)
     pools = {node: answer.get("pool") for node, answer in sorted(answers.items()) if isinstance(answer, dict)}
-    return {node: pool for node, pool in pools.items() if isinstance(pool, dict) and pool.get("implementation") == OURS}
+    return {
+        node: pool
+        for node, pool in pools.items()
+        if isinstance(pool, dict) and pool.get("implementation") == FEEDMILL_POOL
+    }
 
 
 class _AllAnsweredError(Exception):
-    """Ends the wait for answers."""
+    """Internal signal that all expected answers have arrived."""
 
 
 def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
-    """Send a remote command; return the first answer by each node's name. nodes, patience: see worker_statistics.
+    """Send a remote-control command and return each node's first answer. nodes, patience: see worker_statistics.
 
-    Celery's own `limit` counts answers: two workers of one name would end the wait for a third.
+    Celery's `limit` cannot replace the callback: it counts answers, so two workers of one name would end the wait for
+    a third.
     """
     answers: dict[str, Any] = {}
 
-    def hear(answer: dict[str, Any]) -> None:
-        answers.update({node: said for node, said in answer.items() if node not in answers})
+    def record(answer: dict[str, Any]) -> None:
+        answers.update({node: reply for node, reply in answer.items() if node not in answers})
         if nodes and answers.keys() >= set(nodes):
             raise _AllAnsweredError
 
     with suppress(_AllAnsweredError):
-        # limit=0: none; kombu takes None for the number of nodes.
-        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=hear)
+        # limit=0 means no limit; kombu reads None as the number of nodes.
+        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=record)
     return answers
 
 
 def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any]] | None:
-    """Return what these workers, or all, say of themselves; None while Redis takes no writes, and so no answers."""
+    """Return the statistics of these workers, or of all; None while Redis refuses writes, including the answers."""
     try:
-        return worker_statistics(app, nodes, HEALTH_PATIENCE if nodes else PATIENCE)
+        return worker_statistics(app, nodes, HEALTH_ANSWER_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
     except (ResponseError, OperationalError) as fault:
         if takes_no_writes(fault):
             return None
@@ -157,45 +162,49 @@ def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any
 
 
 def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
-    """Return the workers that should have answered and did not."""
+    """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
     return {} if workers is None else {node: age for node, age in expected(redis).items() if node not in workers}
 
 
 def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
-    """Return the posts that workers classify each second, lately."""
+    """Return the recent throughput of all workers together, in posts/s."""
     return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
 
 
 class Pace:
-    """How fast a count grew lately, from looks at it."""
+    """The rate at which a counter grows, from successive readings."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, float]] = deque()
+        self._readings: deque[tuple[float, float]] = deque()
 
     def look(self, count: float, now: float) -> float | None:
-        """What it grew by each second, over the last PACE seconds; None at the first look, or after it fell."""
-        if self._looks and count < self._looks[-1][1]:
-            self._looks.clear()  # another worker bears the name now, or the store is a new one
-        self._looks.append((now, count))
-        while now - self._looks[0][0] > PACE:
-            self._looks.popleft()
-        since, before = self._looks[0]
+        """Add a reading; return the growth per second over the last RATE_WINDOW_S seconds.
+
+        Returns None for the first reading and after the counter has decreased.
+        """
+        if self._readings and count < self._readings[-1][1]:
+            self._readings.clear()  # a new worker uses the name, or the store was deleted
+        self._readings.append((now, count))
+        while now - self._readings[0][0] > RATE_WINDOW_S:
+            self._readings.popleft()
+        since, before = self._readings[0]
         return (count - before) / (now - since) if now > since else None
 
 
 class Seen(NamedTuple):
-    """A look, with what came of the looks before; None, or a node that is missing: not known yet."""
+    """A snapshot with the rates since earlier ones. A rate that is not known yet is None, or missing from its dict."""
 
     status: Status
-    #: Results a second.
+    #: Results per second.
     results: float | None
-    #: By worker: posts a second, and the share of the time in which its device computed.
+    #: Posts per second by worker.
     posts: dict[str, float]
+    #: Share of the time in which the worker's device was computing, by worker.
     busy: dict[str, float]
 
 
 class Lookout:
-    """Looks at one system again and again."""
+    """A source of snapshots of one system, with the rates between them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -206,7 +215,7 @@ class Lookout:
         self._busy: dict[str, Pace] = {}
 
     def look(self) -> Seen:
-        """Ask Redis and every worker, for about a second. Raises redis.exceptions.RedisError."""
+        """Return a snapshot with rates, after about a second. Raises redis.exceptions.RedisError."""
         found = _look(self._redis, self._app, self._settings)
         now = time.monotonic()
         return Seen(
@@ -218,7 +227,7 @@ class Lookout:
 
 
 def _paces(paces: dict[str, Pace], counts: dict[str, float], now: float) -> dict[str, float]:
-    """How fast each of the counts grew; those that are gone are forgotten."""
+    """Add a reading of each counter and return the known rates. Counters that have disappeared are dropped."""
     for gone in paces.keys() - counts.keys():
         del paces[gone]
     found = {name: paces.setdefault(name, Pace()).look(count, now) for name, count in counts.items()}
@@ -226,7 +235,7 @@ def _paces(paces: dict[str, Pace], counts: dict[str, float], now: float) -> dict
 
 
 class Part(StrEnum):
-    """What can be well or not."""
+    """A part of the system with its own health check."""
 
     REDIS = "redis"
     MEMORY = "memory"
@@ -237,7 +246,7 @@ class Part(StrEnum):
 
 
 class Finding(NamedTuple):
-    """Whether a part is well, and a sentence about it."""
+    """The result of a health check: the part, True if it is healthy, and a sentence about its state."""
 
     part: Part
     well: bool
@@ -245,15 +254,15 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
-    """Whether these parts are well. Without Redis nothing is known of the others: then it is the only finding."""
+    """Check the health of these parts. If Redis does not answer, that is the only finding."""
     redis = connect_briefly(settings)
     try:
         with told_plainly(settings):
             redis.ping()
             depth, queues = _queues(redis, settings)
-            told, ever = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
+            daemon, has_run = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
             wanted = not {Part.WORKERS, Part.ROWS, Part.MEMORY}.isdisjoint(parts)
-            # By name, where names are known: then nothing is waited for once all have answered.
+            # Asking registered workers by name ends as soon as all have answered.
             workers = _ask(make_app(settings), list(expected(redis)) or None) if wanted else {}
             missing = _missing(redis, workers)
             memory = capacity.look(redis, settings, _rate(workers)) if Part.MEMORY in parts else None
@@ -266,15 +275,15 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
         Part.QUEUE: _full(depth, queues, settings),
         Part.WORKERS: _workers(workers, missing),
         Part.ROWS: _rows(workers, missing, settings),
-        Part.REDDIT: _reddit(told, ever),
+        Part.REDDIT: _reddit(daemon, has_run),
     }
-    for part, (well, said) in found.items():
+    for part, (well, sentence) in found.items():
         if part in parts:
-            yield Finding(part, well, said)
+            yield Finding(part, well, sentence)
 
 
 def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
-    """Try a write that changes nothing: Redis refuses it at its memory limit, and as a replica."""
+    """Test a write that changes nothing: Redis refuses it at its memory limit and on a replica."""
     try:
         with told_plainly(settings):
             redis.zadd(HELD["reserved_index_key"], {"": 0}, xx=True)
@@ -284,9 +293,9 @@ def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
 
 
 def _lasting(memory: Memory | None) -> tuple[bool, str]:
-    """Healthy while it lasts for CRITICAL_S; below WARNING_S with a warning."""
+    """Check the time until Redis' memory is full: warn below WARNING_S, fail below CRITICAL_S."""
     if memory is None:
-        return True, "unknown: Redis does not let this user ask (docs/redis.md)"
+        return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
     if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
         return True, str(memory)
     advice = "raise maxmemory, or lower FEEDMILL_RESULTS_TTL and FEEDMILL_SENT_TTL"
@@ -294,42 +303,45 @@ def _lasting(memory: Memory | None) -> tuple[bool, str]:
 
 
 def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
+    """Check that no queue is longer than `queue_limit`."""
     limit, each = f"{settings.queue_limit:,}", ""
     if len(queues) > 1:
         each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
-        limit += " a queue"
-    said = f"{depth.waiting:,} messages wait{each}, of at most {limit}; {depth.held:,} are held by workers"
-    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), said
+        limit += " per queue"
+    text = f"{depth.waiting:,} messages waiting{each}, limit {limit}; {depth.held:,} in flight"
+    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), text
 
 
 def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float]) -> tuple[bool, str]:
+    """Check that at least one worker answers, and that all expected ones do."""
     if workers is None:
-        return False, "cannot be asked while Redis takes no writes"
+        return False, "unknown: workers cannot answer while Redis refuses writes"
     if missing:
         silent = ", ".join(f"{node} (alive {capacity.span(age)} ago)" for node, age in missing.items())
         answering = ", ".join(workers) or "none"
-        return False, f"no answer from {silent}: read its log, or start it again. Answering: {answering}"
-    return bool(workers), f"{', '.join(workers)}" or "none answers: `feedmill worker` starts one"
+        return False, f"no answer from {silent}: check its log, or restart it. Answering: {answering}"
+    return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"
 
 
 def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], settings: Settings) -> tuple[bool, str]:
-    """A forward pass that hangs ends its worker after forward_timeout; no row may wait for longer."""
+    """Check that no row waits longer than `forward_timeout`, after which a worker with a hanging forward pass exits."""
     if workers is None:
-        return False, "cannot be told: workers cannot be asked while Redis takes no writes"
+        return False, "unknown: workers cannot answer while Redis refuses writes"
     ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
     stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
     if stuck:
-        return False, f"rows wait for longer than a forward pass may take: {', '.join(stuck)}"
+        return False, f"rows waiting longer than FEEDMILL_FORWARD_TIMEOUT: {', '.join(stuck)}"
     if missing:
-        return False, f"cannot be told: no answer from {', '.join(missing)}"
-    return True, f"the oldest in a worker waits for {max(ages.values()):.1f} s" if ages else "no worker holds any"
+        return False, f"unknown: no answer from {', '.join(missing)}"
+    return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
 
 
-def _reddit(told: dict[str, Any] | None, ever: bool) -> tuple[bool, str]:
-    if told is not None:
-        return True, f"the daemon reads {told['subreddits']} subreddits" + (
-            f", but: {told['hindrance']}" if told["hindrance"] else ""
+def _reddit(report: dict[str, Any] | None, has_run: bool) -> tuple[bool, str]:
+    """Check that the Reddit daemon reports its status, if it has ever run."""
+    if report is not None:
+        return True, f"the daemon reads {report['subreddits']} subreddits" + (
+            f", but: {report['hindrance']}" if report["hindrance"] else ""
         )
-    if ever:
-        return False, f"no word of the daemon for {STATUS_TTL} s: `feedmill ingest reddit` starts it"
-    return True, "not in use; `feedmill ingest reddit` would read it"
+    if has_run:
+        return False, f"no report from the daemon for {STATUS_TTL} s: start it with `feedmill ingest reddit`"
+    return True, "not in use; `feedmill ingest reddit` starts the daemon"

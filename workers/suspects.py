@@ -26,13 +26,13 @@ from workers.window import R, Window
 #: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
 MAX_DEATHS = 3
 #: Seconds for which records and counts are kept. Redelivery takes only seconds.
-KEPT = 86_400
+NOTE_TTL_S = 86_400
 
 #: Count the records of dead workers for one message, once, and return the deaths of each of its posts.
 #:
 #:   KEYS[1]  feedmill:passes        hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
 #:   KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
-#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  KEPT
+#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  NOTE_TTL_S
 COUNT_SCRIPT = """
 local now = tonumber(redis.call('TIME')[1])
 local notes = redis.call('HGETALL', KEYS[1])
@@ -59,7 +59,7 @@ return redis.call('HGETALL', KEYS[2])
 #: Record the posts of a pass. One script costs one round trip less than two commands, and less to build than a
 #: pipeline.
 #:
-#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the record    ARGV[3]  KEPT
+#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the record    ARGV[3]  NOTE_TTL_S
 NOTE_SCRIPT = """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
@@ -85,7 +85,7 @@ class Suspects:
             noted.setdefault(message, []).append(index)
         note = json.dumps({"at": int(time.time()), "posts": {digest(name): each for name, each in noted.items()}})
         with suppress(RedisFault):
-            self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, KEPT])
+            self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, NOTE_TTL_S])
 
     def deaths(self, message: str | None) -> dict[int, int]:
         """Return how many workers died in a pass with each post of a redelivered message, by the post's index.
@@ -93,7 +93,7 @@ class Suspects:
         Empty while Redis is unreachable; the records stay, and count at the next redelivery.
         """
         with suppress(RedisFault):
-            found = self._count(keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, KEPT])
+            found = self._count(keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S])
             return {int(index): int(times) for index, times in zip(found[::2], found[1::2], strict=True)}
         return {}
 

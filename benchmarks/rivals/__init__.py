@@ -1,7 +1,7 @@
-"""What people would use instead of Feedmill, each as its own documentation shows it, with the settings that favour it.
+"""Alternatives to Feedmill, each set up as its own documentation recommends, with the settings that favour it.
 
-A rival classifies the same posts with the same model, precision, labels and token limit, on all cores, and answers
-each post with its label and all scores. The benchmark knows nothing more of it than `Variant`.
+A rival classifies the same posts with the same model, precision, labels and token limit, on all cores, and returns the
+label and all scores of each post. The benchmark uses it only through `Variant`.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from shared.messages import Post
 from shared.settings import Settings
 from workers.device import Device
 
-#: Posts that a rival which batches puts into one forward pass, at most.
+#: Maximum number of posts per forward pass of a rival that batches.
 BATCH_SIZE = 32
 
 
-class NotInstalled(UserError):  # noqa: N818 - named after what is the case
-    """A rival's libraries are missing: the sentence says which, and what installs them."""
+class NotInstalled(UserError):  # noqa: N818 - named after the state
+    """A rival's libraries are missing. The message names them and the command that installs them."""
 
 
 class Job(NamedTuple):
-    """What is the same for every variant of one run. `folder` is empty, and gone after the run."""
+    """The settings common to all variants of a run. `folder` is empty at first and deleted after the run."""
 
     settings: Settings
     device: Device
@@ -30,16 +30,16 @@ class Job(NamedTuple):
 
 
 class Variant(Protocol):
-    """One way to classify posts; its `__init__` raises NotInstalled. Started and stopped once in every round."""
+    """One way to classify posts, started and stopped once per round. Its `__init__` may raise NotInstalled."""
 
     def start(self) -> None:
-        """Start its processes and load its model. Raises StackError."""
+        """Start the processes and load the model. Raises StackError."""
 
     def run(self, posts: Sequence[Post]) -> None:
-        """Classify the posts; returns when the last result is where its reader would find it. This is timed."""
+        """Classify the posts and return when the last result is readable. This method is timed."""
 
     def labels(self) -> list[str]:
-        """The label of each post of the last `run`, in order. This is not timed."""
+        """Return the label of each post of the last `run`, in order. This method is not timed."""
 
     def stop(self) -> None:
-        """End all that `start` began, whatever state it is in."""
+        """Stop everything that `start` began, in any state."""

@@ -1,8 +1,7 @@
-"""Rivals on Celery: one task classifies one post, a redis-server of their own holds queue and results.
+"""Rivals on Celery. Each uses a private redis-server for its queue and results; a task classifies one post.
 
-Posts are published one a message by plain `send_task`. Results lie in a database of Redis that holds nothing else,
-so that one DBSIZE tells how many there are: cheaper than the subscription for each result with which Celery's own
-`get` waits.
+Plain `send_task` publishes one post per message. Results are stored in a Redis database of their own, so that DBSIZE
+counts them. That is cheaper than Celery's `get`, which subscribes to each result.
 """
 
 import json
@@ -26,16 +25,16 @@ from feedmill.stack import find_redis_server
 from shared.errors import StackError
 from shared.messages import Post
 
-#: Where `make rivals` puts celery-batches with the Celery that it demands.
+#: Folder in which `make rivals` installs celery-batches and the Celery version it requires.
 CELERY_BATCHES = Path(sys.prefix) / "celery-batches"
-#: Seconds between two looks at the number of results; the same as for Feedmill.
-PAUSE = 0.02
-#: Seconds without any new result after which a run is given up.
-STALLED = 120.0
+#: Seconds between checks of the number of results; the same as for Feedmill.
+POLL_INTERVAL_S = 0.02
+#: Seconds without a new result after which the run aborts.
+STALL_TIMEOUT_S = 120.0
 
 
 class OnCelery:
-    """A worker process on a Redis, both its own. `shadow`: a folder whose packages its worker sees first."""
+    """A worker process with a private Redis. shadow: a folder of packages that take precedence in the worker."""
 
     def __init__(self, module: str, folder: Path, *arguments: str, shadow: Path | None = None) -> None:
         self._module = module
@@ -51,7 +50,7 @@ class OnCelery:
         server = self._processes.start("redis", [find_redis_server(), "-"], {}, stdin=configuration)
         self._results = Redis.from_url(f"{url}/{RESULTS_DATABASE}", decode_responses=True)
         server.wait_until(self._redis_answers)
-        # Without a result backend here: publishing then subscribes to nothing, and the worker stores all the same.
+        # Without a result backend, publishing subscribes to nothing; the worker stores its results nevertheless.
         self._app = Celery(broker=f"{url}/{QUEUE_DATABASE}")
         self._worker: Child = self._processes.start_module(
             self._module, *self._arguments, shadow=self._shadow, **{REDIS_URL: url}
@@ -71,9 +70,11 @@ class OnCelery:
         while (stored := int(self._results.dbsize()) - before) < len(posts):
             if stored > seen:
                 seen, since = stored, time.monotonic()
-            if self._worker.process.poll() is not None or time.monotonic() - since > STALLED:
-                raise StackError(f"it stopped at {stored} of {len(posts)} results. {self._worker.last_words()}")
-            time.sleep(PAUSE)
+            if self._worker.process.poll() is not None or time.monotonic() - since > STALL_TIMEOUT_S:
+                raise StackError(
+                    f"The worker stopped after {stored} of {len(posts)} results. {self._worker.last_words()}"
+                )
+            time.sleep(POLL_INTERVAL_S)
 
     def labels(self) -> list[str]:
         found: Any = self._results.mget([f"celery-task-meta-{task}" for task in self._ids])
@@ -84,19 +85,19 @@ class OnCelery:
 
 
 def plain_celery(job: Job) -> OnCelery:
-    """One post a task, one process with all cores."""
+    """Plain Celery with one post per task, in one process that uses all cores."""
     return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery", "solo")
 
 
 def plain_celery_prefork(job: Job) -> OnCelery:
-    """One post a task, a process with a model for each core, as Celery starts a worker by default."""
+    """Plain Celery with one post per task and its default pool: one process with a model per core."""
     return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery_prefork", "prefork")
 
 
 def celery_batches(job: Job) -> OnCelery:
-    """The library that batches for Celery. Raises NotInstalled."""
+    """The library celery-batches. Raises NotInstalled."""
     if not (CELERY_BATCHES / "celery_batches").is_dir():
         raise NotInstalled(
-            "celery_batches is left out: `make rivals` installs celery-batches with the Celery it needs."
+            "Left out: celery_batches. `make rivals` installs celery-batches with the Celery version it requires."
         )
     return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", shadow=CELERY_BATCHES)

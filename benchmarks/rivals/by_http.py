@@ -1,4 +1,4 @@
-"""Rivals over HTTP: a model server with dynamic batching, and as many concurrent clients as keep its batches full."""
+"""Rivals over HTTP: a model server with dynamic batching, and enough concurrent clients to keep its batches full."""
 
 import asyncio
 import urllib.request
@@ -11,14 +11,14 @@ from benchmarks.rivals.processes import Processes
 from feedmill.processes import free_port
 from shared.messages import Post
 
-#: Requests in flight: three batches, one of which is on the device while the next two fill.
+#: Concurrent requests: three batches, one on the device while the next two fill.
 IN_FLIGHT = 96
-#: Seconds that one request may take.
-REQUEST_LIMIT = 120.0
+#: Timeout of a request in seconds.
+REQUEST_TIMEOUT_S = 120.0
 
 
 class OverHttp:
-    """A server of this project's `module` on a port of its own; it answers a post's text with its label and scores."""
+    """A server that runs `module` on a free port and returns the label and scores of a post's text."""
 
     def __init__(self, module: str, job: Job, name: str) -> None:
         self._module = module
@@ -28,13 +28,13 @@ class OverHttp:
     def start(self) -> None:
         port = free_port()
         self._url = f"http://127.0.0.1:{port}/predict"
-        # Ray reports its usage to its makers unless it is told not to.
+        # Disables Ray's usage reports, which are on by default.
         server = self._processes.start_module(self._module, str(port), RAY_USAGE_STATS_ENABLED="0")
         server.wait_until(self._answers)
 
     def _answers(self) -> bool:
         request = urllib.request.Request(self._url, b'{"text": "A first post."}', {"Content-Type": "application/json"})  # noqa: S310
-        with suppress(OSError), urllib.request.urlopen(request, timeout=REQUEST_LIMIT) as answer:  # noqa: S310 - our own address
+        with suppress(OSError), urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own address
             return bool(answer.status == 200)
         return False
 
@@ -42,7 +42,7 @@ class OverHttp:
         self._labels = asyncio.run(self._ask([post.text for post in posts]))
 
     async def _ask(self, texts: Sequence[str]) -> list[str]:
-        import aiohttp  # noqa: PLC0415 - comes with the rivals alone
+        import aiohttp  # noqa: PLC0415 - installed only with the rivals
 
         labels = [""] * len(texts)
         waiting = iter(enumerate(texts))
@@ -54,8 +54,8 @@ class OverHttp:
                     labels[index] = (await answer.json())["label"]
 
         connections = aiohttp.TCPConnector(limit=IN_FLIGHT)
-        limit = aiohttp.ClientTimeout(total=REQUEST_LIMIT)
-        async with aiohttp.ClientSession(connector=connections, timeout=limit) as session:  # noqa: SIM117 - on one line too long
+        limit = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connections, timeout=limit) as session:  # noqa: SIM117 - too long for one line
             async with asyncio.TaskGroup() as clients:
                 for _ in range(IN_FLIGHT):
                     clients.create_task(client())
@@ -80,5 +80,5 @@ def litserve(job: Job) -> OverHttp:
 
 def _server(name: str, library: str, module: str, job: Job) -> OverHttp:
     if not (find_spec(library) and find_spec("aiohttp")):
-        raise NotInstalled(f"{name} is left out: `make rivals` installs it.")
+        raise NotInstalled(f"Left out: {name}. Install it with `make rivals`.")
     return OverHttp(module, job, name)

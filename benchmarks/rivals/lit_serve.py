@@ -1,4 +1,4 @@
-"""The model behind LitServe with its dynamic batching, as its documentation shows it.
+"""Serve the model with LitServe and its dynamic batching, as its documentation shows.
 
 python -m benchmarks.rivals.lit_serve PORT
 """
@@ -14,14 +14,14 @@ from benchmarks.rivals.plain_model import Answer, PlainModel
 from shared.settings import load
 from workers import device
 
-#: Seconds that a batch waits to be filled.
-BATCH_TIMEOUT = 0.01
+#: Seconds to wait for a batch to fill.
+BATCH_TIMEOUT_S = 0.01
 
 
 class ClassifierAPI(litserve.LitAPI):
-    """One worker with the model."""
+    """The model's API, run by one LitServe worker."""
 
-    def setup(self, device: str) -> None:  # noqa: ARG002 - the settings say which
+    def setup(self, device: str) -> None:  # noqa: ARG002 - the settings choose the device
         self._model = PlainModel(load())
 
     def decode_request(self, request: dict[str, Any]) -> Any:
@@ -44,12 +44,12 @@ def main() -> None:
     settings = load()
     kind = device.choose(settings.device, settings.dtype).torch.type
     server = litserve.LitServer(
-        ClassifierAPI(max_batch_size=BATCH_SIZE, batch_timeout=BATCH_TIMEOUT),
+        ClassifierAPI(max_batch_size=BATCH_SIZE, batch_timeout=BATCH_TIMEOUT_S),
         accelerator=kind,
         devices=1,
         timeout=False,
     )
-    # SIGTERM leaves by the same way as Ctrl-C, so that LitServe ends its other processes.
+    # SIGTERM acts like Ctrl-C, so that LitServe stops its other processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server.run(host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False)
 

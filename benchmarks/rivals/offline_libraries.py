@@ -1,7 +1,7 @@
-"""Rivals without a queue: the whole list handed to a library that batches it, in this process.
+"""Rivals without a queue: a library classifies the whole list in this process.
 
-Without a queue there is nothing to wait for, to acknowledge or to store: they are here to show what the libraries
-make of the same posts, not because they would do the same work.
+They neither wait for messages nor acknowledge or store anything, so they do less work than Feedmill. They show the
+libraries' throughput on the same posts.
 """
 
 import gc
@@ -20,7 +20,7 @@ from workers.weights import locate
 
 
 class MeanPooling(FeatureExtractionPipeline):
-    """transformers' feature extraction with the pooling that the model's card asks for, a whole batch at a time."""
+    """transformers' feature extraction with the pooling of the model's card, applied to a whole batch at a time."""
 
     def _forward(self, *args: Any, **_: Any) -> Any:
         (inputs,) = args
@@ -33,7 +33,7 @@ class MeanPooling(FeatureExtractionPipeline):
 
 
 class OfflineLibrary(ABC):
-    """Embeds posts, and gives each the label whose sentence lies nearest."""
+    """A classifier that embeds posts and gives each the label with the nearest description."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -44,11 +44,11 @@ class OfflineLibrary(ABC):
 
     @abstractmethod
     def load(self) -> Any:
-        """The library's model."""
+        """Load the model with the library."""
 
     @abstractmethod
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Unit vectors [texts, dimensions], in order."""
+        """Return the texts' unit vectors [texts, dimensions], in order."""
 
     def start(self) -> None:
         torch.set_num_threads(cores())
@@ -69,7 +69,7 @@ class OfflineLibrary(ABC):
 
 
 class Pipeline32(OfflineLibrary):
-    """transformers' pipeline at batch size 32: posts in the order in which they came, padded to the longest."""
+    """transformers' pipeline at batch size 32: posts in arrival order, padded to the longest of the batch."""
 
     def load(self) -> Any:
         return pipeline(
@@ -92,11 +92,11 @@ class SentenceTransformers(OfflineLibrary):
 
     def __init__(self, job: Job) -> None:
         if not find_spec("sentence_transformers"):
-            raise NotInstalled("sentence_transformers is left out: `pip install sentence-transformers` installs it.")
+            raise NotInstalled("Left out: sentence_transformers. Install it with `pip install sentence-transformers`.")
         super().__init__(job)
 
     def load(self) -> Any:
-        # Imported here: it is no dependency of Feedmill, and takes seconds.
+        # Imported here, because it is not a dependency of Feedmill and takes seconds to import.
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
         model = SentenceTransformer(

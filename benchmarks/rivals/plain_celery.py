@@ -1,11 +1,10 @@
-"""The worker that one writes with plain Celery: one post a task, the model loaded when the worker starts.
+"""A typical worker with plain Celery: one post per task, the model loaded at the start of the worker.
 
     RIVAL_REDIS_URL=redis://… python -m benchmarks.rivals.plain_celery solo|prefork
 
-solo: one process, whose forward pass has all cores. prefork, Celery's default: a process with a model for each core,
-whose forward pass has that core alone. Which is faster depends on how well a pass of one row uses several cores.
-
-It classifies its one post with Feedmill's own classifier: no pipeline around the model costs it anything.
+`solo` is one process, whose forward pass uses all cores. `prefork`, Celery's default, is one process with a model per
+core, whose forward pass uses that core only. Which one is faster depends on how well a pass of one row uses several
+cores. Both use Feedmill's classifier, so that no slower pipeline around the model counts against them.
 """
 
 import sys
@@ -21,12 +20,12 @@ from shared.settings import load
 from workers import device
 from workers.classifiers.choose import load_classifier
 
-#: Messages that the worker fetches ahead for each process.
+#: Prefetched messages per process.
 PREFETCH = 64
 
 
 class OneByOne:
-    """The model, and one forward pass a post."""
+    """The model with one forward pass per post."""
 
     def load(self, **_: Any) -> None:
         settings = load()

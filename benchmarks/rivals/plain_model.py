@@ -1,6 +1,6 @@
-"""What one writes with transformers alone: posts in the order in which they come, padded to the longest of the batch.
+"""A typical classifier with transformers alone: posts in arrival order, padded to the longest of the batch.
 
-The rivals that bring no model code of their own share it. It knows nothing of Feedmill's classifiers.
+The rivals without model code of their own share it. It does not use Feedmill's classifiers.
 """
 
 import os
@@ -17,25 +17,25 @@ from workers import device
 from workers.classifiers.similarity import TEMPLATE
 from workers.weights import locate
 
-#: The scale that the model was trained with; makes probabilities of cosines.
+#: Factor that turns cosines into logits; the model was trained with it.
 SCALE = 20.0
 
-#: What a rival answers for one post: its label, and every label's score.
+#: A rival's answer for one post: its label and the scores of all labels.
 Answer = dict[str, Any]
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def label_names(settings: Settings) -> list[str]:
-    """The labels, in order."""
+    """Return the labels in order."""
     return list(settings.labels or DESCRIBED_TOPICS)
 
 
 def label_vectors(settings: Settings, embed: Callable[[list[str]], torch.Tensor]) -> torch.Tensor:
-    """Unit vectors [labels, dimensions] in float32: each the mean of its descriptions' unit vectors."""
+    """Return unit vectors [labels, dimensions] in float32, each the mean of a label's description vectors."""
     template = settings.template or TEMPLATE
     described = list((settings.labels or DESCRIBED_TOPICS).values())
     sentences = [template.replace("{}", text) for texts in described for text in texts]
@@ -44,7 +44,7 @@ def label_vectors(settings: Settings, embed: Callable[[list[str]], torch.Tensor]
 
 
 def mean_pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Unit vectors [rows, dimensions] in float32: the mean over each row's real tokens.
+    """Return unit vectors [rows, dimensions] in float32: the mean over each row's real tokens.
 
     hidden: [rows, longest, dimensions]; mask: [rows, longest], 1 for a real token.
     """
@@ -53,7 +53,7 @@ def mean_pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class PlainModel:
-    """The settings' model by AutoModel, on all cores or the GPU."""
+    """The configured model, loaded with AutoModel, on all cores or the GPU."""
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(cores())
@@ -76,7 +76,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def classify(self, texts: Sequence[str]) -> list[Answer]:
-        """One answer per text, in order, from one forward pass."""
+        """Classify the texts in one forward pass; return one answer per text, in order."""
         scores = (SCALE * self._embed(texts) @ self._label_vectors.T).softmax(-1)
         return [
             {"label": self._labels[best], "scores": dict(zip(self._labels, row, strict=True))}

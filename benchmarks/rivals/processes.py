@@ -1,4 +1,4 @@
-"""The processes of one rival, all of which are gone after `stop`: also those that its processes started."""
+"""Start and stop the processes of a rival, including the processes that those start themselves."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from pathlib import Path
 from feedmill.processes import LIBC, Child
 
 ROOT = Path(__file__).parents[2]
-#: From <sys/prctl.h>: an orphan among this process' descendants becomes its child, so that it can be found.
+#: Option from <sys/prctl.h>: orphaned descendants become children of this process, which can then find them.
 PR_SET_CHILD_SUBREAPER = 36
-#: Seconds that a process may take to end in order.
-STOP_LIMIT = 20.0
+#: Seconds that a process may take to stop after SIGTERM.
+STOP_TIMEOUT_S = 20.0
 
 
 class Processes:
-    """Children of this process, which work in a folder that lives as long as the run."""
+    """Child processes with a common working directory that exists as long as the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,29 +25,29 @@ class Processes:
         self._before: set[int] = set()
 
     def start(self, name: str, command: list[str], environment: Mapping[str, str], stdin: str | None = None) -> Child:
-        """Start a process; its output goes to a log in the folder."""
+        """Start a process that logs to a file in the folder."""
         if not self._children:
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
             self._before = descendants(os.getpid())
             self.folder.mkdir(exist_ok=True)
-        # Orphaned by kill -9 they get the chance to end their own children.
+        # If this process is killed, SIGTERM lets the children stop their own children.
         child = Child(name, command, self.folder, {**os.environ, **environment}, signal.SIGTERM, stdin)
         self._children.insert(0, child)
         return child
 
     def start_module(self, module: str, *arguments: str, shadow: Path | None = None, **environment: str) -> Child:
-        """Run a module of this project with this very Python; packages in `shadow` go before the installed ones."""
+        """Run a module of this project with this interpreter; packages in `shadow` take precedence."""
         path = os.pathsep.join(str(folder) for folder in (shadow, ROOT) if folder)
         command = [sys.executable, "-P", "-m", module, *arguments]
         return self.start(module.rpartition(".")[2], command, {**environment, "PYTHONPATH": path})
 
     def stop(self) -> None:
-        """End them, the latest first: in order, and by force where that takes too long."""
+        """Stop the processes, latest first; kill those that take longer than STOP_TIMEOUT_S."""
         if not self._children:
             return
         try:
             for child in self._children:
-                child.stop(STOP_LIMIT)
+                child.stop(STOP_TIMEOUT_S)
         finally:
             for child in self._children:
                 child.kill()
@@ -56,11 +56,11 @@ class Processes:
 
 
 def descendants(ancestor: int) -> set[int]:
-    """The process ids of all living descendants."""
+    """Return the process ids of all running descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            # The name, in parentheses, may hold anything; state and parent follow it.
+        with suppress(OSError):  # the process has just exited
+            # The name in parentheses may contain any character; state and parent follow it.
             parent = int(entry.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.parent.name))
     found: set[int] = set()
@@ -73,10 +73,10 @@ def descendants(ancestor: int) -> set[int]:
 
 
 def end(processes: set[int]) -> None:
-    """Kill descendants of this process, and take note of their end."""
+    """Kill descendants of this process and reap them."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     for process in processes:
-        with suppress(ChildProcessError):  # its own parent has done so
+        with suppress(ChildProcessError):  # its own parent has reaped it
             os.waitpid(process, 0)

@@ -1,4 +1,4 @@
-"""The model behind Ray Serve with its dynamic batching, as its guide shows it.
+"""Serve the model with Ray Serve and its dynamic batching, as its guide shows.
 
 python -m benchmarks.rivals.ray_serve PORT
 """
@@ -18,23 +18,23 @@ from benchmarks.rivals.plain_model import Answer, PlainModel, cores
 from shared.settings import Settings, load
 from workers import device
 
-#: Seconds that a batch waits to be filled: its default, which it never needs while clients keep it full.
-BATCH_WAIT = 0.01
-#: Requests that may wait in the one replica; its default of 5 would keep every batch at 5.
+#: Seconds to wait for a batch to fill. This is Ray's default; it has no effect while the clients keep batches full.
+BATCH_WAIT_S = 0.01
+#: Maximum number of requests in the replica. The default of 5 would limit every batch to 5.
 MAX_ONGOING = 1024
-#: Bytes. Requests are small, and the default takes a third of the memory.
-OBJECT_STORE = 256 << 20
+#: Size of Ray's object store in bytes. Requests are small; the default is a third of the memory.
+OBJECT_STORE_BYTES = 256 << 20
 
 
 class Classifier:
-    """One replica with the model."""
+    """The model in a single replica."""
 
     def __init__(self, settings: Settings) -> None:
         self._model = PlainModel(settings)
 
-    @serve.batch(max_batch_size=BATCH_SIZE, batch_wait_timeout_s=BATCH_WAIT)
+    @serve.batch(max_batch_size=BATCH_SIZE, batch_wait_timeout_s=BATCH_WAIT_S)
     async def classify(self, texts: list[str]) -> list[Answer]:
-        # In a thread: the event loop goes on reading requests, so that the next batch is full by then.
+        # In a thread, so that the event loop keeps reading requests and fills the next batch meanwhile.
         return await asyncio.to_thread(self._model.classify, texts)
 
     async def __call__(self, request: Request) -> Any:
@@ -44,15 +44,15 @@ class Classifier:
 def main() -> None:
     settings = load()
     gpus = int(device.choose(settings.device, settings.dtype).torch.type == "cuda")
-    # SIGTERM leaves by the same way as Ctrl-C.
+    # SIGTERM acts like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        # Its sockets and logs in the working directory, which is gone after the run, rather than in /tmp/ray.
+        # Keeps sockets and logs in the working directory, which is deleted after the run, instead of /tmp/ray.
         ray.init(
             num_cpus=cores(),
             num_gpus=gpus,
             include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
+            object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(Path.cwd() / "ray"),
         )
         serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})

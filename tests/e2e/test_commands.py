@@ -37,7 +37,7 @@ def test_enqueue_skips_bad_lines_and_says_so(redis: RedisServer, tmp_path: Path)
     assert said.stdout == "2 posts sent (messages: 1), 0 already sent, 1 malformed\n"
     assert f"{path}:2: not JSON: Expecting value at column 1 " in said.stderr
     assert f"{path}:3: score: input should be a valid integer" in said.stderr
-    assert "(kept without it)" in said.stderr
+    assert "(kept without this field)" in said.stderr
     again = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert again.stdout == "0 posts sent (messages: 0), 2 already sent, 1 malformed\n"
     path.write_text('{"id": 3, "title": "z"}\n')
@@ -91,7 +91,7 @@ def test_a_key_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
     assert sent_ids(redis) == ["T-1", "T-2"]
     found = feedmill("enqueue", "tickets.csv", cwd=tmp_path, **url)
     assert found.stdout.startswith("2 posts sent")
-    assert "tickets.csv: no column is an id (id, post_id), so ids are made of the text" in found.stderr
+    assert "tickets.csv: no id column (id, post_id)" in found.stderr
 
 
 def sent_ids(redis: RedisServer) -> list[str]:
@@ -294,10 +294,8 @@ def test_flower_on_a_port_that_is_taken(redis: RedisServer, tmp_path: Path) -> N
     data = {"FEEDMILL_DATA_FOLDER": str(tmp_path / "data")}
     said = feedmill("flower", "--port", port, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, **data)
     assert said.returncode == 2
-    assert said.stderr == (
-        f"feedmill: Flower cannot listen on 127.0.0.1:{port}: Address already in use. "
-        "Choose another --port, or another --address.\n"
-    )
+    assert said.stderr.startswith(f"feedmill: Flower cannot listen on 127.0.0.1:{port}: Address already in use. ")
+    assert len(said.stderr.splitlines()) == 1
 
 
 def test_a_variable_that_is_no_setting_is_told_once(redis: RedisServer, tmp_path: Path) -> None:

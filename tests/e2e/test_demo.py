@@ -35,7 +35,7 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
     # Chance is 10; what the embedded model reaches on these posts is well above half.
     assert summary["correct"] >= 80
     assert 0.5 < summary["padding_efficiency"] <= 1
-    assert f"{summary['correct']} of 160 labels agree" in demo.text()
+    assert f"{summary['correct']} of 160 labels are right" in demo.text()
     assert "Flower at http://127.0.0.1:" in demo.text()
     assert len([line for line in demo.text().splitlines() if line.startswith("│")]) == 160
 
@@ -51,7 +51,7 @@ def test_nothing_outlives_a_demo_that_is_starting(tmp_path: Path, how: signal.Si
 def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
     said = feedmill("demo", cwd=tmp_path, TMPDIR=str(tmp_path), FEEDMILL_MODEL="/no/such/model")
     assert said.returncode == 2
-    assert "worker ended with status" in said.stderr
+    assert "worker exited with status" in said.stderr
     assert "There is no model folder '/no/such/model'" in said.stderr
     assert "Traceback" not in said.stderr
     assert processes_in(tmp_path) == []

@@ -276,7 +276,7 @@ def test_what_it_has_seen_lasts(redis: RedisServer, tmp_path: Path) -> None:
             # A second one in the same folder keeps out of it.
             if seen == 1:
                 with flower(redis, tmp_path) as (other, _):
-                    assert "this one keeps nothing" in other.text()
+                    assert "not saving the state" in other.text()
             assert command.end(signal.SIGTERM) == 0, command.text()
         state = tmp_path / "data" / "flower.json"
         assert state.stat().st_mode & 0o777 == 0o600
@@ -293,7 +293,7 @@ def test_a_damaged_state_is_set_aside(redis: RedisServer, tmp_path: Path, conten
     (tmp_path / "data" / "flower.json").write_text(content)
     with flower(redis, tmp_path) as (command, visitor):
         assert visitor.tasks() == []
-        assert "is set aside as" in command.text()
+        assert "flower.damaged" in command.text()
         assert (tmp_path / "data" / "flower.damaged").read_text() == content
 
 
@@ -375,7 +375,8 @@ def test_metrics_are_not_for_outside(redis: RedisServer, tmp_path: Path) -> None
         assert Visitor(f"http://127.0.0.1:{port}").ask("/metrics")[0] == 200
         for password in (None, "sesame"):
             status, told = Visitor(f"http://{outside}:{port}", password).ask("/metrics")
-            assert (status, told) == (403, "/metrics answers this machine alone, at its loopback address.\n")
+            assert status == 403
+            assert "loopback" in told
         assert Visitor(f"http://{outside}:{port}").ask("/")[0] == 401
         assert Visitor(f"http://{outside}:{port}", "sesame").ask("/")[0] == 200
 
@@ -434,7 +435,7 @@ def test_a_password_is_not_written_to_a_file(redis: RedisServer, tmp_path: Path)
         (["--no-auth", "--address", "0.0.0.0"], {}, "--no-auth"),  # noqa: S104
         ([], {"FEEDMILL_FLOWER_USER": "a:b"}, "FEEDMILL_FLOWER_USER: should be 1 to 64 printable ASCII"),
         ([], {"FEEDMILL_FLOWER_PASSWORD": "schlüssel"}, "FEEDMILL_FLOWER_PASSWORD: should be 1 to 256 printable ASCII"),
-        ([], {"FLOWER_MAX_TASKS": "many"}, "One of the FLOWER_ variables cannot be read: "),
+        ([], {"FLOWER_MAX_TASKS": "many"}, "Invalid FLOWER_ environment variable: "),
         ([], {"FLOWER_CERTFILE": "no.pem", "FLOWER_KEYFILE": "no.pem"}, "Flower cannot start: certfile "),
     ],
 )

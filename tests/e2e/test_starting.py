@@ -24,7 +24,7 @@ from celery.bin.base import CLIContext
 from celery.bin.worker import WorkersPool
 from celery.bin.worker import worker as worker_command
 
-from feedmill.supervisor import GRACE
+from feedmill.supervisor import KILL_GRACE_S
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions
@@ -190,7 +190,7 @@ def test_the_units_as_systemd_reads_them(tmp_path: Path, unit: Path, name: str) 
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(("file", "beyond"), [(UNIT, 5), (UNIT_OF_ALL, GRACE + 5)])
+@pytest.mark.parametrize(("file", "beyond"), [(UNIT, 5), (UNIT_OF_ALL, KILL_GRACE_S + 5)])
 def test_the_units_fit_the_worker(file: Path, beyond: float) -> None:
     unit = told_by(file)
     assert unit["Type"] == ["notify"]

@@ -50,7 +50,7 @@ def test_train(redis: RedisServer, tmp_path: Path, base: Path) -> None:
         "--batch-size", "8", "--accumulation", "2", "--device", "cpu", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
-    assert "Effective batch 16 = 8 a device × 2 accumulated × 1 devices; cpu in " in said.stdout
+    assert "Effective batch 16 = 8 per device × 2 accumulated × 1 devices; cpu in " in said.stdout
     assert "optimization steps, 4 epochs, about " in said.stdout
     assert "loss " in said.stdout
     out = tmp_path / "out"
@@ -125,8 +125,9 @@ def test_what_was_said_of_posts_is_learnt(redis: RedisServer, tmp_path: Path, ba
         ),
         (["--from", "posts.jsonl", "--out", "new", "--resume"], "contains no interrupted training"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
-        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "files of posts have none"),
-        (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "--precision: float16 needs"),
+        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "--labels topic"),
+        (["--from", "posts.jsonl", "--out", "posts.jsonl/new"], "new cannot be "),
+        (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, flags: list[str], words: str) -> None:
@@ -154,7 +155,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path, base: Path) -> None:
         os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
-    assert said.stdout.count("Effective batch 16 = 8 a device × 1 accumulated × 2 devices") == 1
+    assert said.stdout.count("Effective batch 16 = 8 per device × 1 accumulated × 2 devices") == 1
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -190,7 +191,7 @@ def test_a_training_as_a_job(redis: RedisServer, tmp_path: Path) -> None:
 
         asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
         found = ask(**asked, out="mine").get(timeout=100)
-        with pytest.raises(Exception, match=r"out: '\.\./mine' is not within the folder for trainings"):
+        with pytest.raises(Exception, match=r"'\.\./mine' is outside of the training folder\. Give a path inside"):
             ask(**asked, out="../mine").get(timeout=30)
         with pytest.raises(Exception, match="mine is not empty. Choose a new or empty folder."):
             ask(**asked, out="mine").get(timeout=60)

@@ -14,12 +14,12 @@ from shared.errors import UserError
 
 
 def main(command: list[str]) -> int:
-    supervisor.PAUSE, supervisor.GRACE = 0.05, 0.1
+    supervisor.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
     try:
         return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
     except UserError as error:  # as feedmill/cli.py tells it
         sys.stderr.write(f"feedmill: {error}\n")
-        return supervisor.MISTAKE
+        return supervisor.USER_ERROR_STATUS
 
 
 if __name__ == "__main__":

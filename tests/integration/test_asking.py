@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from feedmill.watch import OURS, worker_statistics
+from feedmill.watch import FEEDMILL_POOL, worker_statistics
 from shared.broker import make_app
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until
 
-STATS = {"pool": {"implementation": OURS}}
+STATS = {"pool": {"implementation": FEEDMILL_POOL}}
 
 
 @pytest.fixture

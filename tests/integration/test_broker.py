@@ -6,7 +6,7 @@ import pytest
 from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.stack import OTHER_REDIS, Stack
+from feedmill.stack import EXTERNAL_REDIS_SETTINGS, Stack
 from shared.broker import connect, make_app, reserve, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.settings import load
@@ -118,4 +118,4 @@ def test_the_embedded_stack_has_its_own(tmp_path_factory: pytest.TempPathFactory
     outside = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
     stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
     assert stack.settings.redis.scheme == "redis"
-    assert not any(getattr(stack.settings, name) for name in OTHER_REDIS)
+    assert not any(getattr(stack.settings, name) for name in EXTERNAL_REDIS_SETTINGS)

@@ -160,7 +160,7 @@ def test_one_file(tmp_path: Path, store: ResultsStore, reader: RowReader, name: 
 def test_one_file_is_gone_on_with(
     tmp_path: Path, store: ResultsStore, reader: RowReader, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(export, "NOTED_ROWS", 60)
+    monkeypatch.setattr(export, "SAVE_INTERVAL_ROWS", 60)
     out = tmp_path / f"out.{name}"
     wanted = [str(number) for number in range(230)]
     store.write([result(post_id) for post_id in wanted])
@@ -413,10 +413,10 @@ def places(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("out", "name", "said"),
     [
-        ("file", "parquet", "is a file: parquet in parts goes into a folder"),
-        ("folder", "parquet", "holds other files: give a new folder, or an empty one"),
-        ("folder", "csv", "is a folder: name a file in it, such as .*results.csv"),
-        ("none/out.csv", "csv", "There is no folder .* to write out.csv into"),
+        ("file", "parquet", "in parts needs a folder. Give another OUT"),
+        ("folder", "parquet", "folder holds other files. Give a new or an empty folder"),
+        ("folder", "csv", "is a folder. Name a file in it, such as .*results.csv"),
+        ("none/out.csv", "csv", "none does not exist. Create it, or give another OUT"),
     ],
 )
 def test_where_it_cannot_go(tmp_path: Path, places: Path, reader: RowReader, out: str, name: str, said: str) -> None:
@@ -464,15 +464,15 @@ def test_a_folder_of_another_export(tmp_path: Path, server: RedisServer, reader:
     )
     assert run(tmp_path / "out", reader, "parquet").resumed
     (tmp_path / "out" / STATE).write_text("{}")
-    with pytest.raises(UserError, match="should say how far an export is, but cannot be read"):
+    with pytest.raises(UserError, match=f"The state of an unfinished export in .*{STATE} cannot be read"):
         run(tmp_path / "out", reader, "parquet")
 
 
 def test_what_cannot_be_purged(places: Path, reader: RowReader) -> None:
     for out, said in (
-        ("file", "is no export of results: "),
-        ("folder", "is no folder of `feedmill export`"),
-        ("none", "There is no "),
+        ("file", "is not an export of results"),
+        ("folder", "is not a folder of `feedmill export`: it has no _export.json"),
+        ("none", "none does not exist"),
     ):
         with pytest.raises(UserError, match=said):
             purge(places / out, reader)

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from typer.main import get_command
 
 from feedmill.cli import app
-from feedmill.dashboard import PASSED_ON
+from feedmill.dashboard import PASSED_OPTIONS
 from feedmill.processes import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
@@ -123,7 +123,7 @@ def test_environment_variables_are_settings() -> None:
             assert not value.startswith("${") or value.startswith(f"${{{name}:")
         Settings.model_validate({"device": service["environment"].get("FEEDMILL_DEVICE", "auto")})
     for name in re.findall(r"\bFLOWER_(\w+)", TEXT.replace("FEEDMILL_FLOWER_", "")):
-        assert name.removesuffix("'s").lower() in PASSED_ON
+        assert name.removesuffix("'s").lower() in PASSED_OPTIONS
 
 
 def test_each_device_has_a_worker() -> None:

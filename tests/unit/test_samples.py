@@ -2,7 +2,9 @@
 
 from collections import Counter
 
-from feedmill.demo import sample_posts
+from feedmill.demo import SAMPLE_ROWS, random_sample, sample_posts
+from shared.messages import Classification, Post
+from shared.results import Result
 from shared.topics import TOPICS
 
 
@@ -12,3 +14,34 @@ def test_sample_posts_cover_topics_and_lengths() -> None:
     assert len({post.id for post in posts}) == len({post.text for post in posts}) == 160
     assert 0.5 < sum(not post.body for post in posts) / 160 < 0.75
     assert max(len(post.text.split()) for post in posts) > 1000
+
+
+def labelled(post: Post, label: str) -> Result:
+    found = Classification(
+        id=post.id,
+        label=label,
+        scores={label: 1.0},
+        model="m",
+        revision=None,
+        weights="0" * 64,
+        fingerprint="f" * 32,
+        classified_at=0.0,
+        worker="w",
+        device="cpu",
+        queued_seconds=None,
+    )
+    return Result(post, found)
+
+
+def test_draws_the_same_posts_whatever_their_labels() -> None:
+    posts = sample_posts()
+    right = random_sample([labelled(post, post.topic or "") for post in posts])
+    wrong = random_sample([labelled(post, "none") for post in posts])
+    assert [result.post.id for result in right] == [result.post.id for result in wrong]
+    assert len({result.post.id for result in right}) == SAMPLE_ROWS
+    assert [result.post for result in right] != posts[:SAMPLE_ROWS]
+
+
+def test_draws_every_post_when_few_results_have_arrived() -> None:
+    few = [labelled(post, "none") for post in sample_posts()[:3]]
+    assert sorted(result.post.id for result in random_sample(few)) == [result.post.id for result in few]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from feedmill.devices import Share
-from feedmill.supervisor import FAILURES, LONGEST_LINE, WELL, Failures, Supervisor, Worker
+from feedmill.supervisor import MAX_FAILURES, MAX_LINE_BYTES, STABLE_AFTER_S, Failures, Supervisor, Worker
 from shared.errors import SettingsError
 from shared.settings import Settings
 
@@ -24,7 +24,7 @@ def test_pauses_double_until_giving_up() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
-    for _ in range(FAILURES):
+    for _ in range(MAX_FAILURES):
         failures.started()
         now += 5
         pauses.append(failures.ended())
@@ -35,7 +35,7 @@ def test_healthy_run_resets_the_pauses() -> None:
     now = 0.0
     failures = Failures(lambda: now)
     pauses = []
-    for seconds in (0, WELL - 1, 0, WELL, 0):
+    for seconds in (0, STABLE_AFTER_S - 1, 0, STABLE_AFTER_S, 0):
         failures.started()
         now += seconds
         pauses.append(failures.ended())
@@ -77,7 +77,7 @@ def test_splits_output_into_bounded_lines() -> None:
     worker = Worker(GPUS[0], "node", [], {})
     assert worker.lines(b"one\ntw") == [b"one"]
     assert worker.lines(b"o\n\nthr") == [b"two", b""]
-    assert worker.lines(b"x" * LONGEST_LINE) == [b"thr" + b"x" * LONGEST_LINE]
+    assert worker.lines(b"x" * MAX_LINE_BYTES) == [b"thr" + b"x" * MAX_LINE_BYTES]
     assert worker.lines(b"\n") == [b""]
 
 
@@ -92,7 +92,7 @@ def test_marks_lines_with_the_worker() -> None:
 def test_status_line_shows_each_worker() -> None:
     supervisor = supervised()
     first, second = supervisor._workers
-    first.told = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
+    first.statistics = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
     second.restarts = 2
     workers, rows, restarts, fourth, seventh = supervisor._said(1).split(" · ")
     assert "1 of 2" in workers
