@@ -39,7 +39,7 @@ def machine(folder: Path, packages: dict[int, list[str]]) -> Path:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Three GPUs reported by torch, on a machine of eight cores."""
-    for variable in (devices.VISIBLE, *devices.THREADS):
+    for variable in (devices.VISIBLE, *devices.THREAD_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "torch.py"
     file.write_text(TORCH.format(gpus=3))

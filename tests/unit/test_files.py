@@ -276,7 +276,7 @@ def test_reports_csv_rows_of_the_wrong_length(tmp_path: Path) -> None:
 
 
 def test_skips_overlong_records(tmp_path: Path) -> None:
-    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD + 10)})
+    long = json.dumps({"id": 1, "title": "x" * (MAX_RECORD_SIZE + 10)})
     good, bad = both(tmp_path, f'{long}\n{{"id": 2, "title": "y"}}\n{long}')
     assert [post.id for post in good] == ["2"]
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]

@@ -78,7 +78,7 @@ def test_flower_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_a_model_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "workers.weights", None)
     with pytest.raises(UserError, match=naming("workers.weights", "feedmill[worker]")):
-        deploy_commands._asking(tmp_path)
+        deploy_commands._requested(tmp_path)
 
 
 def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

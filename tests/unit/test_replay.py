@@ -90,7 +90,7 @@ def test_keeps_writes_while_redis_may_lose_them(server: Server) -> None:
     server.write("b")
     assert server.repeated() == ["a", "b"]
     # Repeated writes can be lost again.
-    server.now += LOSABLE
+    server.now += LOSABLE_S
     assert server.repeated() == ["a", "b"]
     server.now += LOSABLE_S + 1
     server.write("c")

@@ -13,7 +13,7 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
-from workers.classifiers import LABEL_SETS
+from workers.classifiers import MAX_LABEL_SETS
 from workers.classifiers.similarity import SCALE, Similarity
 from workers.device import Device
 from workers.weights import EMBEDDED, Weights, locate

@@ -94,13 +94,13 @@ def test_status_line_shows_each_worker() -> None:
     first, second = supervisor._workers
     first.statistics = {"recent": {"posts_per_second": 1234.5, "device_busy": 0.987}, "rows_waiting": 1500}
     second.restarts = 2
-    workers, rows, restarts, fourth, seventh = supervisor._said(1).split(" · ")
+    workers, rows, restarts, fourth, seventh = supervisor._status_text(1).split(" · ")
     assert "1 of 2" in workers
     assert "1,500" in rows
     assert "2" in restarts
     assert re.search("cuda:4 .*1,234 posts/s.*0.99", fourth)
     assert seventh.startswith("cuda:7 ")
     second.due = None
-    *_, given_up = supervisor._said(1).split(" · ")
+    *_, given_up = supervisor._status_text(1).split(" · ")
     assert given_up.startswith("cuda:7 ")
     assert given_up != seventh

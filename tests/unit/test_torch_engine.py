@@ -96,7 +96,7 @@ def test_reads_padding_tokens_within_texts(tmp_path: Path, architecture: str) ->
     assert torch.allclose(engine.forward(rows), alone(folder, rows), atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", sorted(PACKABLE))
+@pytest.mark.parametrize("architecture", sorted(PACKABLE_TYPES))
 def test_packed_classifiers_match_transformers(tmp_path: Path, architecture: str) -> None:
     """Compare classification heads and token types, too."""
     folder = make_model(architecture, tmp_path, NLI)
