@@ -35,7 +35,8 @@ GZIP = "application/x-gzip"
 #: Characters of text per message above which compression pays: it saves an eighth of a one-post message, and half of
 #: a message of many posts.
 MIN_COMPRESSED_CHARACTERS = 1000
-#: Compression level, valid in isal (0 to 3) and zlib (0 to 9): output 10% larger than isal's best, in 1/7 of its time.
+#: Compression level, valid in isal (0 to 3) and zlib (0 to 9). Output is 10% larger than at the best level, in 1/7 of
+#: its time.
 COMPRESSION_LEVEL = 2
 #: Bytes of memory that the lzma decoder may use. Data packed at the highest preset needs half of this; a hostile header
 #: can request gigabytes.

@@ -93,7 +93,7 @@ return 1
 
 #: Text that replaces the purged parts of an outcome or an error.
 PURGED = "purged"
-#: Fields that identify a classification, and a post's error. Results of other applications' tasks have the same keys.
+#: Fields that identify a classification, and a post's error. Other applications' results match CELERY_RESULTS too.
 CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"}), frozenset({"id", "error"})
 #: Matches an outcome's id in a message's result; and text that only the result of a failed message contains.
 ID_IN_JSON = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
