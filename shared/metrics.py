@@ -1,8 +1,8 @@
 """Serve Prometheus metrics and health checks over HTTP, for workers and the Reddit daemon.
 
 Only this module imports prometheus-client, and only when a port is set. Each process declares its metrics in a table,
-shown in docs/reference/metrics.md, and collects their values on each scrape. Metrics of the queue and the results are declared
-here, because every process can read them from Redis.
+shown in docs/reference/metrics.md, and collects their values on each scrape. Metrics of the queue and the results are
+declared here, because every process can read them from Redis.
 """
 
 import logging

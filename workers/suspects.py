@@ -93,7 +93,9 @@ class Suspects:
         Empty while Redis is unreachable; the records stay, and count at the next redelivery.
         """
         with suppress(RedisFault):
-            found = self._count(keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S])
+            found = self._count(
+                keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S]
+            )
             return {int(index): int(times) for index, times in zip(found[::2], found[1::2], strict=True)}
         return {}
 

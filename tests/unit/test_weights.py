@@ -12,7 +12,6 @@ import pytest
 from shared.errors import ModelError
 from tests.support import naming
 from workers import hub, weights
-from workers.tokenizer import Tokenizer
 from workers.weights import EMBEDDED, EMBEDDED_FILES, Weights, locate, parameters
 
 #: The message about names lists the three forms that a model may have.
