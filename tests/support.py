@@ -193,7 +193,7 @@ class Forking(Child):
     def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str]) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        self._earlier = 0
+        self._log_start = 0
         with self.log.open("ab") as log:
             self.process = start(command, folder, environment, log)  # type: ignore[assignment]
 
