@@ -69,7 +69,7 @@ def test_single_pass_sends_posts_except_pinned_ones(
     assert queue_depth(redis.client, "feedmill").waiting == 4
 
 
-def test_single_pass_reads_the_top_listing_of_a_week(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_single_pass_reads_the_top_listing(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "mine.toml").write_text('[topics]\n"food" = ["cooking"]\n')
     asked = ("--listing", "top", "--period", "week", "--limit", "3", "--topics", "mine.toml")
     said = feedmill("ingest", "reddit", "--once", *asked, cwd=tmp_path, **environment)

@@ -143,7 +143,7 @@ def test_listing_into_a_closed_pipe_exits_with_status_0(redis: RedisServer, tmp_
         listing.stdout = None
 
 
-def test_a_group_continues_where_it_stopped(redis: RedisServer, tmp_path: Path) -> None:
+def test_a_group_resumes_where_it_stopped(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     store = stored(redis, "a1")
     group = ["results", "--json", "--group", "archive", "--consumer", "one"]
