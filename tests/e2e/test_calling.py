@@ -1,10 +1,11 @@
-"""The task without a queue: called, by `apply`, with `task_always_eager`; and sent from an application of one's own.
+"""Using the task without a queue (called, `apply`, `task_always_eager`), and sending it from another application.
 
-Each runs in a process of its own, as an application does; there is no Redis where none is needed.
+Each test runs it in a separate process, as an application would; without Redis where none is needed.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from feedmill.processes import free_port
 from tests.support import RedisServer, working
 
-#: Runs what it is given, a program a line, and answers with what that left in `said`, or with what it raised.
+#: Runs one program per line; answers with the program's `said`, or the exception that it raised.
 CALLER = """
 import json, sys
 names = {}
@@ -45,7 +46,7 @@ NO_TEXT = "neither title nor body holds any text"
 
 
 class Caller:
-    """A Python process, none of Feedmill's, that runs what it is told."""
+    """A Python process of another application that runs the programs it is given."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
@@ -81,7 +82,7 @@ class Caller:
         return raised, said
 
     def run(self, program: str) -> Any:
-        """What the program left in `said`."""
+        """Run the program and return its `said`."""
         raised, said = self._ask(program)
         assert raised is None, f"{raised}: {said}\n{self.errors.read_text()}"
         return said
@@ -90,13 +91,13 @@ class Caller:
         return self.run(f"said = {expression}")
 
     def fail(self, program: str) -> str:
-        """The class and the sentence of what the program raises."""
+        """Run the program and return the class and message of its exception."""
         raised, said = self._ask(program)
         assert raised, said
         return f"{raised}: {said}"
 
     def end(self) -> None:
-        """Its program ends by itself, threads or not."""
+        """Close standard input; the process must exit by itself despite its threads."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
@@ -119,7 +120,7 @@ def calling(folder: Path, **environment: str) -> Iterator[Caller]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
-    """A process without a Redis, with the embedded model and an application that is eager."""
+    """A process without Redis, with the embedded model and an eager application."""
     with calling(tmp_path_factory.mktemp("here")) as caller:
         caller.run("before = labels(feedmill.classify(posts=POSTS))")
         caller.run(f"{APPLICATION}\napp.conf.task_always_eager = True")
@@ -127,7 +128,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
         yield caller
 
 
-def test_importing_it_imports_neither_celery_nor_torch(tmp_path: Path) -> None:
+def test_importing_feedmill_imports_neither_celery_nor_torch(tmp_path: Path) -> None:
     program = """
 import sys, feedmill
 before = [name in sys.modules for name in ("celery", "torch", "workers")]
@@ -140,7 +141,7 @@ print(before, "celery" in sys.modules, "torch" in sys.modules)
     assert (said.stdout, said.stderr) == ("[False, False, False] True False\n", "")
 
 
-def test_called_directly(here: Caller) -> None:
+def test_direct_call_returns_outcomes(here: Caller) -> None:
     assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
     assert here.say("labels(feedmill.classify([POSTS[0], {'id': 'x'}, 5]))") == [
         "sports", NO_TEXT, "a post must be a JSON object"
@@ -148,14 +149,14 @@ def test_called_directly(here: Caller) -> None:
     assert here.say("labels(feedmill.classify(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
 
 
-def test_what_it_returns_is_what_a_worker_returns(here: Caller) -> None:
+def test_direct_call_returns_the_same_fields_as_a_worker(here: Caller) -> None:
     (found,) = here.say("feedmill.classify(posts=POSTS[:1], labels={'ball': ['football', 'a match'], 'tea': 'tea'})")
     assert list(found["scores"]) == ["ball", "tea"]
     assert (found["id"], found["worker"], found["device"], found["queued_seconds"]) == ("1", "here", "cpu", None)
     json.dumps(found)
 
 
-def test_called_before_there_is_an_application(here: Caller) -> None:
+def test_works_before_a_celery_application_exists(here: Caller) -> None:
     assert here.say("before") == ["sports", "food"]
 
 
@@ -170,15 +171,15 @@ def test_called_before_there_is_an_application(here: Caller) -> None:
         ("posts=POSTS, labels=''", "RequestRefused: labels: name at least one label"),
     ],
 )
-def test_what_is_wrong_is_raised(here: Caller, arguments: str, words: str) -> None:
-    """Of one class and with one sentence, whichever way it is called; and the next one is served."""
+def test_invalid_calls_raise_however_the_task_is_called(here: Caller, arguments: str, words: str) -> None:
+    """The exception is the same however the task is called, and the next call works."""
     assert here.fail(f"feedmill.classify({arguments})").startswith(words)
     assert here.fail(f"feedmill.classify.s({arguments}).apply().get()").startswith(words)
     assert here.fail(f"feedmill.classify.delay({arguments}).get()").startswith(words)
     assert here.say("labels(feedmill.classify(POSTS[1:]))") == ["food"]
 
 
-def test_apply(here: Caller) -> None:
+def test_apply_returns_an_eager_result(here: Caller) -> None:
     here.run("good = feedmill.classify.apply(kwargs={'posts': POSTS}, task_id='chosen')")
     assert here.say("[good.id, good.state, labels(good.get())]") == ["chosen", "SUCCESS", ["sports", "food"]]
     here.run("bad = feedmill.classify.apply((POSTS,), {'lables': 'a'})")
@@ -186,24 +187,24 @@ def test_apply(here: Caller) -> None:
     assert here.fail("feedmill.classify.apply(throw=True)").startswith("RequestRefused: posts: ")
 
 
-def test_eager(here: Caller) -> None:
+def test_always_eager_runs_in_this_process(here: Caller) -> None:
     here.run("sent = feedmill.classify.delay(posts=POSTS)")
     assert here.say("[type(sent).__name__, labels(sent.get())]") == ["EagerResult", ["sports", "food"]]
     here.run("sent = app.tasks['feedmill.classify'].apply_async((POSTS,), ignore_result=True)")
     assert here.say("[sent.state, labels(sent.get())]") == ["SUCCESS", ["sports", "food"]]
 
 
-def test_eager_canvas(here: Caller) -> None:
+def test_always_eager_supports_canvas(here: Caller) -> None:
     here.run("one, two = (feedmill.classify.s(posts=[post]) for post in POSTS)")
     assert here.say("[labels(found) for found in group(one, two).apply_async().get()]") == [["sports"], ["food"]]
     assert here.say("(feedmill.classify.s(posts=POSTS) | count.s()).apply_async().get()") == 2
     assert here.say("chord([one, two], count.s()).apply_async().get()") == 2
-    # What comes before it gives it the posts.
+    # The previous task in the chain supplies the posts.
     here.run('@app.task(name="mine.posts")\ndef posts(): return POSTS')
     assert here.say("labels((posts.s() | feedmill.classify.s()).apply_async().get())") == ["sports", "food"]
 
 
-def test_eager_links(here: Caller) -> None:
+def test_always_eager_supports_links(here: Caller) -> None:
     here.run('called = []\n@app.task(name="mine.note")\ndef note(found): called.append(found)')
     here.run("feedmill.classify.apply_async((POSTS,), link=count.s() | note.s())")
     here.run("feedmill.classify.apply_async(link_error=note.s(), task_id='failed')")
@@ -231,7 +232,7 @@ for thread in threads: thread.join()
     ]
 
 
-def test_a_thread_that_comes_with_other_settings_does_not_end_what_another_waits_for(here: Caller) -> None:
+def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
     here.run("""
 from workers.in_process import InProcess
 found = []
@@ -251,7 +252,7 @@ del os.environ["FEEDMILL_LABELS"]
     assert here.say("[thread.name for thread in threading.enumerate() if 'writer' in thread.name]") == ["writer"]
 
 
-def test_a_task_that_has_a_body_of_its_own(here: Caller) -> None:
+def test_custom_tasks_can_use_the_outcomes(here: Caller) -> None:
     here.run("""
 from workers.task import ClassifyTask
 @app.task(bind=True, base=ClassifyTask, name="mine.best")
@@ -265,17 +266,17 @@ def best(self, posts, **options):
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("FEEDMILL_MODEL", "/no/such/model", "ModelError: There is no model folder '/no/such/model'"),
-        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: cuda:99"),
-        ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: input should be 'auto', 'float32', "),
+        ("FEEDMILL_MODEL", "/no/such/model", "ModelError: .*'/no/such/model'"),
+        ("FEEDMILL_DEVICE", "cuda:99", "SettingsError: FEEDMILL_DEVICE: .*cuda:99"),
+        ("FEEDMILL_DTYPE", "fp8", "SettingsError: FEEDMILL_DTYPE: .*'auto', 'float32'"),
     ],
 )
-def test_a_setting_that_is_wrong(here: Caller, variable: str, value: str, words: str) -> None:
-    """Its sentence; and once it is mended, all goes well."""
+def test_invalid_settings_are_named_in_the_error(here: Caller, variable: str, value: str, words: str) -> None:
+    """The error names the setting, and calls work again once it is corrected."""
     here.run(f"os.environ[{variable!r}] = {value!r}")
     try:
-        assert here.fail("feedmill.classify(posts=POSTS)").startswith(words)
-        assert here.fail("feedmill.classify.delay(posts=POSTS).get()").startswith(words)
+        assert re.match(words, here.fail("feedmill.classify(posts=POSTS)"))
+        assert re.match(words, here.fail("feedmill.classify.delay(posts=POSTS).get()"))
     finally:
         here.run(f"del os.environ[{variable!r}]")
     assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
@@ -284,19 +285,15 @@ def test_a_setting_that_is_wrong(here: Caller, variable: str, value: str, words:
 # With a queue.
 
 
-def test_sent_from_an_application_of_ones_own(redis: RedisServer, tmp_path: Path) -> None:
-    """To the queue of Feedmill's setting, not to the application's own; `queue` says otherwise. Without torch."""
+def test_sends_from_another_application(redis: RedisServer, tmp_path: Path) -> None:
+    """Messages go to FEEDMILL_QUEUE, not to the application's own default queue, unless `queue` is given. No torch."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     settings = {"FEEDMILL_QUEUE": "labelled", "FEEDMILL_REDIS_URL": redis.url}
     with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
         caller.run(APPLICATION)
-        needs_torch = (
-            "UserError: Classifying in this process needs torch: run `pip install 'feedmill[worker]'`. "
-            "To use a worker instead, send the task with feedmill.classify.delay(…)."
-        )
-        assert caller.fail("feedmill.classify(posts=POSTS)") == needs_torch
-        assert caller.fail("feedmill.classify.apply(kwargs={'posts': POSTS}).get()") == needs_torch
+        for call in ("feedmill.classify(posts=POSTS)", "feedmill.classify.apply(kwargs={'posts': POSTS}).get()"):
+            assert re.match(r"UserError: .*torch.*feedmill\[worker\].*feedmill\.classify\.delay", caller.fail(call))
         caller.run("feedmill.classify.apply_async((POSTS,), queue='aside')")
         caller.run("app.send_task('feedmill.classify', (POSTS,))")
         caller.run("sent = feedmill.classify.delay(posts=POSTS)")

@@ -1,6 +1,7 @@
 """`feedmill dead`: list, show, retry, drop."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -27,19 +28,19 @@ def letter(post_id: str | None, post: str | None = GOOD, **fields: Any) -> DeadL
 
 
 class House:
-    """A Redis with dead letters, and the command."""
+    """A Redis with dead letters, and the `feedmill dead` command."""
 
     def __init__(self, redis: RedisServer) -> None:
         self.redis = redis
         self.store, self.dead = ResultsStore(redis.client, Settings()), DeadLetters(redis.client)
 
     def keep(self, *letters: DeadLetter) -> list[str]:
-        """Have these letters; returns the names of all that are there."""
+        """Store these dead letters; return the names of all that exist."""
         self.store.write([], letters)
         return [each.name for each in self.dead.all()]
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit status, and what it says on standard output and error; in this process, whose log stays as it is."""
+        """Run the command in this process; return its exit status, output and errors. Logging stays unconfigured."""
         said = CliRunner().invoke(app, ["dead", *arguments], env={"FEEDMILL_REDIS_URL": self.redis.url})
         if isinstance(said.exception, UserError):
             return 2, said.stdout, f"feedmill: {said.exception}\n"
@@ -52,23 +53,24 @@ def house(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> House:
     return House(redis)
 
 
-def test_none_is_said(house: House) -> None:
+def test_list_reports_that_there_are_none(house: House) -> None:
     assert house.run("list", "--json") == (0, "", "no dead letters\n")
 
 
-def test_they_are_listed_and_shown(house: House) -> None:
+def test_list_and_show(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, b"\xff\x1b[31m")
     traceback = 'File "a.py", line 1\nValueError\n'
     raw, first, second = house.keep(
         letter("a1", reason="odd \x1b[31m"), letter(None, None, payload="[1", attempts=3, traceback=traceback)
     )
-    assert house.run("list") == (
-        0,
-        f"{raw}  6 bytes, not a message\n"
-        f"{first:<18} a1           1970-01-01 00:00:00+00:00  odd \\x1b[31m\n"
-        f"{second:<18} -            1970-01-01 00:00:00+00:00  no\n",
-        "",
-    )
+    status, said, complaints = house.run("list")
+    assert (status, complaints) == (0, "")
+    undecodable, *listed = said.splitlines()
+    assert undecodable.startswith(f"{raw}  6 bytes")
+    assert listed == [
+        f"{first:<18} a1           1970-01-01 00:00:00+00:00  odd \\x1b[31m",
+        f"{second:<18} -            1970-01-01 00:00:00+00:00  no",
+    ]
     _, said, _ = house.run("list", "--count", "1", "--json")
     element, found = map(json.loads, said.splitlines())
     assert element == {"entry": raw, "element": "\ufffd\x1b[31m"}
@@ -80,10 +82,11 @@ def test_they_are_listed_and_shown(house: House) -> None:
     assert said.endswith(traceback)
     status, said, _ = house.run("show", "a1")
     assert (status, f"letter     {first}\n" in said) == (0, True)
-    assert house.run("show", "nobody") == (1, "", "feedmill: no dead letter matches nobody\n")
+    status, said, complaints = house.run("show", "nobody")
+    assert (status, said, "nobody" in complaints) == (1, "", True)
 
 
-def test_they_are_sent_again(house: House) -> None:
+def test_retry_all_reports_letters_that_cannot_be_resent(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, "?")
     raw, _, kept_none, empty, newer, _ = house.keep(
         letter("good"),
@@ -98,81 +101,75 @@ def test_they_are_sent_again(house: House) -> None:
     )
     purged = [each.name for each in house.dead.all()][-1]
     status, said, complaints = house.run("retry", "--all")
-    assert (status, said) == (1, "1 retried, 5 not retried and kept\n")
-    reasons = [
-        f"feedmill: {raw} not retried: ",
-        f"feedmill: {kept_none} not retried: ",
-        f"feedmill: {empty} not retried: neither title nor body holds any text",
-        f"feedmill: {newer} not retried: version: ",
-        f"feedmill: {purged} not retried: post gone was purged",
-    ]
-    lines = complaints.splitlines()
-    assert len(lines) == len(reasons)
-    assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
+    assert (status, re.findall(r"\d+", said)) == (1, ["1", "5"])
+    for line, (name, reason) in zip(
+        complaints.splitlines(),
+        [(raw, ""), (kept_none, ""), (empty, "neither title nor body"), (newer, "99"), (purged, "gone")],
+        strict=True,
+    ):
+        assert line.startswith(f"feedmill: {name} ")
+        assert reason in line
     assert [each.name for each in house.dead.all()] == [raw, kept_none, empty, newer, purged]
     assert queue_depth(house.redis.client, "feedmill").waiting == 1
     (waiting,) = map(json.loads, house.redis.client.lrange("feedmill", 0, -1))
     assert waiting["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
 
 
-def test_options_that_were_not_kept(house: House) -> None:
+def test_retry_fails_without_stored_options(house: House) -> None:
     (name,) = house.keep(letter("good", options=None))
-    complaint = f"feedmill: {name} not retried: the options were too long to store\n"
-    assert house.run("retry", name) == (1, "0 retried, 1 not retried and kept\n", complaint)
+    status, said, complaints = house.run("retry", name)
+    assert (status, re.findall(r"\d+", said)) == (1, ["0", "1"])
+    assert complaints.startswith(f"feedmill: {name} ")
 
 
-def test_each_goes_back_to_the_queue_that_it_came_out_of(house: House) -> None:
+def test_retry_sends_to_the_original_queue(house: House) -> None:
     names = house.keep(letter("good"), letter("good", queue="feedmill"), letter("good", queue="feedmill-other"))
-    assert len(names) == 2, "another model's letter is another letter; the default queue's is not"
+    assert len(names) == 2, "letters of two queues are distinct; queue None means the default queue"
     assert "queue      feedmill-other\n" in house.run("show", names[1])[1]
-    assert house.run("retry", "--all") == (0, "2 retried\n", "")
+    assert house.run("retry", "--all")[::2] == (0, "")
     for queue in ("feedmill", "feedmill-other"):
         (sent,) = map(json.loads, house.redis.client.lrange(queue, 0, -1))
         assert sent["headers"]["kwargsrepr"] == "{'posts': <1 post: good>, 'top_k': 2}"
     house.keep(letter("good", queue="feedmill-other"))
-    assert house.dead.count() == 1, "should it fail again, that is another letter"
+    assert house.dead.count() == 1, "a repeated failure is stored again"
 
 
-def test_one_is_sent_again_by_its_posts_id(house: House) -> None:
+def test_retry_accepts_post_ids(house: House) -> None:
     house.keep(letter("a1"), letter("b1"))
-    assert house.run("retry", "a1", "nobody") == (
-        1,
-        "1 retried\n",
-        "feedmill: no dead letter matches nobody\n",
-    )
+    status, said, complaints = house.run("retry", "a1", "nobody")
+    assert (status, said[:2]) == (1, "1 ")
+    assert "nobody" in complaints
     (left,) = house.dead.all()
     assert isinstance(left, Entry)
     assert left.post_id == "b1"
 
 
-def test_what_cannot_be_sent_to_the_queue_stays(house: House) -> None:
+def test_failed_retry_keeps_the_letter(house: House) -> None:
     names = house.keep(letter("a1"))
     house.redis.client.set("feedmill", "in the way")
     assert house.run("retry", "--all")[0] != 0
     assert [each.name for each in house.dead.all()] == names
 
 
-def test_they_are_dropped(house: House) -> None:
+def test_drop_requires_unique_ids_or_yes(house: House) -> None:
     house.redis.client.lpush(UNDECODABLE, b"\xff", b"\xff", "?")
     same, again, other, first, second, _ = house.keep(letter("a1"), letter("a1", options=None), letter("b1"))
     assert same == again
-    assert house.run("drop", "b1", "a1") == (
-        2,
-        "",
-        f"feedmill: 2 dead letters match a1, so nothing was changed. Give the id of one: {first}, {second}.\n",
-    )
-    assert house.run("drop", first, "b1", same) == (0, "3 dropped\n", "")
+    status, said, complaints = house.run("drop", "b1", "a1")
+    assert (status, said) == (2, "")
+    assert f"({first}, {second})" in complaints
+    status, said, complaints = house.run("drop", first, "b1", same)
+    assert (status, said[:2], complaints) == (0, "3 ", "")
     assert [each.name for each in house.dead.all()] == [other, second]
-    assert house.run("drop", "--all") == (
-        2,
-        "",
-        "feedmill: --all drops every dead letter permanently. Add --yes to confirm.\n",
-    )
-    assert house.run("drop", "--all", "--yes") == (0, "2 dropped\n", "")
+    status, said, complaints = house.run("drop", "--all")
+    assert (status, said, "--yes" in complaints) == (2, "", True)
+    status, said, complaints = house.run("drop", "--all", "--yes")
+    assert (status, said[:2], complaints) == (0, "2 ", "")
     assert house.dead.count() == 0
 
 
 @pytest.mark.parametrize("arguments", [["retry"], ["drop", "--all", "x"]], ids=" ".join)
-def test_which_ones_has_to_be_said(house: House, arguments: list[str]) -> None:
-    words = "feedmill: Select dead letters: give ids, as `feedmill dead list` shows them, or --all.\n"
-    assert house.run(*arguments) == (2, "", words)
+def test_retry_and_drop_require_a_selection(house: House, arguments: list[str]) -> None:
+    status, said, complaints = house.run(*arguments)
+    assert (status, said) == (2, "")
+    assert "--all" in complaints

@@ -1,7 +1,8 @@
-"""Messages that no task can take: each is a dead letter, with its reason, and the worker goes on."""
+"""Messages that match no task become dead letters with a reason, and the worker continues."""
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,18 +33,18 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def app(worker: Feedmill, redis_server: RedisServer) -> Iterator[Celery]:
-    """Of another process. What it sends is served when the test is done, by the same worker as before."""
+    """A sender in another process. After the test, the same worker must still serve what it sends."""
     app = make_app(Settings.model_validate({"redis_url": redis_server.url}))
     yield app
     (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=30)
     assert found["id"] == "y"
     assert worker.process.poll() is None
-    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "nothing waits, and nothing is held")
+    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "no message is waiting or held")
     redis_server.client.delete("feedmill:dead")
 
 
 def message(body: object = ([[POST]], {}, {}), **changes: Any) -> dict[str, Any]:
-    """A message as kombu writes it, with these fields changed."""
+    """Return a message as kombu writes it, with these fields changed."""
     written = body if isinstance(body, bytes) else json.dumps(body).encode()
     properties = {
         "correlation_id": "1",
@@ -62,34 +63,34 @@ def message(body: object = ([[POST]], {}, {}), **changes: Any) -> dict[str, Any]
 
 
 def letters(redis: RedisServer, count: int = 1) -> list[DeadLetter]:
-    """The dead letters, once there are so many."""
+    """Return the dead letters once there are at least `count`."""
     store = ResultsStore(redis.client, Settings())
     wait_until(lambda: len(store.dead_letters(100)) >= count, f"{count} dead letters")
     return store.dead_letters(100)
 
 
-#: The task's name in the headers: Celery's second protocol.
+#: Headers of Celery's message protocol 2, which name the task.
 TO_US, TO_NOBODY = ({"task": name, "id": "1"} for name in ("feedmill.classify", "no.such"))
-UNKNOWN = "this worker has no task 'no.such'"
-ODD = "invalid Celery message: InvalidTaskError: "
+UNKNOWN = "'no.such'"
+ODD = "InvalidTaskError: "
 
 
 @pytest.mark.parametrize(
     ("sent", "reason", "ids"),
     [
         (message(headers=TO_NOBODY), UNKNOWN, ["x"]),
-        (message(headers={"task": "no.such"}), f"{ODD}id must be a str, not a NoneType", ["x"]),
+        (message(headers={"task": "no.such"}), "id should be a str, not a NoneType", ["x"]),
         (message([[], {"posts": [POST, {"id": "z"}]}, {}], headers=TO_NOBODY), UNKNOWN, ["x", "z"]),
         (message([[1, 2], {}, {}], headers=TO_NOBODY), UNKNOWN, [None]),
         (message({"task": "no.such", "id": "1", "args": [[POST]], "kwargs": {}}, headers={}), UNKNOWN, ["x"]),
-        (message({"no": "task"}, headers={}), "not a Celery message: ", [None]),
-        (message(headers={"task": ["list"], "id": "1"}), f"{ODD}task must be a str, not a list", ["x"]),
-        (message(headers={"task": "feedmill.classify"}), f"{ODD}id must be a str, not a NoneType", ["x"]),
-        (message(headers=TO_US | {"eta": "soon"}), f"{ODD}eta must be a time in ISO 8601, not 'soon'", ["x"]),
-        (message([["p", "q"]]), f"{ODD}its body must be a list", [None]),
-        (message(headers=TO_US | {"eta": "9999-12-31T23:59:59-12:00"}), f"{ODD}eta is out of range", ["x"]),
-        (message(b'[["what'), "cannot decode its body as application/json in utf-8: ", [None]),
-        (message(**{"content-type": "application/x-python-serialize"}), "invalid Celery message: Content", [None]),
+        (message({"no": "task"}, headers={}), "headers", [None]),
+        (message(headers={"task": ["list"], "id": "1"}), "task should be a str, not a list", ["x"]),
+        (message(headers={"task": "feedmill.classify"}), "id should be a str, not a NoneType", ["x"]),
+        (message(headers=TO_US | {"eta": "soon"}), "InvalidTaskError: eta .*'soon'", ["x"]),
+        (message([["p", "q"]]), ODD, [None]),
+        (message(headers=TO_US | {"eta": "9999-12-31T23:59:59-12:00"}), "InvalidTaskError: eta ", ["x"]),
+        (message(b'[["what'), "application/json", [None]),
+        (message(**{"content-type": "application/x-python-serialize"}), "Content", [None]),
         (message([[{"id": "x"}], {}, {}]), "posts: expected a list of at least one post", ["x"]),
         (message([[[POST] * 1001], {}, {}]), "posts: 1001 in one message; at most 1000", [None]),
     ],
@@ -99,34 +100,34 @@ ODD = "invalid Celery message: InvalidTaskError: "
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("app")
-def test_what_no_task_can_take(
+def test_messages_that_match_no_task_become_dead_letters(
     redis_server: RedisServer, sent: dict[str, Any], reason: str, ids: list[str | None]
 ) -> None:
     redis_server.client.lpush("feedmill", json.dumps(sent))
     found = letters(redis_server, len(ids))
     assert [letter.id for letter in found] == ids
     for letter in found:
-        assert letter.reason.startswith(reason), letter.reason
+        assert re.search(reason, letter.reason)
         assert (letter.message, letter.attempts) == ("1", 1)
         assert letter.worker.startswith("worker@")
         assert "author" not in (letter.post or "")
 
 
 @pytest.mark.parametrize(("posts", "characters"), [(200, 10**6), (50, 25 * 10**6)], ids=["1 MB", "25 MB"])
-def test_a_long_label_is_not_copied_for_each_post(
+def test_long_labels_are_not_copied_for_each_post(
     app: Celery, redis_server: RedisServer, posts: int, characters: int
 ) -> None:
-    """Redis keeps at most MAX_DEAD_MESSAGE_BYTES of the letters, and the sender is told in few words."""
+    """Redis stores at most MAX_DEAD_MESSAGE_BYTES of dead letters, and the sender gets a short error."""
     sent = [{"id": f"p{number}", "title": "t"} for number in range(posts)]
     labels = ["x" * characters] * 2
     before = redis_server.client.info("memory")["used_memory"]
     answer = app.send_task("feedmill.classify", kwargs={"posts": sent, "labels": labels}, compression="gzip")
-    with pytest.raises(Exception, match="is named twice") as raised:
+    with pytest.raises(Exception, match="labels: ") as raised:
         answer.get(timeout=60)
     assert len(str(raised.value)) < 1000
     assert all(len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100)))
-    wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "all are letters")
-    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "the message has ended")
+    wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "every post is a dead letter")
+    wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "the message is finished")
     kept: Any = redis_server.client.xrange("feedmill:dead")
     assert sum(len(fields["letter"]) for _, fields in kept) < 100_000
     after = redis_server.client.info("memory")["used_memory"]
@@ -134,7 +135,7 @@ def test_a_long_label_is_not_copied_for_each_post(
 
 
 @pytest.mark.usefixtures("app")
-def test_what_can_be_known_of_it_is_kept(redis_server: RedisServer) -> None:
+def test_dead_letter_keeps_the_readable_parts_of_a_message(redis_server: RedisServer) -> None:
     sent = message([[[POST]], {"top_k": 1}, {}], headers=TO_US | {"eta": "soon"})
     sent["properties"]["delivery_info"]["delivery_count"] = 2
     redis_server.client.lpush("feedmill", json.dumps(sent), json.dumps(message(b"\xffwhat")))
@@ -150,13 +151,13 @@ def test_what_can_be_known_of_it_is_kept(redis_server: RedisServer) -> None:
     assert (other.post, other.payload) == (None, "\ufffdwhat")
 
 
-def test_who_waits_for_it_is_told_by_celery(app: Celery, redis_server: RedisServer) -> None:
+def test_sender_of_an_unknown_task_gets_not_registered(app: Celery, redis_server: RedisServer) -> None:
     answer = app.send_task("no.such", kwargs={"posts": [POST]})
     assert isinstance(answer.get(timeout=30, propagate=False), NotRegistered)
     assert letters(redis_server)[0].message == answer.id
 
 
-def test_the_sender_of_a_refused_message_is_told_by_celery(app: Celery, redis_server: RedisServer) -> None:
+def test_sender_of_an_invalid_message_gets_the_error(app: Celery, redis_server: RedisServer) -> None:
     odd = message(headers=TO_US | {"id": "2", "eta": "9999-12-31T23:59:59-12:00"})
     redis_server.client.lpush("feedmill", json.dumps(odd))
     assert isinstance(app.AsyncResult("2").get(timeout=30, propagate=False), InvalidTaskError)
@@ -164,10 +165,10 @@ def test_the_sender_of_a_refused_message_is_told_by_celery(app: Celery, redis_se
 
 
 @pytest.mark.usefixtures("app")
-def test_while_redis_takes_no_letter_the_worker_keeps_the_message(redis_server: RedisServer, worker: Feedmill) -> None:
+def test_worker_keeps_the_message_until_its_letter_is_stored(redis_server: RedisServer, worker: Feedmill) -> None:
     redis_server.client.set("feedmill:dead", "in the way")
     redis_server.client.lpush("feedmill", json.dumps(message(headers=TO_NOBODY)))
-    wait_until(lambda: worker.says("cannot write a dead letter"), "it was tried")
+    wait_until(lambda: worker.says("WRONGTYPE"), "the worker has failed to write the dead letter")
     assert queue_depth(redis_server.client, "feedmill").held == 1
     redis_server.client.delete("feedmill:dead")
     assert letters(redis_server)[0].id == "x"
@@ -179,10 +180,10 @@ def test_while_redis_takes_no_letter_the_worker_keeps_the_message(redis_server: 
     ids=["bytes", "no object", "no base64"],
 )
 @pytest.mark.usefixtures("app")
-def test_what_is_no_message_at_all_is_set_aside(redis_server: RedisServer, element: bytes) -> None:
+def test_moves_undecodable_elements_aside(redis_server: RedisServer, element: bytes) -> None:
     redis_server.client.lpush("feedmill", element)
     dead = DeadLetters(redis_server.client)
-    wait_until(dead.count, "it is set aside")
+    wait_until(dead.count, "the element is moved aside")
     (found,) = dead.all()
     assert isinstance(found, Element)
     assert found.content == element

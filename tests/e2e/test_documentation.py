@@ -1,4 +1,4 @@
-"""What the documentation shows, run as it stands."""
+"""Examples in the documentation, run unchanged."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["url", "environment"])
-def test_sending_from_another_application(served: RedisServer, tmp_path: Path, how: str) -> None:
+def test_messages_page_example_runs(served: RedisServer, tmp_path: Path, how: str) -> None:
     environment = os.environ | {"HOME": str(tmp_path)}
     if how == "environment":
         environment["FEEDMILL_REDIS_URL"] = served.url
@@ -37,7 +37,7 @@ def test_sending_from_another_application(served: RedisServer, tmp_path: Path, h
     assert said.stdout == "".join(blocks("docs/messages.md", "")), said.stderr
 
 
-def test_the_readmes_example(served: RedisServer, tmp_path: Path) -> None:
+def test_readme_example_runs(served: RedisServer, tmp_path: Path) -> None:
     (example,) = blocks("README.md", "python")
     (said,) = re.findall(r"# (\w+)\n$", example)
     found = subprocess.run(
@@ -52,8 +52,8 @@ def test_the_readmes_example(served: RedisServer, tmp_path: Path) -> None:
     assert found.stdout == f"{said}\n", found.stderr
 
 
-def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
-    """As docs/celery.md declares it, called in this process."""
+def test_celery_page_custom_task_runs(served: RedisServer, tmp_path: Path) -> None:
+    """Run the task declared in docs/celery.md in this process."""
     _, declared = blocks("docs/celery.md", "python")
     posts = [{"id": "a", "title": "The keeper saved two penalties"}]
     said = run(
@@ -64,7 +64,7 @@ def test_a_task_of_ones_own(served: RedisServer, tmp_path: Path) -> None:
     assert said.stdout == "3 sports\n", said.stderr
 
 
-def test_what_is_said_to_be_shown_by_a_test_is() -> None:
+def test_tests_named_in_security_page_exist() -> None:
     named = re.findall(r"`(tests/[a-z0-9_/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "security.md").read_text())
     assert len(named) > 10
     for path, test in named:
@@ -72,7 +72,7 @@ def test_what_is_said_to_be_shown_by_a_test_is() -> None:
         assert not test or f"def {test}(" in (ROOT / path).read_text(), test
 
 
-def test_the_redis_configuration(tmp_path: Path) -> None:
+def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
     path = redis_servers().get("system")
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")

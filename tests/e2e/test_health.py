@@ -1,4 +1,4 @@
-"""How the system tells that it is well: a worker's port, `feedmill health`, `feedmill status --watch`."""
+"""Health checks: a worker's metrics port, `feedmill health` and `feedmill status --watch`."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from tests.support import (
 
 
 def ask(port: int, path: str) -> tuple[int, str]:
-    """Status and text; (0, "") where nobody answers."""
+    """Return status and body, or (0, "") if nothing answers."""
     with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -44,9 +44,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
     return 0, ""
 
 
-def test_a_worker_tells_prometheus_and_whether_it_is_well(
-    redis: RedisServer, settings: Settings, tmp_path: Path
-) -> None:
+def test_worker_serves_metrics_and_health(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     port = free_port()
     with working(redis, tmp_path, FEEDMILL_METRICS_PORT=str(port)) as worker:
         assert f"http://127.0.0.1:{port}/metrics" in worker.text()
@@ -54,15 +52,15 @@ def test_a_worker_tells_prometheus_and_whether_it_is_well(
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
         wait_until(
             lambda: 'feedmill_worker_posts_total{state="classified"} 40.0' in ask(port, "/metrics")[1],
-            "the metrics tell that all is done",
+            "the metrics count all posts as classified",
         )
         text = ask(port, "/metrics")[1]
         assert "feedmill_redis_up 1.0" in text
         assert "feedmill_worker_batch_rows_sum 40.0" in text
-        wait_until(lambda: "feedmill_results_lag_seconds_count 2.0" in ask(port, "/metrics")[1], "the lag is told")
+        wait_until(lambda: "feedmill_results_lag_seconds_count 2.0" in ask(port, "/metrics")[1], "the lag is measured")
         assert "feedmill_results_stored_total 40.0" in text
         assert 'device="cpu"' in text
-        # Every connection is cut, and the worker comes back.
+        # Cut every connection: the worker must reconnect.
         redis.client.client_kill_filter(_type="normal", skipme=True)
         wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the worker is ready again")
         assert ask(port, "/healthz") == (200, "ok\n")
@@ -71,33 +69,33 @@ def test_a_worker_tells_prometheus_and_whether_it_is_well(
     assert ask(port, "/metrics") == (0, "")
 
 
-def test_a_worker_whose_port_is_taken_loads_no_model(redis: RedisServer, tmp_path: Path) -> None:
+def test_worker_fails_before_loading_if_its_port_is_taken(redis: RedisServer, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = feedmill(
             "worker", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url, FEEDMILL_METRICS_PORT=port, FEEDMILL_MODEL="/nothere"
         )
     assert ended.returncode == 1
-    assert f"127.0.0.1:{port}: Address already in use" in ended.stderr
+    assert re.search(f"127.0.0.1:{port}.*Address already in use", ended.stderr)
     assert "/nothere" not in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_the_queue_is_told_of_while_no_worker_runs(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_metrics_command_reports_queues_without_workers(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     port = free_port()
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(40))
     with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as command:
-        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "it serves")
+        wait_until(lambda: ask(port, "/readyz") == (200, "ok\n"), "the exporter is ready")
         assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} 2.0' in ask(port, "/metrics")[1]
         assert ask(port, "/healthz") == (200, "ok\n")
         assert command.end() == 0, command.text()
     with running("metrics", "--metrics-port", str(port), cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0"):
-        wait_until(lambda: ask(port, "/readyz")[0] == 503, "it says that Redis is away")
+        wait_until(lambda: ask(port, "/readyz")[0] == 503, "the exporter reports that Redis is unreachable")
         assert ask(port, "/healthz") == (200, "ok\n")
         assert "feedmill_redis_up 0.0" in ask(port, "/metrics")[1]
 
 
-def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tmp_path: Path) -> None:
+def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp_path: Path) -> None:
     well = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url)
     assert well.returncode == 0, well.stdout + well.stderr
     assert [line.split()[:2] for line in well.stdout.splitlines()] == [
@@ -105,20 +103,18 @@ def test_health_in_words_and_as_json(served: RedisServer, redis: RedisServer, tm
     ]  # fmt: skip
     alone = feedmill("health", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert alone.returncode == 1
-    assert "✗ workers  none answers: start one with `feedmill worker`\n" in alone.stdout
+    assert re.search("^✗ workers  .*`feedmill worker`", alone.stdout, re.MULTILINE)
     said = feedmill("health", "--json", "--check", "workers", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert said.returncode == 1
-    assert json.loads(said.stdout) == {
-        "healthy": False,
-        "checks": [
-            {"check": "workers", "healthy": False, "said": "none answers: start one with `feedmill worker`"},
-        ],
-    }
+    found = json.loads(said.stdout)
+    (check,) = found["checks"]
+    assert (found["healthy"], check["check"], check["healthy"]) == (False, "workers", False)
+    assert "`feedmill worker`" in check["said"]
     without = feedmill("health", "--check", "queue", "--check", "redis", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert (without.returncode, len(without.stdout.splitlines())) == (0, 2)
 
 
-def test_health_names_a_worker_that_is_stopped(redis: RedisServer, tmp_path: Path) -> None:
+def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     with working(redis, tmp_path, "one") as one, working(redis, tmp_path, "two") as two:
         wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both are registered")
@@ -127,26 +123,26 @@ def test_health_names_a_worker_that_is_stopped(redis: RedisServer, tmp_path: Pat
         seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
         one.process.send_signal(signal.SIGCONT)
         assert said.returncode == 1
-        assert re.match(r"✗ workers  no answer from one@\S+ \(alive \d+ s ago\).*two@", said.stdout)
+        assert re.match(r"✗ workers  .*one@\S+ \(alive \d+ s ago\).*two@", said.stdout)
         assert [name.partition("@")[0] for name in seen["missing"]] == ["one"]
         assert one.end() == 0
         said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
-        assert said.returncode == 0, "what ended in good order is expected no more"
+        assert said.returncode == 0, "a worker that exited normally is no longer expected"
         assert two.end() == 0
 
 
-def test_health_without_redis(tmp_path: Path) -> None:
+def test_health_reports_an_unreachable_redis(tmp_path: Path) -> None:
     said = feedmill("health", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
     assert (said.returncode, said.stderr) == (1, "")
     found = json.loads(said.stdout)
     assert [check["check"] for check in found["checks"]] == ["redis"]
-    assert "does not answer" in found["checks"][0]["said"]
+    assert "127.0.0.1:1/0" in found["checks"][0]["said"]
     assert "hunter2" not in said.stdout
 
 
-def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) -> None:
+def test_watch_json_prints_one_line_per_reading(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", "--json", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
-        wait_until(lambda: len(command.text().splitlines()) >= 2, "it has looked twice")
+        wait_until(lambda: len(command.text().splitlines()) >= 2, "two lines were printed")
         assert command.end(signal.SIGINT) == 0
     lines = [json.loads(line) for line in command.text().splitlines()]
     assert list(lines[0]["workers"]) == list(lines[1]["workers"]) != []
@@ -162,9 +158,9 @@ def test_watching_as_json_is_a_line_a_look(served: RedisServer, tmp_path: Path) 
     assert once["memory"]["limit"] > once["memory"]["used"] > 0
 
 
-def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
+def test_watch_without_a_terminal_prints_blocks(served: RedisServer, tmp_path: Path) -> None:
     with running("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url) as command:
-        wait_until(lambda: command.text().count("Ctrl-C quits") >= 2, "it has looked twice")
+        wait_until(lambda: command.text().count("Ctrl-C") >= 2, "two blocks were printed")
         assert command.end(signal.SIGINT) == 0
     assert "\x1b" not in command.text()
     assert "Traceback" not in command.text()
@@ -172,7 +168,7 @@ def test_watching_without_a_terminal_is_a_block_a_look(served: RedisServer, tmp_
 
 
 class Terminal:
-    """A command in a terminal of 80 columns."""
+    """A command in an 80-column terminal."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self._master, terminal = pty.openpty()
@@ -183,8 +179,8 @@ class Terminal:
         self._said = b""
 
     def text(self) -> str:
-        """All that it has written so far."""
-        with suppress(BlockingIOError, OSError):  # an ended process closes its side
+        """Return everything written so far."""
+        with suppress(BlockingIOError, OSError):  # a process that exits closes its side
             while part := os.read(self._master, 2**16):
                 self._said += part
         return self._said.decode(errors="replace")
@@ -203,34 +199,34 @@ def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_watching_in_a_terminal_ends_quietly(watching: Terminal, how: signal.Signals, status: int) -> None:
-    wait_until(lambda: watching.text().count("Ctrl-C quits") >= 2, "the screen was written over")
+def test_watch_in_a_terminal_restores_the_screen(watching: Terminal, how: signal.Signals, status: int) -> None:
+    wait_until(lambda: watching.text().count("Ctrl-C") >= 2, "the screen was redrawn")
     watching.process.send_signal(how)
     assert watching.process.wait(30) == status
     text = watching.text()
     assert "worker@" in text
     assert "Traceback" not in text
     assert "Aborted" not in text
-    assert "\x1b[?1049h" in text, "a screen of its own"
-    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C quits"), "and the old one is back"
-    assert "\x1b[?25h" in text, "with its cursor"
+    assert "\x1b[?1049h" in text, "switches to the alternate screen"
+    assert text.rindex("\x1b[?1049l") > text.rindex("Ctrl-C"), "switches back at the end"
+    assert "\x1b[?25h" in text, "shows the cursor again"
 
 
-def test_watching_what_was_never_there_is_a_mistake(tmp_path: Path) -> None:
+def test_watch_fails_if_redis_is_unreachable_at_the_start(tmp_path: Path) -> None:
     said = feedmill("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
     assert said.returncode == 2
-    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+    assert "127.0.0.1:1/0" in said.stderr
 
 
-def test_watching_in_a_dumb_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:
+def test_watch_in_a_dumb_terminal_prints_blocks(served: RedisServer, tmp_path: Path) -> None:
     command = Terminal("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL=served.url, TERM="dumb")
     with closing(command):
-        wait_until(lambda: command.text().count("Ctrl-C quits") >= 2, "two blocks were printed")
+        wait_until(lambda: command.text().count("Ctrl-C") >= 2, "two blocks were printed")
         assert "\x1b[?1049h" not in command.text()
 
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
-    """Run the command as any shell does; returns its status, what it printed into a PIPE, and its errors."""
+    """Run the command as a shell would; return its status, its output if PIPE, and its errors."""
     said = subprocess.run(
         [FEEDMILL, *arguments],
         cwd=cwd,
@@ -252,15 +248,16 @@ def test_escapes_characters_that_the_terminal_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["health", "--json"], ["health"], ["--version"], ["--help"]])
-def test_output_without_room_is_a_mistake(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
+def test_full_disk_for_output_exits_with_status_2(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("wb") as full:
         status, _, errors = redirected(full, *arguments, cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
-    assert errors == "feedmill: Cannot write the output: No space left on device.\n"
+    assert "No space left on device" in errors
+    assert errors.count("\n") == 1
     assert status == 2
 
 
 @pytest.mark.parametrize("arguments", [["health"], ["--help"]])
-def test_a_closed_pipe_ends_a_command_with_status_0(tmp_path: Path, arguments: list[str]) -> None:
+def test_closed_pipe_exits_with_status_0(tmp_path: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:

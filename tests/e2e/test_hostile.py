@@ -1,4 +1,4 @@
-"""A real worker, with a stand-in for its model, among hostile messages and on a Redis that takes nothing more."""
+"""A real worker with a stand-in model, under hostile messages and on a Redis at its memory limit."""
 
 import json
 import os
@@ -31,17 +31,22 @@ from tests.support import Process, RedisServer, make_posts, start, wait_until
 from workers import wellformed
 
 
+def rejected(log: str, logger: str) -> int:
+    """Count the logger's lines about writes that Redis rejected at its memory limit."""
+    return sum(f" {logger}: " in line and "maxmemory" in line for line in log.splitlines())
+
+
 def _errback(**options: Any) -> dict[str, Any]:
     return {"task": "x", "args": [], "kwargs": {}, "options": options, "subtask_type": None, "immutable": False}
 
 
-def test_no_hostile_message_ends_the_worker_or_vanishes(tmp_path: Path) -> None:
+def test_hostile_messages_neither_stop_the_worker_nor_vanish(tmp_path: Path) -> None:
     found = fuzz.run(1500, 1, tmp_path)
     assert not found["vanished"], found
     assert set(found["read"]) >= {"undecodable", "refused", "refused by us", "good"}
 
 
-#: Changes to a good message: its headers, and the links that Celery sends when it has ended.
+#: Changes to a good message's headers, and to the links that Celery sends when it ends.
 SPOILT: tuple[dict[str, Any], ...] = (
     {"stamped_headers": ["user"], "stamps": {"user": [{"a": 1}]}},
     {"stamped_headers": ["other"], "stamps": {"other": [{"a": 1}]}},
@@ -54,7 +59,7 @@ SPOILT: tuple[dict[str, Any], ...] = (
 )
 
 
-#: Links that are refused before any of the message is done.
+#: Links for which the whole message is rejected before any work.
 NO_LINKS: tuple[dict[str, Any], ...] = (
     {"errbacks": [1]},
     {"errbacks": "9" * 100},
@@ -67,7 +72,7 @@ NO_LINKS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("links", NO_LINKS, ids=[str(number) for number in range(len(NO_LINKS))])
-def test_links_that_are_no_tasks_make_a_dead_letter(links: dict[str, Any]) -> None:
+def test_rejects_messages_with_invalid_links(links: dict[str, Any]) -> None:
     whole: Any = good()
     whole["body"][2] |= links
     message = SimpleNamespace(payload=whole["body"], headers=whole["headers"])
@@ -76,7 +81,7 @@ def test_links_that_are_no_tasks_make_a_dead_letter(links: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("posts", [[{"id": "a", "title": "A title"}], [{"id": "a"}]], ids=["good", "failing"])
-def test_no_odd_header_or_link_ends_the_worker_or_keeps_it_busy(
+def test_odd_headers_and_links_do_not_stop_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, posts: list[dict[str, str]]
 ) -> None:
     app = make_app(settings)
@@ -96,13 +101,13 @@ def test_no_odd_header_or_link_ends_the_worker_or_keeps_it_busy(
             wait_until(lambda: worker.poll() is not None or is_done(), f"{changes} is acknowledged")
             assert worker.poll() is None, said()
             assert app.AsyncResult(f"m{number}").ready(), changes
-        # The others are errbacks, whose task no worker knows.
+        # The other dead letters are errbacks, whose task no worker knows.
         letters = [letter for letter in ResultsStore(redis.client, settings).dead_letters(100) if letter.id == "a"]
         assert len(letters) == (0 if "title" in posts[0] else 1)
 
 
 @pytest.mark.parametrize("reply_to", [None, [1]], ids=["none", "no name"])
-def test_an_odd_reply_queue_does_not_end_the_worker(
+def test_an_odd_reply_queue_does_not_stop_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, reply_to: Any
 ) -> None:
     with standing_in(redis, tmp_path, FEEDMILL_CELERY_RESULTS="rpc") as (worker, said):
@@ -112,17 +117,17 @@ def test_an_odd_reply_queue_does_not_end_the_worker(
             whole["properties"]["reply_to"] = reply_to
             redis.client.lpush("feedmill", Hostile("changed", whole).element(f"m{number}"))
         store = ResultsStore(redis.client, settings)
-        wait_until(lambda: worker.poll() is not None or store.get("m2"), "the last is classified")
+        wait_until(lambda: worker.poll() is not None or store.get("m2"), "the last message is classified")
         assert worker.poll() is None, said()
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all are acknowledged")
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are acknowledged")
         assert [letter.id for letter in store.dead_letters(9)] == ["m0", "m1"]
 
 
 @pytest.mark.each_redis
-def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
+def test_results_wait_at_redis_memory_limit(
     redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Those in the store, and Celery's for who waits for them; the worker goes on when there is memory again."""
+    """Neither stored results nor Celery's are lost; the worker continues once there is memory."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app = make_app(settings)
     Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(400))
@@ -130,20 +135,23 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
     with standing_in(redis, tmp_path) as (worker, said):
-        wait_until(lambda: said().count("results wait for Redis") == 1, "a result waits")
+        wait_until(lambda: rejected(said(), "workers.recording") == 1, "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        waited = said().count("results wait for Redis")
+        waited = rejected(said(), "workers.recording") + rejected(said(), "workers.consumer")
         worker.send_signal(signal.SIGSTOP)
-        # Its classification is stored: Celery's result is all that there is to write.
+        # The classification is already stored: only Celery's result remains to be written.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
         another = app.send_task("celery.accumulate", (5, 7), {"index": 1})
         redis.client.config_set("maxmemory", 1)
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: said().count("results wait for Redis") > waited, "Celery's result waits")
-        wait_until(lambda: "the task will run again" in said(), "another task's is given up for now")
+        wait_until(
+            lambda: rejected(said(), "workers.recording") + rejected(said(), "workers.consumer") > waited,
+            "Celery's result waits",
+        )
+        wait_until(lambda: rejected(said(), "workers.pool"), "the other task is postponed")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
@@ -152,10 +160,10 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
 
-def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
+def test_expired_messages_end_after_the_memory_limit_is_lifted(
     redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """One that has expired when it arrives, and one when its turn comes: Celery stores that before it acknowledges."""
+    """One message has expired on arrival, the other when its turn comes: Celery stores this before acknowledging."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app, names = make_app(settings), count()
 
@@ -167,27 +175,25 @@ def test_a_message_withdrawn_at_the_memory_limit_ends_when_there_is_memory(
         busy = send(10)
         wait_until(lambda: redis.client.exists(PASSES), "the device is busy")
         late = send(1, expires=2)
-        wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "another waits for its turn")
+        wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "the second message waits for its turn")
         redis.client.config_set("maxmemory", 1)
-        wait_until(lambda: "cannot finish " in said(), "its end is refused")
+        wait_until(lambda: rejected(said(), "workers.pool"), "Redis rejects the result of the expired message")
         redis.client.config_set("maxmemory", 0)
         worker.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 0.2
         expired = send(1, expires=0.1)
         redis.client.config_set("maxmemory", 1)
-        wait_until(lambda: time.monotonic() > until, "it has expired")
+        wait_until(lambda: time.monotonic() > until, "the second message has expired")
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: "cannot store the result of" in said(), "its end is refused on arrival")
+        wait_until(lambda: rejected(said(), "workers.consumer"), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert len(busy.get(timeout=10)) == 10
         assert (late.state, expired.state) == ("REVOKED", "REVOKED")
 
 
-def test_small_messages_that_unpack_to_gigabytes_leave_the_worker_its_memory(
-    redis: RedisServer, settings: Settings, tmp_path: Path
-) -> None:
-    """Each is refused before objects are made of it, or decoded while no other is held."""
+def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Each is rejected before its objects are created, or decoded while no other message is held."""
     app = make_app(settings)
     hostile: tuple[list[Any], ...] = ([{}] * 15_000_000, [[0] * 1_000_000, {"id": "x", "title": "A good post"}])
     for posts in hostile:
@@ -199,17 +205,15 @@ def test_small_messages_that_unpack_to_gigabytes_leave_the_worker_its_memory(
             found["headers"]["id"] = found["properties"]["correlation_id"] = f"{template.id}-{number}"
             redis.client.lpush("feedmill", json.dumps(found))
     with standing_in(redis, tmp_path) as (worker, _):
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all are done with")
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are finished")
         (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.pid}/status").read_text())
         assert int(peak) < 1_500_000
     store = ResultsStore(connect(settings), settings)
     assert (store.counters().failed, store.counters().stored) == (26, 1)
 
 
-def test_messages_for_later_keep_nothing_that_is_due_waiting(
-    redis: RedisServer, settings: Settings, tmp_path: Path
-) -> None:
-    """However large they are, or many: what they may take is counted apart, and bounded."""
+def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Scheduled messages are counted separately and bounded, however large or many they are."""
     app = make_app(settings)
     large = [{"id": "e", "title": "x", "body": "a" * 40_000_000}]
     for _ in range(4):
@@ -219,26 +223,24 @@ def test_messages_for_later_keep_nothing_that_is_due_waiting(
     Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(64))
     store = ResultsStore(connect(settings), settings)
     with standing_in(redis, tmp_path):
-        wait_until(lambda: store.counters().stored == 64, "what is due is classified")
-        wait_until(lambda: store.dead_letters(9), "one message is too much")
-        assert "messages with an ETA would take more than" in store.dead_letters(1)[0].reason
+        wait_until(lambda: store.counters().stored == 64, "messages that are due are classified")
+        wait_until(lambda: store.dead_letters(9), "one scheduled message exceeds the limit")
+        assert "more than" in store.dead_letters(1)[0].reason
 
 
-def test_a_new_worker_leaves_messages_of_many_posts_to_others(
-    redis: RedisServer, settings: Settings, tmp_path: Path
-) -> None:
-    """Before it has seen one: it cannot know how many posts they hold, and bounds their bytes."""
+def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Before its first message a worker cannot know how many posts they hold, so it bounds their bytes."""
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64 * 32))
     with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.01"):
-        wait_until(lambda: redis.client.hlen("feedmill:reserved"), "it has some")
+        wait_until(lambda: redis.client.hlen("feedmill:reserved"), "the worker has reserved messages")
         assert redis.client.hlen("feedmill:reserved") < 16
 
 
 @pytest.mark.parametrize("eta", [None, "2026-01-01T00:00:00+00:00"], ids=["at once", "after Celery's timer"])
-def test_a_message_that_ends_workers_before_a_forward_pass_becomes_a_dead_letter(
+def test_a_message_that_kills_workers_early_is_dead_lettered(
     redis: RedisServer, settings: Settings, tmp_path: Path, eta: str | None
 ) -> None:
-    """After five deliveries, the last three of them alone; the messages beside it are classified."""
+    """After five deliveries, the last three in isolation; the other messages are classified."""
     app = make_app(settings)
     titles = [*(f"Post {number}" for number in range(20)), KILLS_EARLY, *(f"Post {number}" for number in range(20, 40))]
     sent = [
@@ -252,22 +254,22 @@ def test_a_message_that_ends_workers_before_a_forward_pass_becomes_a_dead_letter
     store, deaths = ResultsStore(connect(settings), settings), 0
     while not store.dead_letters(1):
         with standin(redis, tmp_path) as (worker, said):
-            wait_until(lambda: worker.poll() is not None or store.dead_letters(1), "it ends, or the message does")
+            wait_until(lambda: worker.poll() is not None or store.dead_letters(1), "the worker or the message ends")
             deaths += worker.poll() is not None
             assert deaths <= 5, said()
             if worker.poll() is None:
                 wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
     (letter,) = store.dead_letters(2)
     assert (deaths, letter.attempts, store.counters().stored) == (5, 5, 40)
-    assert "delivered 5 times" in letter.reason
+    assert "5 times" in letter.reason
     assert KILLS_EARLY in (letter.payload or "")
-    with pytest.raises(Exception, match="delivered 5 times"):
+    with pytest.raises(Exception, match="5 times"):
         sent[titles.index(KILLS_EARLY)].get(timeout=10)
 
 
 @contextmanager
 def standing_in(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """A worker that is ready, and what it has said; it must live to the end."""
+    """Run a worker until it is ready; yield it and a function that reads its log. It must survive the test."""
     with standin(redis, folder, **environment) as (worker, said):
         wait_until(lambda: " ready." in said(), "the worker is ready")
         yield worker, said
@@ -276,7 +278,7 @@ def standing_in(redis: RedisServer, folder: Path, **environment: str) -> Iterato
 
 @contextmanager
 def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """A worker that starts, and what it has said."""
+    """Start a worker; yield it and a function that reads its log."""
     log = folder / "worker.log"
     with log.open("wb") as output:
         worker = start(
@@ -290,7 +292,7 @@ def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tu
     try:
         yield worker, log.read_text
     except AssertionError as error:
-        error.add_note(f"the worker said:\n{log.read_text()[-8000:]}")
+        error.add_note(f"the worker's log:\n{log.read_text()[-8000:]}")
         raise
     finally:
         if worker.poll() is None:

@@ -1,6 +1,7 @@
-"""`feedmill ingest` as a person meets it: real processes, real PRAW, the loopback Reddit."""
+"""`feedmill ingest`: real processes and real PRAW against the loopback Reddit."""
 
 import json
+import re
 import signal
 import sys
 import urllib.request
@@ -50,51 +51,53 @@ def environment(reddit: Reddit, redis: RedisServer, tmp_path: Path) -> dict[str,
         "FEEDMILL_REDDIT_USER_AGENT": "linux:test:1 (by /u/nobody)",
         "FEEDMILL_REDDIT_TOPICS": str(tmp_path / "topics.toml"),
         "FEEDMILL_REDDIT_POLL_INTERVAL": "0.2",
-        # No praw.ini of whoever runs the tests.
+        # Hide any praw.ini of the user who runs the tests.
         "XDG_CONFIG_HOME": str(tmp_path),
     }
 
 
-def test_one_pass_sends_what_is_asked_for_and_no_pinned_post(
+def test_single_pass_sends_posts_except_pinned_ones(
     redis: RedisServer, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     said = feedmill("ingest", "reddit", "--once", "--limit", "5", cwd=tmp_path, **environment)
     assert said.returncode == 0, said.stderr
-    assert said.stdout == "10 posts sent (messages: 2), 0 already sent\n"
-    assert "topic food: not reading r/nothere (missing); reading r/baking instead" in said.stderr
+    assert re.findall(r"\d+", said.stdout) == ["10", "2", "0"]
+    assert re.search("food: r/nothere .*r/baking", said.stderr)
     assert "5/5" in said.stderr
     again = feedmill("ingest", "reddit", "--once", "--listing", "new", cwd=tmp_path, **environment)
-    assert again.stdout == "22 posts sent (messages: 2), 10 already sent\n"
+    assert re.findall(r"\d+", again.stdout) == ["22", "2", "10"]
     assert queue_depth(redis.client, "feedmill").waiting == 4
 
 
-def test_the_best_of_a_week(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_single_pass_reads_the_top_listing(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "mine.toml").write_text('[topics]\n"food" = ["cooking"]\n')
     asked = ("--listing", "top", "--period", "week", "--limit", "3", "--topics", "mine.toml")
     said = feedmill("ingest", "reddit", "--once", *asked, cwd=tmp_path, **environment)
-    assert said.stdout == "3 posts sent (messages: 1), 0 already sent\n", said.stderr
+    assert re.findall(r"\d+", said.stdout) == ["3", "1", "0"], said.stderr
 
 
-def test_one_pass_goes_on_past_a_topic_that_fails(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_single_pass_continues_past_a_failing_topic(
+    reddit: Reddit, tmp_path: Path, environment: dict[str, str]
+) -> None:
     reddit.set_kind("tennis", "private")
     reddit.set_kind("chess", "banned")
     said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
     assert said.returncode == 1
-    assert said.stdout.startswith("16 posts sent")
-    assert "topic sport: none of its subreddits can be read" in said.stderr
+    assert said.stdout.startswith("16 ")
+    assert "sport: " in said.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_the_daemon_sends_what_comes_and_ends_on_a_signal(
+def test_daemon_sends_new_posts_until_a_signal(
     redis: RedisServer, reddit: Reddit, tmp_path: Path, environment: dict[str, str], how: signal.Signals
 ) -> None:
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
-        wait_until(lambda: _sent(daemon, redis) == 33, "all that is there is sent")
+        wait_until(lambda: _sent(daemon, redis) == 33, "all existing posts are sent")
         new = reddit.publish("chess", title="a new opening")
         wait_until(lambda: redis.client.exists(f"feedmill:sent:{new}"), "the new post is sent")
         status = feedmill("status", "--json", cwd=tmp_path, **environment)
         assert json.loads(status.stdout)["reddit"]["topics"] == 2
-        assert "of 2 topics" in feedmill("status", cwd=tmp_path, **environment).stdout
+        assert "2 topics" in feedmill("status", cwd=tmp_path, **environment).stdout
         assert daemon.end(how, 10) == 0
     assert "Traceback" not in daemon.text()
 
@@ -107,7 +110,9 @@ def _sent(daemon: Feedmill, redis: RedisServer) -> int:
 def test_metrics_are_served_on_loopback(tmp_path: Path, environment: dict[str, str]) -> None:
     port = free_port()
     with running("ingest", "reddit", "--metrics-port", str(port), cwd=tmp_path, **environment):
-        wait_until(lambda: "feedmill_reddit_posts_sent_total 33.0" in _metrics(port), "the metrics tell what was sent")
+        wait_until(
+            lambda: "feedmill_reddit_posts_sent_total 33.0" in _metrics(port), "the metrics count all sent posts"
+        )
         text = _metrics(port)
         assert _metrics(port, "readyz") == _metrics(port, "healthz") == "ok\n"
     assert 'feedmill_queue_messages{queue="feedmill",state="waiting"} ' in text
@@ -123,23 +128,21 @@ def _metrics(port: int, page: str = "metrics") -> str:
     return ""
 
 
-def test_a_port_that_is_taken(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_rejects_an_occupied_metrics_port(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     port = reddit.url.rpartition(":")[2]
     said = feedmill("ingest", "reddit", "--metrics-port", port, cwd=tmp_path, **environment)
     assert said.returncode == 2
-    assert f"127.0.0.1:{port}: Address already in use" in said.stderr
+    assert re.search(f"127.0.0.1:{port}.*Address already in use", said.stderr)
 
 
-def test_a_long_wait_ends_at_once_on_a_signal(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_signal_interrupts_a_long_wait(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     reddit.faults.always("too_many", seconds=3600)
     with running("ingest", "reddit", cwd=tmp_path, **environment) as daemon:
-        wait_until(lambda: daemon.says("retrying Reddit in 3600 s"), "it waits")
+        wait_until(lambda: daemon.says("3600 s"), "the daemon waits")
         assert daemon.end(seconds=10) == 0
 
 
-def test_a_request_that_hangs_ends_at_once_on_a_signal(
-    reddit: Reddit, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_a_signal_interrupts_a_hanging_request(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
     reddit.faults.always("slow", seconds=60)
     with running("ingest", "reddit", cwd=tmp_path, **environment | {"FEEDMILL_REDDIT_TIMEOUT": "60"}) as daemon:
         wait_until(lambda: reddit.ledger.faults["slow"], "the request hangs")
@@ -147,7 +150,7 @@ def test_a_request_that_hangs_ends_at_once_on_a_signal(
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_no_secret_is_told_even_at_the_finest_log_level(
+def test_no_secret_is_logged_at_debug_level(
     reddit: Reddit, tmp_path: Path, environment: dict[str, str], once: bool
 ) -> None:
     reddit.faults.next("server_error_500", where="access_token")
@@ -166,29 +169,29 @@ def test_no_secret_is_told_even_at_the_finest_log_level(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"FEEDMILL_REDDIT_CLIENT_ID": ""}, "Reddit's client id is missing"),
-        ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "Reddit's client secret is missing"),
-        ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "Set FEEDMILL_REDDIT_USER_AGENT"),
-        ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "client ID or secret"),
-        ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, "praw.ini has no section [elsewhere]"),
-        ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be a URL"),
-        ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml: No such file"),
-        ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 does not answer"),
+        ({"FEEDMILL_REDDIT_CLIENT_ID": ""}, "client id .*FEEDMILL_REDDIT_CLIENT_ID"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": ""}, "client secret .*FEEDMILL_REDDIT_CLIENT_SECRET"),
+        ({"FEEDMILL_REDDIT_USER_AGENT": ""}, "FEEDMILL_REDDIT_USER_AGENT"),
+        ({"FEEDMILL_REDDIT_CLIENT_SECRET": "wrong"}, "FEEDMILL_REDDIT_CLIENT_SECRET"),
+        ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, r"praw\.ini .*\[elsewhere\]"),
+        ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: "),
+        ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml"),
+        ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 "),
     ],
 )
 @pytest.mark.parametrize("once", [True, False])
-def test_a_mistake_is_one_sentence(
+def test_mistakes_name_the_setting_without_a_traceback(
     tmp_path: Path, environment: dict[str, str], changed: dict[str, str], sentence: str, once: bool
 ) -> None:
     said = feedmill("ingest", "reddit", *(["--once"] if once else []), cwd=tmp_path, **environment | changed)
     assert said.returncode == 2
-    assert sentence in said.stderr
+    assert re.search(sentence, said.stderr)
     assert "Traceback" not in said.stderr
     assert SECRET not in said.stderr + said.stdout
 
 
-def test_credentials_of_praw_ini(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
-    """It is read, but cannot send the credentials elsewhere, and its account is not used."""
+def test_praw_ini_supplies_only_credentials(reddit: Reddit, tmp_path: Path, environment: dict[str, str]) -> None:
+    """praw.ini is read, but its URLs and its account are not used."""
     for name in ("CLIENT_ID", "CLIENT_SECRET", "USER_AGENT"):
         environment[f"FEEDMILL_REDDIT_{name}"] = ""
     (tmp_path / "praw.ini").write_text(
@@ -200,50 +203,47 @@ def test_credentials_of_praw_ini(reddit: Reddit, tmp_path: Path, environment: di
     assert {request.user_agent.split(" PRAW")[0] for request in reddit.ledger.requests} == {"linux:mine:1 (by /u/me)"}
 
 
-def test_a_praw_ini_that_is_damaged(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_reports_a_damaged_praw_ini(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "praw.ini").write_text("client_id=id\n")
     said = feedmill("ingest", "reddit", "--once", cwd=tmp_path, **environment)
     assert said.returncode == 2
-    assert said.stderr.startswith("feedmill: ")
-    assert "praw.ini: File contains no section headers." in said.stderr
-    assert said.stderr.count("\n") == 1
+    assert re.search("praw.ini.*File contains no section headers", said.stderr)
 
 
-def test_the_daemon_reads_new_posts_alone(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_daemon_rejects_listings_other_than_new(tmp_path: Path, environment: dict[str, str]) -> None:
     said = feedmill("ingest", "reddit", "--listing", "hot", cwd=tmp_path, **environment)
     assert said.returncode == 2
-    assert said.stderr == "feedmill: --listing hot requires --once: without it, only new posts are read.\n"
+    assert "--once" in said.stderr
 
 
-def test_without_praw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_praw_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "praw", None)
     with pytest.raises(UserError, match=r"pip install 'feedmill\[reddit\]'"):
         ingest_commands.reddit()
 
 
-def test_gaps_are_listed_and_forgotten(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:
-    assert feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout == "No gaps.\n"
+def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:
+    assert len(feedmill("ingest", "gaps", cwd=tmp_path, **environment).stdout.splitlines()) == 1
     State(redis.client).begin({}, [Gap("cooking", 1_800_000_000.0, 1_800_003_600.0, 1_800_007_200.0)])
     said = feedmill("ingest", "gaps", "--clear", cwd=tmp_path, **environment)
-    assert said.stdout.split() == [
-        "r/cooking", "2027-01-15", "08:00:00+00:00", "to", "2027-01-15", "09:00:00+00:00,", "recorded", "2027-01-15",
-        "10:00:00+00:00",
-    ]  # fmt: skip
+    times = ("2027-01-15 08:00:00+00:00", "2027-01-15 09:00:00+00:00", "2027-01-15 10:00:00+00:00")
+    assert said.stdout.startswith("r/cooking")
+    assert re.findall(r"[\d-]+ [\d:]+\+00:00", said.stdout) == [*times]
     assert feedmill("ingest", "gaps", "--json", cwd=tmp_path, **environment).stdout == ""
 
 
-def test_subreddits_show_who_stands_in(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, str]) -> None:
     feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
     said = feedmill("ingest", "subreddits", cwd=tmp_path, **environment)
     assert "food             cooking, nothere, baking" in said.stdout
-    assert "r/nothere: missing since 20" in said.stdout
+    assert re.search("r/nothere .* 20", said.stdout)
     as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
     assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"
 
 
-def test_the_default_topics(tmp_path: Path) -> None:
+def test_topics_prints_the_default_topics(tmp_path: Path) -> None:
     said = feedmill("ingest", "topics", cwd=tmp_path)
     assert said.stdout == topics.DEFAULT.read_text()
     read = topics.read(None)
     assert len(read.topics) == 16
-    assert len(read.subreddits) <= 100  # what one request can ask about
+    assert len(read.subreddits) <= 100  # the most that one request can look up

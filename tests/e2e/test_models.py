@@ -1,4 +1,4 @@
-"""Every kind of model in a real worker, and in `feedmill classify`: what other applications and people see of it."""
+"""Every kind of model in a real worker and in `feedmill classify`."""
 
 import json
 from pathlib import Path
@@ -28,16 +28,16 @@ def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
-def test_entailment_in_a_worker(redis: RedisServer, tmp_path: Path, engine: str) -> None:
-    """Three rows a post, of two posts and two messages; a bad post among them. Scores are the pipeline's."""
+def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, engine: str) -> None:
+    """Three rows per post, two posts in two messages, one bad post; scores equal the transformers pipeline's."""
     folder = make_model("bart", tmp_path / "model", NLI)
     with working(
         redis, tmp_path, FEEDMILL_MODEL=str(folder), FEEDMILL_DTYPE="float32", FEEDMILL_ENGINE=engine
     ) as worker:
         one, bad, other = ask(redis, labels=LABELS)
         (first, *_) = ask(redis, labels=LABELS, multi_label=True)
-        assert worker.says(" (nli) loaded in")
-        assert worker.says("device cpu in float32")
+        assert worker.says("nli")
+        assert worker.says("cpu in float32")
     assert bad == {"id": "b", "error": "neither title nor body holds any text"}
     zero_shot = pipeline("zero-shot-classification", model=str(folder))
     for found, text in ((one, POSTS[0]["title"]), (other, f"{POSTS[2]['title']}\n\n{POSTS[2]['body'].strip()}")):
@@ -49,18 +49,18 @@ def test_entailment_in_a_worker(redis: RedisServer, tmp_path: Path, engine: str)
     assert first["scores"] == pytest.approx(dict(zip(expected["labels"], expected["scores"], strict=True)), abs=1e-3)
 
 
-def test_a_fine_tuned_model_in_a_worker(redis: RedisServer, tmp_path: Path) -> None:
+def test_worker_classifies_with_a_fine_tuned_model(redis: RedisServer, tmp_path: Path) -> None:
     folder = make_model("distilbert", tmp_path / "model", {0: "NEGATIVE", 1: "POSITIVE"})
     with working(redis, tmp_path, FEEDMILL_MODEL=str(folder)):
         found, _, _ = ask(redis, top_k=1)
         assert set(found["scores"]) <= {"NEGATIVE", "POSITIVE"}
         assert len(found["scores"]) == 1
-        with pytest.raises(Exception, match=r"labels: .* NEGATIVE, POSITIVE"):
+        with pytest.raises(Exception, match=r"labels: .*NEGATIVE, POSITIVE"):
             ask(redis, labels=LABELS)
 
 
-def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
-    """Downloaded with progress in the log; offline afterwards, with the hub gone."""
+def test_worker_downloads_a_model_that_then_works_offline(redis: RedisServer, tmp_path: Path) -> None:
+    """The model is downloaded, then used offline after the hub is gone."""
     folder = make_model("bert", tmp_path / "model", NLI)
     where = {"HF_HOME": str(tmp_path / "home"), "FEEDMILL_MODEL": "someone/small-nli"}
     with Hub({"someone/small-nli": folder}) as hub:
@@ -82,12 +82,12 @@ def test_a_model_from_the_hub(redis: RedisServer, tmp_path: Path) -> None:
         ({"FEEDMILL_MODEL": "someone/none", "FEEDMILL_OFFLINE": "true"}, "someone/none"),
         (
             {"FEEDMILL_CLASSIFIER": "nli"},
-            "has no weights for classifier.bias, classifier.weight",
+            "classifier.bias, classifier.weight",
         ),
-        ({"FEEDMILL_DTYPE": "int8"}, "FEEDMILL_DTYPE: int8"),
+        ({"FEEDMILL_DTYPE": "int8"}, "FEEDMILL_ENGINE=onnx"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_one_sentence(tmp_path: Path, environment: dict[str, str], words: str) -> None:
+def test_unusable_models_are_named_without_a_traceback(tmp_path: Path, environment: dict[str, str], words: str) -> None:
     said = feedmill("classify", "a text", cwd=tmp_path, **environment)
     assert said.returncode == 2
     assert words in said.stderr
@@ -98,7 +98,7 @@ def test_classify_a_text(tmp_path: Path) -> None:
     said = feedmill("classify", "The keeper saved two penalties", cwd=tmp_path, FEEDMILL_DTYPE="float32")
     assert said.returncode == 0, said.stderr
     assert said.stdout.split()[2:4] == ["sports", said.stdout.split()[3]]
-    assert "by sentence-transformers/all-MiniLM-L6-v2 (53aa51172d14) on cpu" in said.stdout
+    assert "sentence-transformers/all-MiniLM-L6-v2 (53aa51172d14) on cpu" in said.stdout
 
 
 def test_classify_a_file(tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_classify_a_file(tmp_path: Path) -> None:
     path.write_text(as_jsonl(make_posts(40)) + "nope\n")
     model = ("--model", "sentence-transformers/all-MiniLM-L6-v2")
     said = feedmill("classify", str(path), "--labels", "tea,football", *model, "--json", cwd=tmp_path)
-    assert said.returncode == 1, "a line was skipped"
+    assert said.returncode == 1, "one line is skipped"
     found = [json.loads(line) for line in said.stdout.splitlines()]
     assert [entry["id"] for entry in found] == [post.id for post in make_posts(40)]
     assert all(set(entry["scores"]) == {"tea", "football"} for entry in found)
-    assert f"{path}:41: not JSON" in said.stderr
+    assert f"{path}:41: " in said.stderr
     shown = feedmill("classify", "-", "--limit", "2", cwd=tmp_path, stdin=path.read_text())
     assert shown.returncode == 0
     assert len(shown.stdout.splitlines()) == 2
@@ -119,14 +119,14 @@ def test_classify_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.jsonl",), "File none.jsonl does not exist. To classify it as a text"),
-        ((" ",), "Cannot classify the text: neither title nor body holds any text."),
+        (("none.jsonl",), "none.jsonl"),
+        ((" ",), "neither title nor body holds any text"),
         (("a text", "--labels", "{"), "--labels"),
         (("a text", "--template", "no place"), "--template"),
         (("a text", "--classifier", "odd"), "--classifier"),
     ],
 )
-def test_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     said = feedmill("classify", *arguments, cwd=tmp_path)
     assert said.returncode == 2
     assert words in said.stderr

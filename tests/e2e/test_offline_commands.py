@@ -1,7 +1,8 @@
-"""`feedmill tune` and `feedmill evaluate`, as a person runs them: what they print, write, and leave for workers."""
+"""`feedmill tune` and `feedmill evaluate`: output, files, and the token budget that workers use."""
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_tune(tmp_path: Path) -> None:
-    # Sixteen rows a post: enough to fill every budget.
+def test_tune_measures_and_stores_a_token_budget(tmp_path: Path) -> None:
+    # Sixteen rows per post fill every budget.
     model = make_model("bert", tmp_path / "model", NLI)
     said = feedmill(
         "tune", SAMPLES, "--model", str(model), "--device", "cpu", "--limit", "40", "--rounds", "1", "--json",
@@ -37,25 +38,24 @@ def test_tune(tmp_path: Path) -> None:
     assert [(line["kind"], int(line["value"])) for line in figures] == sizes
     assert all(float(line["posts_per_s"]) > 0 for line in figures)
     assert (tmp_path / "feedmill-tune.png").read_bytes().startswith(PNG)
-    assert f"Batch size {found['batch_size']['knee']} is the smallest within 2% of the fastest: " in said.stdout
-    assert f"Token budget {found['token_budget']['knee']} is the smallest within 2% of the fastest: " in said.stdout
-    # What the next worker starts with; but the tests' environment sets it.
+    assert re.search(rf"\b{found['batch_size']['knee']}\b.*2%", said.stdout)
+    assert re.search(rf"\b{found['token_budget']['knee']}\b.*2%", said.stdout)
+    # The budget that the next worker would use, if the tests' environment did not set one.
     (entry,) = json.loads((tmp_path / "cache" / "calibration.json").read_text()).values()
     assert entry["token_budget"] == found["token_budget"]["knee"]
     assert (entry["classifier"], list(entry["tokens_per_second"])) == ("nli", [str(size) for size in CANDIDATES["cpu"]])
-    assert "FEEDMILL_TOKEN_BUDGET is set, so workers use" in said.stdout
+    assert "FEEDMILL_TOKEN_BUDGET" in said.stdout
 
 
-def test_too_few_posts_store_no_budget(tmp_path: Path) -> None:
+def test_tune_stores_no_budget_from_too_few_posts(tmp_path: Path) -> None:
     said = feedmill("tune", SAMPLES, "--limit", "6", "--rounds", "1", "--device", "cpu", "--json", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     assert last_json(said.stdout)["stored"] is False
-    assert "Token budget not stored for workers: too few posts" in said.stdout
-    assert "Left out: batch size 10 and above, " in said.stdout
+    assert re.search(r"batch size 10\b", said.stdout)
     assert not (tmp_path / "cache" / "calibration.json").exists()
 
 
-def test_evaluate(tmp_path: Path) -> None:
+def test_evaluate_writes_measures_and_files(tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     samples = [json.loads(line) for line in Path(SAMPLES).read_text().splitlines()[:32]]
     samples[0]["topic"] = samples[0]["topic"].upper()
@@ -69,18 +69,18 @@ def test_evaluate(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     found = last_json(said.stdout)
     assert (found["posts"], found["left_out"], list(found["labels"])) == (32, 2, list(TOPICS))
-    assert "Excluded: 2 posts whose topic is missing or not a label." in said.stdout
+    assert re.search(r"\b2 posts", said.stdout)
     predictions = rows(tmp_path / "predictions.csv")
     assert [line["id"] for line in predictions] == [f"key {number}" for number in range(32)]
     assert [line["topic"] for line in predictions] == [post["topic"].lower() for post in samples]
     assert found["accuracy"] == sum(line["topic"] == line["label"] for line in predictions) / 32
     assert found["accuracy"] > 0.5
     assert sum(map(sum, found["confusion"])) == 32
-    assert f"Accuracy {found['accuracy']:.3f}, macro-F1 {found['macro_f1']:.3f}, 32 posts." in said.stdout
+    assert re.search(rf"{found['accuracy']:.3f}.*{found['macro_f1']:.3f}.*\b32 posts", said.stdout)
     assert (tmp_path / "confusion.png").read_bytes().startswith(PNG)
 
 
-def test_evaluate_a_model_with_labels_of_its_own(tmp_path: Path) -> None:
+def test_evaluate_a_model_with_its_own_labels(tmp_path: Path) -> None:
     model = make_model("bert", tmp_path / "model", {0: "food", 1: "sports", 2: "books"})
     said = feedmill("evaluate", SAMPLES, "--model", str(model), "--json", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
@@ -91,25 +91,25 @@ def test_evaluate_a_model_with_labels_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tune", "/no/such/file"], "There is no file /no/such/file."),
-        (["tune", "bad.jsonl"], "bad.jsonl contains no valid post."),
+        (["tune", "/no/such/file"], "/no/such/file"),
+        (["tune", "bad.jsonl"], "bad.jsonl"),
         (
             ["tune", SAMPLES, "--csv", "no/folder/x.csv"],
-            "x.csv. Choose a file in an existing folder",
+            "x.csv",
         ),
-        (["evaluate", "/no/such/file"], "There is no file /no/such/file."),
-        (["evaluate", "untold.jsonl"], "No post has a topic. Add the true labels"),
+        (["evaluate", "/no/such/file"], "/no/such/file"),
+        (["evaluate", "untold.jsonl"], "topic"),
         (
             ["evaluate", SAMPLES, "--limit", "3", "--labels", "tea,coffee"],
-            "one of the labels (topics: business, climate change; labels: tea, coffee).",
+            "business, climate change.*tea, coffee",
         ),
-        (["evaluate", SAMPLES, "--template", "x"], "--template: no {} in 'x'"),
+        (["evaluate", SAMPLES, "--template", "x"], "--template: .*'x'"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
     (tmp_path / "untold.jsonl").write_text(as_jsonl(make_posts(3)))
     said = feedmill(*arguments, cwd=tmp_path)
     assert said.returncode == 2
-    assert words in said.stderr
+    assert re.search(words, said.stderr)
     assert "Traceback" not in said.stderr

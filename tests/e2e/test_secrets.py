@@ -1,6 +1,6 @@
-"""One stack that knows every secret: none is where somebody else could read it, and nothing that is sent is run.
+"""A complete stack with every secret: none is readable by others, and nothing that is sent gets executed.
 
-And after a purge none of a post's words is in its folder: not in Redis' files, not in a log, not in a fresh export.
+After a purge, none of a post's text is left in its folder: not in Redis' files, in logs or in a new export.
 """
 
 import json
@@ -30,7 +30,7 @@ from shared.settings import STACK_FILE, Settings
 from tests.e2e.test_flower import Visitor, own_address
 from tests.support import Feedmill, feedmill, running, shapes, wait_until
 
-#: What `feedmill up` is told that nobody else is to read.
+#: Secret settings of `feedmill up`.
 TOLD = {
     "FEEDMILL_FLOWER_PASSWORD": "flowers-password",
     "FEEDMILL_REDDIT_CLIENT_ID": "reddits-client",
@@ -41,7 +41,7 @@ GONE = {"id": "gone", "title": WORDS, "body": f"{WORDS}. " * 5}
 
 
 class Up(NamedTuple):
-    """`feedmill up`, with everything that it keeps in `data`."""
+    """A running `feedmill up` with its data folder."""
 
     command: Feedmill
     data: Path
@@ -67,16 +67,16 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     data, port = folder / "data", free_port()
     environment = TOLD | {"FEEDMILL_LOG_LEVEL": "debug", "FEEDMILL_METRICS_PORT": str(port)}
-    environment["NEW_INTERPRETER"] = "1"  # no forked process: what it is told would not be seen from outside
+    environment["NEW_INTERPRETER"] = "1"  # a forked process would not show its environment in /proc
     with running("up", "--data-folder", str(data), cwd=folder, **environment) as command:
-        wait_until(lambda: command.says("Ctrl-C stops everything"), "all is up")
+        wait_until(lambda: command.says("Ctrl-C"), "the stack is up")
         settings = Settings(data_folder=data)
         with make_app(settings) as app:
             yield Up(command, data, settings, app, f"http://127.0.0.1:{port}/metrics")
 
 
 def processes(up: Up) -> dict[str, Path]:
-    """The folders in /proc of `feedmill up` and its children, by what they are."""
+    """Return the /proc folders of `feedmill up` and its children, by role."""
     found = {"up": Path(f"/proc/{up.command.process.pid}")}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -93,7 +93,7 @@ def test_no_secret_is_in_a_command_line(up: Up) -> None:
         assert not any(secret in line for secret in up.secrets), name
 
 
-def test_each_process_is_told_its_own_secrets(up: Up) -> None:
+def test_each_process_gets_only_the_secrets_it_needs(up: Up) -> None:
     told = {
         name: {secret for secret in up.secrets if secret in (process / "environ").read_text()}
         for name, process in processes(up).items()
@@ -107,7 +107,7 @@ def test_each_process_is_told_its_own_secrets(up: Up) -> None:
 
 
 @pytest.mark.parametrize("what", ["stats", "report", "conf", "query_task", "active_queues", "registered"])
-def test_what_a_worker_tells_holds_no_secret(up: Up, what: str) -> None:
+def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
     arguments: dict[str, Any] = {"conf": True, "query_task": ["x"]}
     ask = getattr(up.app.control.inspect(destination=[WORKER_NODE], timeout=5), what)
     told = ask(arguments[what]) if what in arguments else ask()
@@ -115,7 +115,7 @@ def test_what_a_worker_tells_holds_no_secret(up: Up, what: str) -> None:
     assert not any(secret in json.dumps(told) for secret in up.secrets)
 
 
-def test_neither_metrics_nor_flower_show_a_secret(up: Up) -> None:
+def test_metrics_and_flower_show_no_secret(up: Up) -> None:
     with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own
         shown = [answer.read().decode()]
     visitor = up.flower()
@@ -128,7 +128,7 @@ def test_neither_metrics_nor_flower_show_a_secret(up: Up) -> None:
     assert not any(secret in page for page in shown for secret in up.secrets)
 
 
-def test_metrics_are_for_this_machine_alone(up: Up) -> None:
+def test_metrics_listen_only_on_loopback(up: Up) -> None:
     outside = own_address()
     if outside is None:
         pytest.skip("needs a network address beside loopback")
@@ -136,11 +136,11 @@ def test_metrics_are_for_this_machine_alone(up: Up) -> None:
         socket.create_connection((outside, urlsplit(up.metrics).port or 0), timeout=10)
 
 
-# What is sent is read, never run.
+# Messages are parsed, never executed.
 
 
 class Evil:
-    """Whoever unpickles it makes a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class Evil:
 
 
 def envelope(body: bytes, content_type: str, **headers: Any) -> str:
-    """A message as kombu lays it into a queue's list."""
+    """Return a message as kombu writes it to a queue's list."""
     found = {
         "body": b64encode(body).decode(),
         "content-type": content_type,
@@ -167,20 +167,20 @@ def envelope(body: bytes, content_type: str, **headers: Any) -> str:
 
 
 def is_served(up: Up) -> bool:
-    """Whether the worker still answers a message."""
+    """Check that the worker still answers a message."""
     posts = [{"id": "fine", "title": "The keeper saved two penalties"}]
     return bool(up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=60)[0]["label"])
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Path]:
-    """What code that somebody sent would make."""
+    """The folder that injected code would create; it must not exist after the test."""
     path = tmp_path / "made"
     yield path
     assert not path.exists()
 
 
-def test_messages_with_code_are_not_run(up: Up, made: Path) -> None:
+def test_code_in_messages_is_not_executed(up: Up, made: Path) -> None:
     code = f"!!python/object/apply:os.mkdir ['{made}']"
     pickled = pickle.dumps([[], {"posts": [Evil(made)]}, {}])
     for load in (partial(yaml.unsafe_load, code), partial(pickle.loads, pickled)):
@@ -196,12 +196,12 @@ def test_messages_with_code_are_not_run(up: Up, made: Path) -> None:
     ):
         connect(up.settings).lpush("feedmill", envelope(body, content_type))
     connect(up.settings).lpush("feedmill", envelope(pickled, "application/x-python-serialize", serializer="pickle"))
-    wait_until(lambda: not queue_depth(connect(up.settings), "feedmill").waiting, "none is left")
+    wait_until(lambda: not queue_depth(connect(up.settings), "feedmill").waiting, "no message is waiting")
     assert is_served(up)
 
 
-def test_commands_and_events_with_code_are_not_run(up: Up, made: Path) -> None:
-    """Whoever may publish as a worker does, could send them to workers and to Flower."""
+def test_code_in_commands_and_events_is_not_executed(up: Up, made: Path) -> None:
+    """Anyone who can publish to Redis could send these to workers and Flower."""
     neighbour: Any = Celery(broker=up.settings.broker_url, set_as_current=False)
     neighbour.control.mailbox.serializer = "pickle"
     neighbour.control.broadcast("ping", arguments={"x": Evil(made)})
@@ -213,18 +213,18 @@ def test_commands_and_events_with_code_are_not_run(up: Up, made: Path) -> None:
                     "task-received", uuid=f"by-{serializer}", **fields, x=Evil(made) if serializer == "pickle" else 0
                 )
     neighbour.close()
-    wait_until(lambda: "by-json" in {task["uuid"] for task in up.flower().tasks()}, "Flower hears the next event")
+    wait_until(lambda: "by-json" in {task["uuid"] for task in up.flower().tasks()}, "Flower receives the next event")
     assert "by-pickle" not in {task["uuid"] for task in up.flower().tasks()}
     assert up.app.control.inspect(destination=[WORKER_NODE], timeout=5).ping()
     assert is_served(up)
 
 
-def test_a_result_with_code_is_not_run(up: Up, made: Path) -> None:
+def test_code_in_results_is_not_executed(up: Up, made: Path) -> None:
     redis = connect(up.settings)
     redis.set("celery-task-meta-pickled", pickle.dumps({"status": "SUCCESS", "result": Evil(made)}), ex=60)
     with pytest.raises(DecodeError):
         up.app.AsyncResult("pickled").get(timeout=5)
-    # An exception is made anew of what its result says it is: of exceptions alone.
+    # Celery recreates an exception from its stored class name, but only exception classes.
     failed = {"exc_type": "system", "exc_module": "os", "exc_message": [f"touch {made}"]}
     told: dict[str, Any] = {
         "status": "FAILURE",
@@ -238,16 +238,16 @@ def test_a_result_with_code_is_not_run(up: Up, made: Path) -> None:
         up.app.AsyncResult("named").get(timeout=5)
 
 
-# What has to go.
+# Purging.
 
 
-def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
+def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
     redis: Any = connect(up.settings)
     way = {"FEEDMILL_REDIS_URL": up.settings.broker_url}
     foreign = Celery(broker=up.settings.broker_url, backend=up.settings.broker_url, set_as_current=False)
     kept = {"id": "kept", "title": "The keeper saved two penalties"}
     stored = foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill")
-    # Refused, with a reason; of posts where labels belong; for later; and one of a task that nobody knows.
+    # Rejected options; posts in place of labels; scheduled for later; an unknown task.
     refused = foreign.send_task(CLASSIFY_TASK, kwargs={"posts": [GONE], "template": "none"}, queue="feedmill")
     misplaced = foreign.send_task(CLASSIFY_TASK, [[GONE], [GONE]], queue="feedmill")
     unknown = foreign.send_task("nobody.knows", [[GONE]], queue="feedmill")
@@ -255,16 +255,16 @@ def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
     assert stored.get(timeout=60)[0]["label"]
     for each in (refused, misplaced, unknown):
         assert each.get(timeout=60, propagate=False)
-    wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only what is for later is left")
+    wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only the scheduled message is left")
     assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
     foreign.close()
-    assert files_with(up.data, WORDS), "the append-only file has no word of it"
+    assert files_with(up.data, WORDS), "the append-only file should contain the text before the purge"
 
     said = feedmill("purge", "gone", "--rewrite", "--json", cwd=tmp_path, **way)
     assert said.returncode == 0, said.stderr
     found = json.loads(said.stdout)
     assert (found["entries"], found["dead_letters"], found["messages"]) == (1, 3, 1)
-    wait_until(lambda: not redis.info("persistence")["aof_rewrite_in_progress"], "the file is written anew")
+    wait_until(lambda: not redis.info("persistence")["aof_rewrite_in_progress"], "the append-only file is rewritten")
     exported = feedmill("export", "--format", "jsonl", str(tmp_path / "posts.jsonl"), cwd=tmp_path, **way)
     assert exported.returncode == 0, exported.stderr
     assert "penalties" in (tmp_path / "posts.jsonl").read_text()
@@ -274,7 +274,7 @@ def test_after_a_purge_no_word_is_left(up: Up, tmp_path: Path) -> None:
         assert files_with(folder, WORDS) == []
 
 
-def test_no_secret_is_in_a_log_or_for_others_to_read(up: Up) -> None:
+def test_no_secret_is_in_logs_or_readable_by_others(up: Up) -> None:
     assert up.data.stat().st_mode & 0o077 == 0
     for secret in up.secrets:
         assert set(files_with(up.data.parent, secret)) <= {up.data / STACK_FILE}
@@ -283,6 +283,6 @@ def test_no_secret_is_in_a_log_or_for_others_to_read(up: Up) -> None:
 
 
 def files_with(folder: Path, words: str) -> list[Path]:
-    """Files below the folder that hold these words, in Base64 too."""
+    """Return the files below the folder that contain this text, also in Base64."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return [path for path in files if any(shape in path.read_bytes() for shape in shapes(words))]

@@ -1,8 +1,8 @@
-"""Feedmill's worker and a stock worker of another application on one database of one Redis; and results by `rpc`.
+"""Feedmill's worker and another application's stock worker on one Redis database; and results by `rpc`.
 
-Either looks after abandoned messages by its own timeout, and each once has the shorter one: a second, against ten
-minutes. Each holds messages for longer than that while the other looks. That it looked is seen by a message of its own,
-put where a worker that is gone would have left it.
+Each worker restores abandoned messages by its own timeout. In each scene one of them has the short timeout: a second,
+against ten minutes. The other holds messages for longer than that while this one sweeps. An abandoned message placed
+in Redis shows that it has swept.
 """
 
 import json
@@ -30,7 +30,7 @@ POSTS: list[dict[str, Any]] = [
     {"id": "2", "title": "How long do dried beans keep?"},
 ]
 SHORT, LONG = 1, 600
-#: Where each notes what its worker holds, and since or until when.
+#: Keys where each worker records the messages that it holds, and their times.
 OURS, KOMBUS = (HELD["reserved_key"], HELD["reserved_index_key"]), ("unacked", "unacked_index")
 
 THEIRS = """
@@ -68,13 +68,13 @@ def note(word):
 
 @dataclass
 class Neighbours:
-    """Two workers on one database, and an application that sends to each."""
+    """Two workers on one database, and an application that sends to both."""
 
     redis: RedisServer
     worker: Feedmill
     ours: Celery
     theirs: Celery
-    #: Whose timeout is the short one.
+    #: The worker with the short timeout.
     short: str
 
     def ran(self) -> list[str]:
@@ -82,7 +82,7 @@ class Neighbours:
         return list(lines)
 
     def hold(self, app: Celery) -> AsyncResult[Any]:
-        """Keeps this application's worker busy until `let_go`."""
+        """Keep this application's worker busy until `let_go`."""
         self.redis.client.set("gate", "1")
         sent = app.send_task("own.hold" if app is self.ours else "theirs.hold", ["gate"])
         wait_until(lambda: "hold gate" in self.ran(), "the worker is busy")
@@ -95,7 +95,7 @@ class Neighbours:
         return int(self.redis.client.hlen(keys[0]))
 
     def abandon(self, app: Celery, name: str, *args: Any) -> AsyncResult[Any]:
-        """A message that a worker took and never gave back, long ago."""
+        """Add a message that a worker took long ago and never returned."""
         (held, index), queue = (OURS, "feedmill") if app is self.ours else (KOMBUS, "theirs")
         sent = app.send_task(name, args, queue="aside")
         message = json.loads(str(self.redis.client.rpop("aside")))
@@ -108,21 +108,21 @@ class Neighbours:
 
 
 def wait_ages() -> None:
-    """Return when what is held now is held for longer than the short timeout."""
+    """Wait until everything held now has been held for longer than the short timeout."""
     began = time.monotonic()
-    wait_until(lambda: time.monotonic() - began > SHORT + 0.5, "it is held for longer than that")
+    wait_until(lambda: time.monotonic() - began > SHORT + 0.5, "the short timeout has passed")
 
 
 @contextmanager
 def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
-    """Feedmill's gives its results to Redis the one time, and by rpc the other."""
+    """Run both workers. Feedmill's stores results in Redis in one scene, and sends them by rpc in the other."""
     redis_server = RedisServer(next(iter(redis_servers().values())), folder)
     (folder / "theirs.py").write_text(THEIRS)
     ours = {
         "FEEDMILL_REDIS_URL": redis_server.url,
         "FEEDMILL_CELERY_RESULTS": "rpc" if short == "theirs" else "redis",
         "FAKE_VISIBILITY_TIMEOUT": str(SHORT if short == "ours" else LONG),
-        "OMP_NUM_THREADS": "1",  # one thread for the device: what holds it holds all
+        "OMP_NUM_THREADS": "1",  # a single device thread, so that one task blocks everything
         "PYTHONPATH": str(ROOT),
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")} | {
@@ -135,7 +135,7 @@ def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
     try:
         with running("worker", *flags, cwd=folder, **ours) as worker:
             wait_until(lambda: worker.says(" ready."), "Feedmill's worker is ready")
-            wait_until(lambda: " ready." in (folder / "stock.log").read_text(), "the other's worker is ready")
+            wait_until(lambda: " ready." in (folder / "stock.log").read_text(), "the stock worker is ready")
             backend = "rpc://" if short == "theirs" else redis_server.url
             clients = [
                 Celery("elsewhere", broker=redis_server.url, backend=backend, set_as_current=False),
@@ -154,7 +154,7 @@ def working_side_by_side(short: str, folder: Path) -> Iterator[Neighbours]:
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Neighbours]]:
-    """Each is made when it is first asked for, on a Redis of its own."""
+    """Create each scene on first use, with its own Redis."""
     made: dict[str, Neighbours] = {}
     with ExitStack() as all_of_them:
 
@@ -174,17 +174,17 @@ def neighbours(request: pytest.FixtureRequest, scenes: Callable[[str], Neighbour
     return found
 
 
-def test_what_one_holds_the_other_does_not_take_for_abandoned(neighbours: Neighbours) -> None:
-    """The one with the long timeout holds four messages; the one with the short timeout looks, twice."""
+def test_sweeps_do_not_restore_the_other_workers_messages(neighbours: Neighbours) -> None:
+    """The worker with the long timeout holds four messages while the other sweeps twice."""
     ours, theirs = neighbours.ours, neighbours.theirs
     sent: list[AsyncResult[Any]]
     if neighbours.short == "ours":
         sent = [neighbours.hold(theirs), *(theirs.send_task("theirs.note", [word]) for word in "abc")]
-        wait_until(lambda: neighbours.held(KOMBUS) == 4, "they are held")
+        wait_until(lambda: neighbours.held(KOMBUS) == 4, "the messages are held")
     else:
         sent = [neighbours.hold(ours)]
         sent += [ours.send_task("feedmill.classify", [[{**POSTS[0], "id": f"held-{word}"}]]) for word in "abc"]
-        wait_until(lambda: neighbours.held(OURS) == 4, "they are held")
+        wait_until(lambda: neighbours.held(OURS) == 4, "the messages are held")
     wait_ages()
     for turn in range(2):
         if neighbours.short == "ours":
@@ -200,10 +200,10 @@ def test_what_one_holds_the_other_does_not_take_for_abandoned(neighbours: Neighb
         assert told == ["hold gate", "note a", "note b", "note c"]
     else:
         assert sorted(told) == ["hold gate", "post held-a", "post held-b", "post held-c"]
-    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(OURS), "nothing is held")
+    wait_until(lambda: not neighbours.held(KOMBUS) + neighbours.held(OURS), "no message is held")
 
 
-def test_each_one_hears_both(neighbours: Neighbours) -> None:
+def test_remote_control_reaches_both_workers(neighbours: Neighbours) -> None:
     for app in (neighbours.ours, neighbours.theirs):
         assert set(app.control.inspect(timeout=1).ping() or ()) == {"ours@test", "theirs@test"}
     told: Any = neighbours.theirs.control.inspect(timeout=1).active_queues()
@@ -213,8 +213,8 @@ def test_each_one_hears_both(neighbours: Neighbours) -> None:
     }
 
 
-def test_revoking_of_one_leaves_the_other(neighbours: Neighbours) -> None:
-    """The remote command reaches both; who has the long timeout holds what is revoked."""
+def test_revoking_a_message_does_not_affect_the_other_worker(neighbours: Neighbours) -> None:
+    """The remote command reaches both workers; the one with the long timeout holds the revoked message."""
     ours, theirs = neighbours.ours, neighbours.theirs
     holds_ours = neighbours.short == "theirs"
     holder = ours if holds_ours else theirs
@@ -226,9 +226,9 @@ def test_revoking_of_one_leaves_the_other(neighbours: Neighbours) -> None:
         return theirs.send_task("theirs.note", [f"revoked-{word}"])
 
     gone, stays = send("a"), send("b")
-    wait_until(lambda: neighbours.held(OURS) + neighbours.held(KOMBUS) == 3, "they are held")
+    wait_until(lambda: neighbours.held(OURS) + neighbours.held(KOMBUS) == 3, "the messages are held")
     holder.control.revoke(gone.id)
-    wait_until(lambda: _all_know(holder, gone.id), "both have heard of it")
+    wait_until(lambda: _all_know(holder, gone.id), "both workers know the revoked id")
     if holds_ours:
         assert theirs.send_task("theirs.note", ["other"]).get(timeout=30) == "other"
     else:
@@ -246,8 +246,8 @@ def _all_know(app: Celery, task_id: str) -> bool:
     return len(told) == 2 and all(task_id in revoked for revoked in told.values())
 
 
-def test_a_message_in_the_wrong_queue(neighbours: Neighbours) -> None:
-    """Nobody there knows its task: it fails, and the worker goes on."""
+def test_a_message_in_the_wrong_queue_fails(neighbours: Neighbours) -> None:
+    """Neither worker knows the other's task: the message fails, and the worker continues."""
     ours, theirs = neighbours.ours, neighbours.theirs
     lost = theirs.send_task("theirs.note", ["x"], queue="feedmill")
     if neighbours.short == "ours":
@@ -257,11 +257,11 @@ def test_a_message_in_the_wrong_queue(neighbours: Neighbours) -> None:
             ours.send_task("feedmill.classify", [POSTS], queue="theirs").get(timeout=30)
     assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=30)[0]["label"] == "sports"
     assert theirs.send_task("theirs.note", ["y"]).get(timeout=30) == "y"
-    assert "this worker has no task 'theirs.note'" in neighbours.worker.text()
+    assert "'theirs.note'" in neighbours.worker.text()
     assert "note x" not in neighbours.ran()
 
 
-# Results by rpc: straight to the sender's own reply queue.
+# Results by rpc, sent directly to the sender's reply queue.
 
 by_rpc = pytest.mark.parametrize("neighbours", ["theirs"], indirect=True)
 
@@ -281,8 +281,8 @@ def test_rpc_results(neighbours: Neighbours) -> None:
 
 
 @by_rpc
-def test_rpc_to_two_senders(neighbours: Neighbours) -> None:
-    """Each gets its own, whoever asks first."""
+def test_rpc_results_reach_their_own_sender(neighbours: Neighbours) -> None:
+    """Each sender gets its own results, in whatever order they are requested."""
     other = Celery("third", broker=neighbours.redis.url, backend="rpc://", set_as_current=False)
     other.conf.task_default_queue = "feedmill"
     first = neighbours.ours.send_task("feedmill.classify", [POSTS[:1]])
@@ -292,8 +292,8 @@ def test_rpc_to_two_senders(neighbours: Neighbours) -> None:
 
 
 @by_rpc
-def test_rpc_after_a_retry(neighbours: Neighbours) -> None:
-    """It goes on with the id and the address of the first attempt."""
+def test_rpc_result_arrives_after_a_retry(neighbours: Neighbours) -> None:
+    """The retry keeps the id and reply address of the first attempt."""
     sent = neighbours.ours.send_task("own.once_more", [POSTS])
     assert [outcome["label"] for outcome in sent.get(timeout=30)] == ["sports", "food"]
     attempts = [line.split()[1:] for line in neighbours.ran() if line.startswith("attempt")]
@@ -301,10 +301,10 @@ def test_rpc_after_a_retry(neighbours: Neighbours) -> None:
 
 
 @by_rpc
-def test_rpc_is_not_for_those_who_want_none(neighbours: Neighbours) -> None:
-    """With `ignore_result` nothing waits in the reply queue, which has no end of its own."""
+def test_rpc_sends_nothing_with_ignore_result(neighbours: Neighbours) -> None:
+    """With `ignore_result`, nothing accumulates in the reply queue, which has no limit."""
     ours = neighbours.ours
     ours.send_task("feedmill.classify", [[{**POSTS[0], "id": "unread"}]], ignore_result=True)
-    wait_until(lambda: "post unread" in neighbours.ran(), "it is classified")
-    wait_until(lambda: not neighbours.held(OURS), "it is done")
+    wait_until(lambda: "post unread" in neighbours.ran(), "the post is classified")
+    wait_until(lambda: not neighbours.held(OURS), "the message is acknowledged")
     assert neighbours.redis.client.llen(ours.thread_oid) == 0

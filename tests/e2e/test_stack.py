@@ -1,4 +1,4 @@
-"""The embedded stack: what `demo` and `up` start, show, and above all stop."""
+"""The embedded stack of `demo` and `up`: starting, reporting, and above all stopping."""
 
 import base64
 import json
@@ -27,60 +27,60 @@ from shared.settings import Settings
 from tests.support import FEEDMILL, as_jsonl, feedmill, make_posts, processes_in, running, wait_until
 
 
-def test_a_data_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_up_names_an_unusable_data_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"Cannot create the data folder {tmp_path / 'file'}: File exists." in said.stderr
+    assert re.search(f"{tmp_path / 'file'} .*File exists", said.stderr)
 
 
-def test_data_of_a_newer_redis_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_data_written_by_a_newer_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data" / "appendonlydir").mkdir(parents=True)
     monkeypatch.setattr(stack_module, "server_version", lambda _: (6, 2, 14))
     made = Stack(Settings(), tmp_path / "data", durable=True)
     try:
-        with pytest.raises(StackError, match="was written by Redis 7 or newer"):
+        with pytest.raises(StackError, match="Redis 7"):
             next(made.start())
     finally:
         made.stop()
     assert processes_in(tmp_path) == []
 
 
-def test_last_words_are_of_this_start(tmp_path: Path) -> None:
+def test_last_words_ignore_earlier_runs(tmp_path: Path) -> None:
     (tmp_path / "child.log").write_text("an earlier run's\n")
     child = Child("child", ["sh", "-c", "echo this one"], tmp_path, dict(os.environ))
     child.process.wait()
-    assert child.last_words() == "Its log ends:\n  this one"
+    assert re.fullmatch(r".*\n  this one", child.last_words())
 
 
-def test_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
     child = Child("child", ["sleep", "60"], tmp_path, dict(os.environ))
     try:
-        with pytest.raises(StackError, match=r"^child did not answer within 0 s\. "):
+        with pytest.raises(StackError, match=r"^child .* 0 s"):
             child.wait_until(lambda: False)
     finally:
         child.kill()
 
 
-def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) -> None:
-    """Even where it is killed: nothing outlives it, and the next one has its data."""
+def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
+    """Even if killed: no process survives, and the next `feedmill up` has its data."""
     posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
-        wait_until(lambda: up.says("Ctrl-C stops everything"), "the stack is up")
+        wait_until(lambda: up.says("Ctrl-C"), "the stack is up")
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
-        assert "Another embedded stack is running" in second.stderr
+        assert str(tmp_path / "data") in second.stderr
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
-        assert sent.stdout.startswith("40 posts sent")
-        wait_until(lambda: _stored(tmp_path, data) == 40, "all are stored")
+        assert sent.stdout.startswith("40 ")
+        wait_until(lambda: _stored(tmp_path, data) == 40, "all results are stored")
         kept = tmp_path / "data" / "stack.json"
         assert kept.stat().st_mode & 0o777 == 0o600
-        # Its output goes to a file here, which is no place for a password.
+        # The output goes to a file here, so the password must not appear in it.
         assert up.says(f"user feedmill, password in {kept}")
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
-        # Itself, redis, worker, Flower.
+        # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
         up.end(signal.SIGKILL)
         wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
@@ -88,7 +88,7 @@ def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) ->
         found = json.loads(kept.read_text())
         assert said.endswith(f"Flower at {found['flower_url']}, user feedmill, password {found['flower_password']}\n")
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
-        assert sent.stdout.startswith("0 posts sent (messages: 0), 40 skipped")
+        assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
         command.send_signal(signal.SIGINT)
         assert command.wait(60) == 0
@@ -98,7 +98,7 @@ def test_up_keeps_its_data_and_is_found_by_the_other_commands(tmp_path: Path) ->
 
 @contextmanager
 def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """`feedmill up`, whose words are read by someone, and what it says of Flower."""
+    """Run `feedmill up` with a readable pipe as its error output; yield it and its line about Flower."""
     command = subprocess.Popen(
         [FEEDMILL, "up"], stderr=subprocess.PIPE, text=True, cwd=folder,
         env=os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
@@ -115,18 +115,18 @@ def _stored(cwd: Path, environment: dict[str, str]) -> int:
     return int(json.loads(status.stdout)["results"]["stored"])
 
 
-def test_up_refuses_a_redis_of_somebody_else(tmp_path: Path) -> None:
+def test_up_rejects_an_external_redis(tmp_path: Path) -> None:
     said = feedmill("up", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
     assert said.returncode == 2
-    assert "FEEDMILL_REDIS_URL is set" in said.stderr
+    assert "FEEDMILL_REDIS_URL" in said.stderr
 
 
-def test_a_measurement_is_told(tmp_path: Path) -> None:
+def test_startup_reports_a_token_budget_measurement(tmp_path: Path) -> None:
     made = Stack(Settings(), tmp_path / "data", durable=False)
     child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
     try:
-        wait_until(child.said, "it measures")
-        assert next(made._await_worker(child)).startswith("model loaded; measuring the token budget")
+        wait_until(child.said, "the worker is measuring")
+        assert next(made._await_worker(child))
     finally:
         child.kill()
 
@@ -134,7 +134,7 @@ def test_a_measurement_is_told(tmp_path: Path) -> None:
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
-    # Variables meant for another Flower.
+    # Variables for another Flower must not affect ours.
     monkeypatch.setenv("FLOWER_URL_PREFIX", "elsewhere")
     made = Stack(Settings(), tmp_path / "data", durable=False)
     try:
@@ -152,29 +152,29 @@ def tasks(stack: Stack) -> list[dict[str, Any]]:
         return list(json.load(answer).values())
 
 
-def test_flower_shows_every_message_as_received_started_and_succeeded(stack: Stack) -> None:
+def test_flower_shows_every_messages_progress(stack: Stack) -> None:
     store = ResultsStore(connect(stack.settings), stack.settings)
     settings = stack.settings.model_copy(update={"posts_per_message": 4})
     pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
     pusher.push(make_posts(200))
-    wait_until(lambda: store.counters().stored == 200, "all are stored")
-    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 50, "Flower shows all as succeeded")
+    wait_until(lambda: store.counters().stored == 200, "all results are stored")
+    wait_until(lambda: sum(task["state"] == "SUCCESS" for task in tasks(stack)) == 50, "Flower shows all succeeded")
     assert all(task["received"] and task["started"] and task["succeeded"] for task in tasks(stack))
-    # Nobody's words in Flower.
+    # Flower shows no post's text.
     shown = r"\{'posts': <4 posts: p\d+, p\d+, p\d+, …>(, 'version': \d+)?\}"
     assert all(re.fullmatch(shown, task["kwargs"]) for task in tasks(stack))
-    # The password is in no command line.
+    # The passwords are in no command line.
     for line in processes_in(Path(stack.settings.data_folder)):
         assert stack.settings.broker_url.split("@")[0].split(":")[-1] not in line
         assert stack.flower_password not in line
 
 
-def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stack) -> None:
+def test_reports_a_dead_redis_and_a_crash_looping_worker(stack: Stack) -> None:
     stack.check()
     redis = stack._children[-1]
     os.kill(redis.process.pid, signal.SIGKILL)
     redis.process.wait()
-    with pytest.raises(StackError, match="redis exited with status -9"):
+    with pytest.raises(StackError, match="redis .* -9"):
         stack.check()
     for _ in range(3):
         assert stack.worker
@@ -182,5 +182,5 @@ def test_a_dead_redis_and_a_worker_that_keeps_ending_are_told_loudly(stack: Stac
         stack._replace(stack.worker)
     assert stack.worker
     stack.worker.kill()
-    with pytest.raises(StackError, match="exited 4 times within a minute"):
+    with pytest.raises(StackError, match=r"\b4 times"):
         stack._replace(stack.worker)

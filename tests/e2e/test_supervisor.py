@@ -1,4 +1,4 @@
-"""`feedmill worker --devices`: a process for each device, kept running, ended together."""
+"""`feedmill worker --devices`: one process per device, kept running, stopped together."""
 
 import json
 import os
@@ -25,18 +25,18 @@ from tests.e2e.test_starting import notified
 from tests.support import RedisServer, feedmill, make_posts, processes_in, running, wait_until
 
 STANDIN = [sys.executable, "-m", "tests.fakes.standin_worker"]
-#: Workers that do nothing, until they are told to end.
+#: Workers that do nothing until they receive a signal.
 IDLE = "import signal, sys; print('begun', sys.argv[-1], flush=True); signal.pause()"
-#: Workers that do not end when they are told to.
+#: Workers that ignore SIGTERM.
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + IDLE
-#: The first breaks at once.
+#: The first worker fails at once.
 ONE_BREAKS = "import sys; 'cpu:0' in sys.argv[-1] and sys.exit('it broke')\n" + IDLE
-#: The first says what the settings should be; the other would go on.
+#: The first worker exits because of a wrong setting; the other would continue.
 ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too many'), sys.exit(2))\n" + IDLE
 
 
 class Supervised:
-    """A supervisor of two such workers."""
+    """A supervisor of two workers with the given command."""
 
     def __init__(self, folder: Path, *command: str, **environment: str) -> None:
         self.log = folder / "supervisor.log"
@@ -59,7 +59,7 @@ class Supervised:
         return self.log.read_text()
 
     def workers(self) -> dict[str, int]:
-        """Its children by the name of their device."""
+        """Return the worker processes by device name."""
         found = {}
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         for pid in children.split():
@@ -81,7 +81,7 @@ def supervised(folder: Path, *command: str, **environment: str) -> Iterator[Supe
         supervisor.process.wait()
 
 
-def test_each_has_its_share_and_one_that_is_killed_comes_again(
+def test_workers_share_cpus_and_a_killed_one_is_restarted(
     redis: RedisServer, settings: Settings, tmp_path: Path
 ) -> None:
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "512", "FEEDMILL_BATCH_ROWS": "8"}
@@ -90,7 +90,7 @@ def test_each_has_its_share_and_one_that_is_killed_comes_again(
         supervised(tmp_path, *STANDIN, **given, NOTIFY_SOCKET=str(tmp_path / "notify")) as supervisor,
     ):
         assert notes.recv(100) == b"READY=1"
-        assert len(worker_statistics(make_app(settings))) == 2, "it tells once all are"
+        assert len(worker_statistics(make_app(settings))) == 2, "READY=1 is sent once both workers are ready"
         before = supervisor.workers()
         first, second = (os.sched_getaffinity(before[name]) for name in ("cpu:0", "cpu:1"))
         assert first | second == os.sched_getaffinity(0)
@@ -98,37 +98,37 @@ def test_each_has_its_share_and_one_that_is_killed_comes_again(
         told = Path(f"/proc/{before['cpu:0']}/environ").read_bytes().split(b"\0")
         assert f"RAYON_NUM_THREADS={os.environ.get('RAYON_NUM_THREADS', len(first))}".encode() in told
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(640))
-        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 0, "the first results are there")
+        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) > 0, "the first results are stored")
         os.kill(before["cpu:0"], signal.SIGKILL)
-        wait_until(lambda: supervisor.says(" ready.", 3), "a new one is ready")
+        wait_until(lambda: supervisor.says(" ready.", 3), "the replacement is ready")
         assert supervisor.workers()["cpu:1"] == before["cpu:1"]
-        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 640, "what the dead one held is done")
-        both_up = re.compile(r"2 of 2 workers up · \d+ rows waiting · 1 restarts")
-        wait_until(lambda: both_up.search(supervisor.text()), "both answer again")
+        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 640, "the killed worker's posts are classified")
+        both_up = re.compile(r"\b2 of 2 workers.* 1 restart")
+        wait_until(lambda: both_up.search(supervisor.text()), "both workers answer again")
         supervisor.process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: all(supervisor.says(f"{name} | LOCAL VARIABLES") for name in before), "both have heard")
+        wait_until(lambda: all(supervisor.says(f"{name} | LOCAL VARIABLES") for name in before), "both got SIGUSR1")
         supervisor.process.send_signal(signal.SIGTERM)
         assert notes.recv(100) == b"STOPPING=1"
         assert supervisor.process.wait(60) == 0
     said = supervisor.text()
-    assert "exited with status -9: restarting it in 0.05 s" in said
+    assert re.search(r"status -9.* 0\.05 s", said)
     for name in ("cpu:0", "cpu:1"):
         assert f"{name} | worker: Warm shutdown" in said
 
 
-def test_one_that_always_fails_is_given_up_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_BREAKS) as supervisor:
-        wait_until(lambda: supervisor.says("giving up worker"), "one is given up")
-        assert list(supervisor.workers()) == ["cpu:1"]
+        wait_until(lambda: supervisor.says("cpu:0 | it broke", 5), "the first worker has failed five times")
+        wait_until(lambda: list(supervisor.workers()) == ["cpu:1"], "the first worker is no longer restarted")
         supervisor.process.send_signal(signal.SIGINT)
         assert supervisor.process.wait(60) == 0
     said = supervisor.text()
-    assert re.search(r"after 5 failures in a row, the last with status 1\. Its log ends:\n      it broke\n", said)
+    assert re.search(r"\b5 times.*\n      it broke\n", said)
     assert said.count("cpu:0 | it broke") == 5
     assert said.count("cpu:1 | begun feedmill-cpu:1@") == 1
 
 
-def test_when_none_is_left_it_ends_with_status_1(tmp_path: Path) -> None:
+def test_exits_with_status_1_when_no_worker_is_left(tmp_path: Path) -> None:
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with supervised(tmp_path, *fails, FEEDMILL_LOG_FORMAT="json") as supervisor:
         assert supervisor.process.wait(60) == 1
@@ -136,36 +136,36 @@ def test_when_none_is_left_it_ends_with_status_1(tmp_path: Path) -> None:
     assert levels.count("critical") == 2
 
 
-def test_a_mistake_is_told_once_and_ends_all(tmp_path: Path) -> None:
+def test_a_configuration_error_is_printed_once_and_stops_all(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", ONE_REFUSES) as supervisor:
         assert supervisor.process.wait(60) == 2
     assert supervisor.text().count("too many") == 1
     assert supervisor.text().splitlines()[-1] == "feedmill: too many"
 
 
-def test_what_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
+def test_kills_workers_that_do_not_stop_in_time(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", DEAF, FEEDMILL_DRAIN="0.1") as supervisor:
-        wait_until(lambda: supervisor.says("| begun", 2), "both have begun")
+        wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
         supervisor.process.send_signal(signal.SIGTERM)
         assert supervisor.process.wait(60) == 1
-    assert supervisor.text().count("did not stop in time: killing it") == 2
+    assert len(re.findall(r"cpu:\d.*killed", supervisor.text())) == 2
 
 
-def test_workers_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
     with supervised(tmp_path, sys.executable, "-c", DEAF) as supervisor:
-        wait_until(lambda: supervisor.says("| begun", 2), "both have begun")
+        wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
         workers = supervisor.workers().values()
         supervisor.process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "they are gone")
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the workers are gone")
 
 
-def test_two_workers_on_the_cpu_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """With the embedded model; what it says is for a person who looks on."""
+def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """With the embedded model, and a status line for a terminal."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with closing(Terminal("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given)) as command:
-        wait_until(lambda: "2 of 2 workers up · 0 rows waiting" in command.text(), "both are up")
+        wait_until(lambda: "2 of 2 workers" in command.text(), "both workers are up")
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64))
-        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 64, "all are classified")
+        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 64, "all posts are classified")
         command.process.send_signal(signal.SIGINT)
         assert command.process.wait(60) == 0, command.text()
         text = command.text()
@@ -179,7 +179,7 @@ def test_two_workers_on_the_cpu_in_a_terminal(redis: RedisServer, settings: Sett
 def test_one_device_needs_no_supervisor(redis: RedisServer, tmp_path: Path) -> None:
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_DEVICES": "cpu"}
     with running("worker", "--name", "mill@here", cwd=tmp_path, **given) as worker:
-        wait_until(lambda: worker.says("mill-cpu:0@here ready."), "it is ready")
+        wait_until(lambda: worker.says("mill-cpu:0@here ready."), "the worker is ready")
         assert worker.end() == 0
     assert " | " not in worker.text()
 
@@ -187,26 +187,26 @@ def test_one_device_needs_no_supervisor(redis: RedisServer, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--devices", "cpu:0"], "--devices: should be all, "),
-        (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: cpu:9999 "),
-        (["--devices", "2,0,2"], "--devices: "),
-        (["--devices", "cpu", "--device", "cpu"], "FEEDMILL_DEVICE"),
+        (["--devices", "cpu:0"], "--devices: .*'cpu:0'"),
+        (["--devices", "cpu:9999"], "FEEDMILL_DEVICES: .*cpu:9999"),
+        (["--devices", "2,0,2"], r"--devices: .*GPU 2\b"),
+        (["--devices", "cpu", "--device", "cpu"], "--devices: .*FEEDMILL_DEVICE"),
     ],
 )
-def test_devices_that_cannot_be(tmp_path: Path, flags: list[str], words: str) -> None:
+def test_rejects_unusable_devices(tmp_path: Path, flags: list[str], words: str) -> None:
     said = feedmill("worker", *flags, cwd=tmp_path)
     assert said.returncode == 2
-    assert said.stderr.startswith(f"feedmill: {words}")
+    assert re.match(f"feedmill: {words}", said.stderr)
     assert len(said.stderr.splitlines()) == 1
 
 
-def test_a_name_that_a_living_worker_has_is_refused(redis: RedisServer, tmp_path: Path) -> None:
+def test_rejects_the_name_of_a_running_worker(redis: RedisServer, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "same@here") as first:
         with running("worker", "--name", "same@here", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url) as second:
             assert second.process.wait(60) == 1
-        assert "node name same@here is taken" in second.text()
+        assert "same@here" in second.text()
         assert "Traceback" not in second.text()
         first.kill()
-        with standin(redis, tmp_path, "same@here") as next_one:  # at once
+        with standin(redis, tmp_path, "same@here") as next_one:  # without waiting
             next_one.send_signal(signal.SIGTERM)
             assert next_one.wait(30) == 0

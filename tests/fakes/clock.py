@@ -1,17 +1,17 @@
-"""A clock that passes as fast as it is waited for."""
+"""A simulated clock that advances only when waited for."""
 
 from producers.reddit.clock import Clock, Stopped
 
 
 class SimulatedClock(Clock):
-    """Begins at `start`, in seconds since 1970; `ends` seconds later the process is asked to end."""
+    """start: seconds since 1970. After `ends` seconds, the process is asked to stop."""
 
     def __init__(self, start: float = 1_800_000_000.0, ends: float = float("inf")) -> None:
         super().__init__()
         self._start = start
         self._ends = ends
         self._passed = 0.0
-        #: Every wait so far, in seconds.
+        #: Durations of all waits so far, in seconds.
         self.waits: list[float] = []
 
     def time(self) -> float:

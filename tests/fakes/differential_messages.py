@@ -17,7 +17,7 @@ from celery.canvas import Signature
 from shared.broker import CLASSIFY_TASK, SENT_AT
 from tests.fakes.models import WORDS
 
-#: Of those based on ClassifyTask, how often each is drawn.
+#: Tasks based on ClassifyTask, and the weights with which they are drawn.
 TASKS = {
     CLASSIFY_TASK: 40,
     "differential.early": 8,
@@ -35,7 +35,7 @@ TASKS = {
     "differential.sends": 4,
     "differential.handlers": 6,
 }
-#: What becomes of a message before it can start; "" for most. The last two happen while it waits for its ETA.
+#: Fates of a message before it starts; "" for most. The last two befall it while it waits for its ETA.
 Fate = Literal["", "expired", "revoked", "revoked by stamp", "expired waiting", "revoked waiting"]
 FATES: dict[Fate, int] = {
     "": 180,
@@ -46,7 +46,7 @@ FATES: dict[Fate, int] = {
     "revoked waiting": 3,
 }
 WAITING: tuple[Fate, ...] = ("expired waiting", "revoked waiting")
-#: The stamp by which messages are revoked, as (header, value).
+#: The stamp, as (header, value), by which messages are revoked.
 REVOKED_STAMP = ("tenant", "gone")
 LABELS = (
     ["sports", "food"],
@@ -86,7 +86,7 @@ BAD_POSTS: tuple[object, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One task to be sent. link, errbacks: what follows its success, and its failure."""
+    """One task to send. link, errbacks: signatures called on its success and on its failure."""
 
     id: str
     task: str
@@ -99,7 +99,7 @@ class Call:
     fate: Fate = ""
 
     def signature(self, app: Celery, eta: datetime) -> Signature[Any]:
-        """eta: when those start that are to be withdrawn while they wait."""
+        """eta: start time of messages that are withdrawn while they wait."""
         options: dict[str, Any] = dict(self.options)
         if self.fate in WAITING:
             options.pop("countdown", None)
@@ -121,7 +121,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Some tasks that are sent together. calls: of a chord, its header; then `body` is what follows."""
+    """Tasks that are sent together. calls: for a chord, its header; `body` then follows."""
 
     id: str
     kind: Literal["single", "chain", "group", "chord"]
@@ -145,7 +145,7 @@ class Sending:
 
 
 class Draw:
-    """Draws sendings until they hold so many messages of 1 to `largest` posts."""
+    """Draws sendings until they contain the given number of messages, of 1 to `largest` posts each."""
 
     def __init__(self, seed: int, messages: int, largest: int) -> None:
         self._random = Random(seed)
@@ -153,7 +153,7 @@ class Draw:
         self._largest = largest
         self._ids = 0
         self._sent_posts: list[dict[str, Any]] = []
-        #: Posts in the messages so far.
+        #: Number of posts in the messages so far.
         self.posts = 0
 
     def sendings(self) -> Iterator[Sending]:
@@ -272,7 +272,7 @@ class Draw:
         return kwargs
 
     def _posts(self) -> list[object]:
-        """Mostly good ones; now and then all bad, some sent before, some twice in a message."""
+        """Draw mostly good posts; occasionally all bad, some sent before, or some twice in a message."""
         random = self._random
         count = random.randint(1, self._largest)
         self.posts += count
@@ -299,12 +299,12 @@ class Draw:
 
 
 def is_message(call: Call) -> bool:
-    """Whether its posts are classified, rather than that it is a callback."""
+    """Return whether the call classifies posts, rather than being a callback."""
     return call.task in TASKS
 
 
 def everything(sendings: Sequence[Sending]) -> Iterator[Call]:
-    """Each call that a sending holds, callbacks included."""
+    """Yield every call of a sending, including callbacks."""
     for sending in sendings:
         for call in (*sending.calls, *([sending.body] if sending.body else [])):
             yield from (call, *call.link, *call.errbacks)

@@ -18,9 +18,9 @@ from shared.errors import MessageFailed
 from shared.settings import load
 from workers.task import ClassifyTask
 
-#: Prefix of the lists of what was told to code that runs beside a task and has no result of its own.
+#: Prefix of the lists that record what callbacks and handlers, which have no result, were called with.
 TOLD = "differential:told:"
-#: Of `self.request`: what a task may build on, and what is the same wherever it runs.
+#: Attributes of `self.request` that tasks may rely on and that do not depend on the worker.
 REQUEST = (
     "id", "root_id", "parent_id", "retries", "group", "group_index", "headers", "stamps", "stamped_headers",
     "timelimit", "time_limit", "soft_time_limit", "ignore_result", "correlation_id", "shadow", "called_directly",
@@ -29,7 +29,7 @@ REQUEST = (
 
 
 class Unlucky(Exception):  # noqa: N818
-    """An error that pickle takes apart and cannot put together: it takes two arguments, and `args` has one."""
+    """An error that cannot be unpickled: it takes two arguments, but `args` has one."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(what)
@@ -38,7 +38,7 @@ class Unlucky(Exception):  # noqa: N818
 
 @cache
 def _redis() -> Redis:
-    """Made when it is first used: in the process that does."""
+    """Create the client on first use, in the process that uses it."""
     return connect(load())
 
 
@@ -70,7 +70,7 @@ def autoretry(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.retry", max_retries=3)
 def retry(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Once more until it has been retried as often as the header `wanted_retries` says; more than thrice fails."""
+    """Retry as often as the header `wanted_retries` says; more than three times fails."""
     outcomes = self.outcomes()
     if self.request.retries < self.request.get("wanted_retries", 1):
         raise self.retry(countdown=self.request.get("pause", 0))
@@ -91,7 +91,7 @@ def early_reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.requeue")
 def requeue(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Back to the queue once, by the mark that the transport leaves on what it delivers again."""
+    """Requeue once, recognized by the transport's redelivery mark."""
     outcomes = self.outcomes()
     if not (self.request.delivery_info or {}).get("redelivered"):
         raise Reject("later", requeue=True)
@@ -111,14 +111,14 @@ def unlucky(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.unserializable")
 def unserializable(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """What it returns is no JSON: it fails when its result is to be stored."""
+    """Return a value that is no JSON, so that storing the result fails."""
     self.outcomes()
     return object
 
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.own_state")
 def own_state(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Stores a state of its own on the way, and leaves it there."""
+    """Store a custom state and leave it there."""
     outcomes = self.outcomes()
     self.update_state(state="CLASSIFIED", meta={"posts": len(outcomes)})
     raise Ignore
@@ -126,7 +126,7 @@ def own_state(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.request")
 def request(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """What its body is told about the message."""
+    """Record what the body is told about the message."""
     told = {name: self.request.get(name) for name in REQUEST}
     told["delivery_info"] = dict(self.request.delivery_info or {})
     for name in ("callbacks", "errbacks", "chain", "chord", "eta", "expires"):
@@ -136,14 +136,14 @@ def request(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.sends", trail=True)
 def sends(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Sends a task of its own: a child."""
+    """Send another task as a child."""
     outcomes = self.outcomes()
     record.apply_async((len(outcomes),), task_id=f"{self.request.id}-sent")
     return outcomes
 
 
 class Handlers(ClassifyTask):
-    """A task's own handlers."""
+    """A task with its own handlers."""
 
     abstract = True
 
@@ -178,13 +178,13 @@ def record(*received: object, **named: object) -> object:
 
 @shared_task(name="differential.failed")
 def failed(task_id: str) -> object:
-    """A callback for failures as a task of its own: it gets the message's id."""
+    """A failure callback that is a task: it gets the message's id."""
     return {"failed": task_id}
 
 
 @shared_task(name="differential.failed_here")
 def failed_here(request: Any, exc: object, traceback: object, about: str) -> None:
-    """One that Celery calls there and then, since it takes more than an id, and is not bound."""
+    """A failure callback that Celery calls directly, because it is not bound and takes more than an id."""
     _tell(about, request.id, repr(exc), bool(traceback))
 
 

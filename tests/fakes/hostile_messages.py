@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from shared.broker import CLASSIFY_TASK
 
 ID, DEEP, LONG = "<id>", "<deep>", "<long>"
-#: Levels, beyond all parsers' limits, and characters.
+#: Nesting depth and length in characters, both beyond every parser's limit.
 DEPTH, LENGTH = 5_000, 100_000
 
 
 class Hostile(NamedTuple):
-    """What was drawn; `kind` says in a word what is wrong with it."""
+    """A drawn message; `kind` names its defect."""
 
     kind: str
     drawn: dict[str, Any] | bytes
 
     def element(self, task_id: str) -> bytes:
-        """As it lies in the list, with this id, where it has one."""
+        """Return the message as a list element, with this id if it has one."""
         if isinstance(self.drawn, bytes):
             return _filled(self.drawn, task_id)
         return _written(self.drawn, task_id)
@@ -49,7 +49,7 @@ def _filled(written: bytes, task_id: str) -> bytes:
 
 
 def good(task: str = CLASSIFY_TASK) -> dict[str, Any]:
-    """A message of Celery's protocol 2 in its parts; `body` is still in the clear."""
+    """A message of Celery's protocol 2 in parts; `body` is not yet encoded."""
     return {
         "body": [
             [],
@@ -99,7 +99,7 @@ def good(task: str = CLASSIFY_TASK) -> dict[str, Any]:
 
 
 def protocol_1() -> dict[str, Any]:
-    """The same as Celery wrote it before 4.0: all in the body."""
+    """Return the message in Celery's protocol 1, used before 4.0: everything is in the body."""
     message = good()
     args, kwargs, _ = message["body"]
     message["body"] = {"task": CLASSIFY_TASK, "id": ID, "args": args, "kwargs": kwargs, "retries": 0, "utc": True}
@@ -108,7 +108,7 @@ def protocol_1() -> dict[str, Any]:
 
 
 def elaborate() -> dict[str, Any]:
-    """A good message with what few senders use: stamps, times, limits, and links."""
+    """Return a good message that uses rare features: stamps, times, limits and links."""
     message = good()
     link = {"task": "no.such", "args": [], "kwargs": {}, "options": {"queue": "feedmill", "compression": None}}
     message["headers"] |= {
@@ -158,7 +158,7 @@ STRINGS = st.one_of(
         ]
     ),
 )
-#: What kombu reads out of JSON as types of its own.
+#: JSON objects that kombu decodes to types of its own.
 TYPED = st.builds(
     lambda kind, value: {"__type__": kind, "__value__": value},
     st.sampled_from(["datetime", "date", "time", "decimal", "Decimal", "uuid", "bytes", "base64", "odd"]),
@@ -172,7 +172,7 @@ ANYTHING = st.recursive(
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands within, and could stand otherwise."""
+    """A place in the message whose value can be changed."""
     found = [place] if place else []
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -181,7 +181,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _change(message: Any, place: tuple[Any, ...], values: Sequence[Any]) -> None:
-    """Put the value there, or nothing, unless an earlier change has left no such place."""
+    """Set or delete the value, unless an earlier change removed its place."""
     *path, key = place
     try:
         for step in path:
@@ -199,7 +199,7 @@ def _change(message: Any, place: tuple[Any, ...], values: Sequence[Any]) -> None
 
 @st.composite
 def changed(draw: st.DrawFn, starts: st.SearchStrategy[dict[str, Any]]) -> dict[str, Any]:
-    """A good message in which one to four things are missing, or something else."""
+    """Return a good message with one to four values missing or replaced."""
     message = draw(starts)
     changes = st.tuples(st.sampled_from(_places(message)), st.lists(ANYTHING, max_size=1))
     for place, values in draw(st.lists(changes, min_size=1, max_size=4)):
@@ -222,7 +222,7 @@ ENCODINGS = ("utf-8", "binary", "utf-16", "odd", "hex", "zlib", None)
 
 @st.composite
 def with_body(draw: st.DrawFn) -> bytes:
-    """A good message around a body that is none: of another type, encoding or compression, or damaged."""
+    """Return a good message with a wrong body: another type, encoding or compression, or damaged."""
     message = good()
     written = json.dumps(message["body"]).encode()
     body = draw(
@@ -248,7 +248,7 @@ def with_body(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A good message as bytes, some of them others, or missing."""
+    """Return a good message as bytes, with some bytes changed or missing."""
     whole = bytearray(_written(good(), ID))
     for _ in range(draw(st.integers(1, 5))):
         at = draw(st.integers(0, len(whole) - 1))
@@ -261,7 +261,7 @@ NO_MESSAGES = st.one_of(
     ANYTHING.map(lambda value: json.dumps(value).encode()),
     st.builds(operator.mul, st.sampled_from([b"[", b"{}", b'{"body":', b"9", b"\xff"]), st.integers(0, LENGTH)),
 )
-#: Celery's own, and what nobody has.
+#: Celery's own tasks, and unknown names.
 TASKS = (
     "celery.chain",
     "celery.group",

@@ -19,19 +19,19 @@ from urllib.parse import unquote
 
 API = re.compile(r"/api/models/(?P<name>[^/]+(?:/[^/]+)?)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 RESOLVE = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
-#: Endings of the files that the hub keeps outside git, and so knows by their SHA-256.
+#: Suffixes of files that the hub stores outside git and identifies by SHA-256.
 LARGE = (".safetensors", ".bin", ".onnx", ".h5")
 
 
 class Request(NamedTuple):
     method: str
     path: str
-    #: The header Authorization.
+    #: The Authorization header.
     authorization: str | None
 
 
 class Hub:
-    """repositories: for each name its folder, or its folders by revision; main is a revision as any other."""
+    """repositories: by name, a folder, or folders by revision. `main` is a revision like any other."""
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
         self._folders = {
@@ -39,13 +39,13 @@ class Hub:
             for name, folders in repositories.items()
         }
         self.requests: list[Request] = []
-        #: Repositories whose files are not given out.
+        #: Repositories whose files are denied.
         self.gated: set[str] = set()
-        #: For a file's name: after how many bytes the connection is cut, for each of the next requests for it.
+        #: By file name: the number of bytes after which each of the next connections is cut.
         self.cuts: dict[str, list[int]] = {}
-        #: Names of files of which the last bytes are missing, without the server saying so.
+        #: Files sent without their last bytes, although the server announces them.
         self.short: set[str] = set()
-        #: Names of files that are sent with a byte changed.
+        #: Files sent with one byte changed.
         self.damaged: set[str] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -62,16 +62,16 @@ class Hub:
         self._server.server_close()
 
     def commit(self, name: str, revision: str = "main") -> str:
-        """The commit that a revision of a repository stands for: it follows from the content."""
+        """Return the commit of a revision; it is derived from the content."""
         return _commit(self._folders[name][revision])
 
     def files_asked(self) -> set[str]:
-        """The files that were asked for, by their paths in their repository."""
+        """Return the requested files by their paths in the repository."""
         found = [RESOLVE.fullmatch(unquote(request.path)) for request in self.requests]
         return {match["file"] for match in found if match}
 
     def folder(self, name: str, revision: str) -> Path | None:
-        """The folder of a revision, or of a commit."""
+        """Return the folder of a revision or commit."""
         folders = self._folders[name]
         return folders.get(revision) or {_commit(folder): folder for folder in folders.values()}.get(revision)
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Not to the test's output; `Hub.requests` has it."""
+        """Keep the test's output clean; `Hub.requests` records requests."""
 
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
@@ -163,7 +163,7 @@ def _commit(folder: Path) -> str:
 
 
 def _digest(path: Path) -> str:
-    """What the hub knows a file's content by: its SHA-256, or the name that git gives it."""
+    """Return the hub's identifier of a file: its SHA-256, or its git blob id."""
     content = path.read_bytes()
     if path.name.endswith(LARGE):
         return hashlib.sha256(content).hexdigest()
@@ -171,7 +171,7 @@ def _digest(path: Path) -> str:
 
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
-    """A file as the hub lists it."""
+    """Return a file's entry in the hub's listing."""
     size = path.stat().st_size
     entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": size, "oid": _digest(path)[:40]}
     if path.name.endswith(LARGE):

@@ -1,4 +1,4 @@
-"""All interleavings of a call with one change by another thread: a tracer makes the change, at each step in turn."""
+"""Run a call once per bytecode step, with a change by another thread made before that step by a tracer."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import workers
 
 T = TypeVar("T")
-#: Steps that count are those of this package's code: others, such as logging's, are the same before and after.
+#: Only steps in this package's code count; logging's, for example, are the same before and after.
 TRACED = workers.__path__[0]
 
 

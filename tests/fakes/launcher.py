@@ -16,12 +16,12 @@ from pathlib import Path
 from feedmill.processes import Child, ended_by_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
-#: Seconds that a worker may take to end in order.
+#: Seconds that a worker may take to stop gracefully.
 PATIENCE = 40.0
 
 
 def main(folder: Path, workers: int) -> None:
-    # Ignored until the worker listens to them: by default they would end it.
+    # Ignore signals until the worker handles them: by default they would kill it.
     for number in (HANG, FULL, CLOCK):
         signal.signal(number, signal.SIG_IGN)
 

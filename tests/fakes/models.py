@@ -28,7 +28,7 @@ from transformers import (
 )
 
 NLI = {0: "contradiction", 1: "neutral", 2: "entailment"}
-#: What the tokenizers are trained on: enough words for pieces of several lengths.
+#: Training text of the tokenizers, with enough words for tokens of several lengths.
 CORPUS = (
     "The match ended in a draw after the keeper saved a late penalty.",
     "My laptop will not boot since the last update, what should I try?",
@@ -47,7 +47,7 @@ WIDTH: dict[str, Any] = {
 
 
 def _bytes(before: str, after: str, between: list[str]) -> Tokenizer:
-    """Byte-level BPE, as BART, RoBERTa and ModernBERT have it."""
+    """Return a byte-level BPE tokenizer like those of BART, RoBERTa and ModernBERT."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,7 +82,7 @@ def _decoder() -> Tokenizer:
 
 
 def _typed(model: Any, before: Any) -> Tokenizer:
-    """[CLS] A [SEP] B [SEP] with token types, as BERT and DeBERTa have it."""
+    """Return a tokenizer with [CLS] A [SEP] B [SEP] and token types, like those of BERT and DeBERTa."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = before
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -95,7 +95,7 @@ def _typed(model: Any, before: Any) -> Tokenizer:
 
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Made by hand: the trainers of these two kinds number their pieces differently in each run, and with them the scores.
+# Written by hand: the trainers of these two kinds number tokens differently in each run, which changes the scores.
 WORDS = sorted({word.strip(".,?") for line in CORPUS for word in line.split()})
 LETTERS = sorted({letter for word in WORDS for letter in word} | set(".,?'"))
 
@@ -114,9 +114,9 @@ def _unigram() -> Tokenizer:
 
 BYTES_NAMES = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
 TYPED_NAMES = {"cls_token": "[CLS]", "pad_token": "[PAD]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-#: Of a configuration: its class, and what it is told.
+#: A configuration's class and arguments.
 Config = tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
-#: Architecture -> its configuration's class and own arguments, its tokenizer, and the special tokens' names.
+#: By architecture: configuration class and arguments, tokenizer, and names of the special tokens.
 ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]] = {
     "bart": (
         BartConfig,
@@ -161,7 +161,7 @@ ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]
         {"eos_token": "<|endoftext|>"},
     ),
 }  # fmt: skip
-#: Those that tell the tokens of a pair's two texts apart.
+#: Architectures with token types.
 TYPED = frozenset({"bert", "electra", "deberta-v2"})
 
 
@@ -173,7 +173,7 @@ def make_model(
     padding_side: str = "right",
     **config: Any,
 ) -> Path:
-    """A model in `folder`: a classifier of the labels, or an encoder where there are none. Returns the folder."""
+    """Create a model in `folder`: a classifier of the labels, or an encoder if there are none. Returns the folder."""
     make_config, arguments, make_tokenizer, specials = ARCHITECTURES[architecture]
     tokenizer = make_tokenizer()
     ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in specials.items()}
@@ -203,7 +203,7 @@ def make_model(
 def make_sentence_model(
     folder: Path, architecture: str = "bert", pooling: dict[str, Any] | None = None, dense: int = 0, prompt: str = ""
 ) -> Path:
-    """A model in a sentence-transformers layout. dense: dimensions of a dense layer behind the pooling; 0 is none."""
+    """Create a sentence-transformers model. dense: dimensions of a dense layer after pooling; 0 for none."""
     make_model(architecture, folder)
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
     package = "sentence_transformers.models"

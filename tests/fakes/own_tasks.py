@@ -77,19 +77,19 @@ def retries(self: Task, number: int) -> int:  # type: ignore[type-arg]
 
 @shared_task(name="own.classifies")
 def classifies(posts: list[dict[str, Any]]) -> list[str]:
-    """It calls Feedmill's task: in this process, beside the worker's own pipeline."""
+    """Call Feedmill's task in this process, beside the worker's own pipeline."""
     return [outcome["label"] for outcome in feedmill.classify(posts)]
 
 
 @shared_task(name="own.sends")
 def sends(posts: list[dict[str, Any]]) -> str:
-    """It sends Feedmill's task to the queue."""
+    """Send Feedmill's task to the queue."""
     return str(feedmill.classify.delay(posts).id)
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.once_more", max_retries=1)
 def once_more(self: ClassifyTask, *_: Any, **__: Any) -> Any:
-    """Its posts are classified; it retries once."""
+    """Classify its posts after one retry."""
     outcomes = self.outcomes()
     request = self.request
     redis.rpush("ran", f"attempt {request.retries} {request.correlation_id} {request.reply_to}")

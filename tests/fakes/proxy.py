@@ -1,4 +1,4 @@
-"""Between clients and a server on loopback: passes bytes on, and cuts or delays them when it is told to."""
+"""A TCP proxy on loopback that can cut or delay connections."""
 
 import asyncio
 import socket
@@ -6,19 +6,19 @@ import struct
 from contextlib import suppress
 from threading import Thread
 
-#: Bytes that are passed on in one piece.
+#: Bytes forwarded at once.
 PIECE = 65_536
-#: Closing with this resets the connection: what was on its way is lost in both directions.
+#: Socket option that makes closing reset the connection and drop data in transit in both directions.
 RESET = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Listens on `port`, and connects each client to the server's. Serves on a thread of its own until `stop`."""
+    """Listens on `port` and forwards each connection to the server, on its own thread until `stop`."""
 
     def __init__(self, server_port: int) -> None:
-        #: Where the next connections go.
+        #: Address for new connections.
         self.server_port = server_port
-        #: Seconds for which each piece is held before it is passed on.
+        #: Seconds by which each piece is delayed.
         self.delay = 0.0
         self._clients: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -30,7 +30,7 @@ class Proxy:
         self._thread.start()
 
     def cut(self) -> None:
-        """Reset every connection, whatever is on its way; the next ones are served."""
+        """Reset all connections, dropping data in transit; new connections are served."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def stop(self) -> None:

@@ -31,18 +31,18 @@ from urllib.parse import unquote
 from tests.fakes.reddit_content import Content, Order, Post, Refused, post_thing, subreddit_thing
 from tests.fakes.reddit_faults import INVALID_TOKEN, TOKEN_PATH, Answer, Asked, Faults, refuse
 
-#: Items of one answer: at most, and unless asked otherwise.
+#: Items of one response: maximum, and default.
 MOST, USUAL = 100, 25
-#: Seconds for which a token is good, as in the recorded answer of 2026.
+#: Lifetime of a token in seconds, as in the recorded answer of 2026.
 TOKEN_LIFETIME = 86400
-#: Requests that the ledger keeps.
+#: Number of requests that the ledger keeps.
 REQUESTS = 20_000
-#: Recorded answers of these statuses bear no x-ratelimit headers.
+#: Statuses whose recorded answers have no x-ratelimit headers.
 UNCOUNTED = (401, 403, 404)
 
 
 class Request(NamedTuple):
-    """A request, and how it was answered. fault: "" where nothing went wrong."""
+    """A request and its answer. fault: "" if nothing went wrong."""
 
     path: str
     query: str
@@ -59,31 +59,31 @@ class Published(NamedTuple):
 
 
 class Ledger:
-    """What was published, asked and served. Written while the server runs: copy what you go through, by list()."""
+    """Published posts, requests and answers. Changes while the server runs: copy with list() before iterating."""
 
     def __init__(self) -> None:
-        #: By fullname, in the order of publication.
+        #: Posts by fullname, in the order of publication.
         self.published: dict[str, Published] = {}
-        #: The newest ones.
+        #: The newest requests.
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
-        #: All requests, by status; tokens among them.
+        #: Number of requests by status, including those for tokens.
         self.statuses: Counter[int] = Counter()
-        #: Fullname -> in how many answers it was that nothing happened to.
+        #: By fullname: the number of intact answers that contained the post.
         self.served: Counter[str] = Counter()
-        #: Faults that happened, by name.
+        #: Number of faults by name.
         self.faults: Counter[str] = Counter()
-        #: Requests that came when the budget of their window was spent.
+        #: Number of requests beyond the budget of their window.
         self.over_budget = 0
-        #: Tokens given out.
+        #: Number of issued tokens.
         self.tokens = 0
 
     @property
     def total(self) -> int:
-        """Requests in all."""
+        """Return the number of requests."""
         return self.statuses.total()
 
     def note(self, asked: Asked, answer: Answer, fault: str) -> None:
-        """An answer, when it is about to be sent."""
+        """Record an answer that is about to be sent."""
         path, _, query = asked.target.partition("?")
         agent = asked.headers.get("user-agent", "")
         self.requests.append(Request(path, query, asked.at, answer.status, fault, agent))
@@ -93,12 +93,12 @@ class Ledger:
             self.faults[fault] += 1
 
     def undelivered(self, answer: Answer) -> None:
-        """Whoever asked did not wait for this answer after all."""
+        """Take back an answer whose client did not wait for it."""
         self.served.subtract(answer.fullnames)
 
 
 class Budget:
-    """`requests` in each window of so many seconds; windows begin at multiples of it, as the recorded resets show."""
+    """`requests` per window of this many seconds. Windows begin at multiples of it, as the recorded resets show."""
 
     def __init__(self, seconds: float, requests: int) -> None:
         self._seconds = seconds
@@ -107,7 +107,7 @@ class Budget:
         self._used = 0
 
     def take(self, now: float) -> bool:
-        """False where nothing is left."""
+        """Spend one request; return False if none is left."""
         window = now // self._seconds
         if window > self._window:
             self._window, self._used = window, 0
@@ -117,11 +117,11 @@ class Budget:
         return True
 
     def reset(self, now: float) -> str:
-        """Seconds until the next window."""
+        """Return the seconds until the next window."""
         return str(max(1, math.ceil((self._window + 1) * self._seconds - now)))
 
     def headers(self, now: float) -> dict[str, str]:
-        """As recorded: '3', '997.0', '15'."""
+        """Return the headers as recorded: '3', '997.0', '15'."""
         return {
             "x-ratelimit-used": str(self._used),
             "x-ratelimit-remaining": f"{float(self._requests - self._used)}",
@@ -155,11 +155,11 @@ class Reddit:
         self._budget = Budget(window, budget) if window else None
         self._basic = "Basic " + b64encode(":".join(client).encode()).decode()
         self._token_lifetime = token_lifetime
-        #: Token -> until when it is good.
+        #: Expiry times of tokens.
         self._tokens: dict[str, float] = {}
-        #: Set when the server ends: what is slow ends then, too.
+        #: Set when the server stops; ends slow answers, too.
         self.ending = Event()
-        #: Mistakes of this server's own: they must not pass for Reddit's.
+        #: This server's own errors, which must not pass for Reddit's.
         self._mistakes: list[BaseException] = []
         self._server = _Server(("127.0.0.1", port), self._handler(), self._mistakes)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -180,10 +180,10 @@ class Reddit:
         if self._mistakes and error:
             error.add_note(f"The loopback Reddit itself failed: {self._mistakes[0]!r}")
 
-    # What happens on this Reddit.
+    # Events on this Reddit.
 
     def add_subreddit(self, name: str, kind: str = "public") -> None:
-        """kind: one of KINDS. Names that are not added are missing."""
+        """Add a subreddit. kind: one of KINDS. Names that are not added are missing."""
         with self._lock:
             self._content.add_subreddit(name, kind, self.clock())
 
@@ -229,24 +229,24 @@ class Reddit:
             self._content.post(fullname).score = score
 
     def delete(self, fullname: str) -> None:
-        """By its author."""
+        """Delete a post as its author."""
         with self._lock:
             self._content.take_down(fullname, "deleted")
 
     def remove(self, fullname: str) -> None:
-        """By a moderator."""
+        """Remove a post as a moderator."""
         with self._lock:
             self._content.take_down(fullname, "moderator")
 
     def vanish(self, fullname: str) -> None:
-        """Not even /api/info knows it any more."""
+        """Remove a post so that not even /api/info knows it."""
         with self._lock:
             self._content.vanish(fullname)
 
-    # How requests are answered.
+    # Answering requests.
 
     def answer(self, asked: Asked) -> Answer:
-        """The answer, and what goes wrong with it. The ledger has it before anybody can have read it."""
+        """Return the answer and its fault. Recorded in the ledger before any client can read it."""
         with self._lock:
             answer, fault = self._answer(asked)
             if fault:
@@ -358,7 +358,7 @@ def _listing_answer(asked: Asked, things: list[dict[str, Any]], after: str | Non
 
 
 def _escaped(asked: Asked, thing: dict[str, Any]) -> dict[str, Any]:
-    """Texts as Reddit sends them: escaped, unless they are asked for raw."""
+    """Escape texts as Reddit does, unless raw ones are requested."""
     if asked.query.get("raw_json") == "1":
         return thing
     said = {
@@ -380,13 +380,13 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class's
-        """Of a request that ended by an exception; that a reader has gone is none of ours."""
+        """Ignore exceptions of requests whose client has gone."""
         error = sys.exception()
         if error and not isinstance(error, OSError):
             self._mistakes.append(error)
 
     def end_connections(self) -> None:
-        """Those that are kept alive: who comes back later finds a server that has gone."""
+        """Close kept-alive connections, so that returning clients find the server gone."""
         for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -426,7 +426,7 @@ class _Handler(BaseHTTPRequestHandler):
         return super().date_time_string(self.serves.clock() if timestamp is None else int(timestamp))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Not to the test's output; the ledger has it."""
+        """Keep the test's output clean; the ledger records requests."""
 
     def _send(self, answer: Answer) -> None:
         self.serves.ending.wait(answer.delay)

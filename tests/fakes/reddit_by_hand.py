@@ -23,11 +23,11 @@ from shared.errors import UserError
 from shared.messages import Post
 from tests.fakes.reddit import Reddit
 
-#: Seconds over which the posts that are there at the start were created.
+#: Seconds over which the initial posts were created.
 PAST = 86400
-#: Seconds between two lines about what was served.
+#: Seconds between two status lines.
 REPORT = 60.0
-#: Subreddits that `feedmill ingest reddit` reads of a topic, at most.
+#: Maximum number of subreddits that `feedmill ingest reddit` reads per topic.
 ACTIVE = 25
 
 
@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 
 
 def _posts(path: str) -> list[Post]:
-    """The posts of a file that stand in a subreddit, the oldest first as far as they tell. Raises UserError."""
+    """Return the file's posts that have a subreddit, oldest first where known. Raises UserError."""
     found = [post for post in read(path) if isinstance(post, Post)]
     posts = [post for post in found if post.subreddit]
     if not posts:
@@ -83,7 +83,7 @@ def _posts(path: str) -> list[Post]:
 
 
 def _topics(posts: Iterable[Post]) -> str:
-    """A topics file: each subreddit under the topic that most of its posts have, the one with most posts first."""
+    """Return a topics file with each subreddit under its posts' most frequent topic, busiest subreddit first."""
     spelt: dict[str, str] = {}
     topics: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for post in posts:
@@ -102,7 +102,7 @@ def _topics(posts: Iterable[Post]) -> str:
 
 
 def _publish_past(reddit: Reddit, posts: Sequence[Post]) -> Iterator[Post]:
-    """Publish the older half, as if it had come in over a day; the rest is to come."""
+    """Publish the older half, as if created over one day; return the rest."""
     for name in {post.subreddit.lower(): post.subreddit for post in posts if post.subreddit}.values():
         reddit.add_subreddit(name)
     past = posts[: (len(posts) + 1) // 2]
@@ -137,7 +137,7 @@ def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
 
 
 def _run(reddit: Reddit, coming: Iterator[Post], rate: float, ending: Event) -> None:
-    """Publish the others at their rate, and say once a minute what was served, until the end is asked for."""
+    """Publish the rest at the given rate, with a status line each minute, until asked to stop."""
     pause = 60.0 / rate if rate > 0 else REPORT
     publish_at = time.monotonic() + pause if rate > 0 else float("inf")
     report_at = time.monotonic() + REPORT

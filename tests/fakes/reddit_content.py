@@ -1,4 +1,4 @@
-"""What a Reddit holds: subreddits, their posts, and the listings and pages that follow from them.
+"""The content of a Reddit: subreddits, their posts, and the listings and pages derived from them.
 
 Knows nothing of HTTP, and takes no lock: `tests/fakes/reddit.py` serves it.
 """
@@ -13,20 +13,20 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-#: Numbers of the first post and the first subreddit: about where Reddit's own were in April 2026, and in 2008.
+#: Numbers of the first post and subreddit: about Reddit's own in April 2026, and in 2008.
 FIRST_POST, FIRST_SUBREDDIT = int("1skbyfv", 36), int("2qizd", 36)
-#: Pinned posts of a subreddit, at most.
+#: Maximum number of a subreddit's pinned posts.
 STICKIES = 2
-#: How far back /top goes, in seconds.
+#: Time range of /top in seconds.
 PERIODS = {"hour": 3600.0, "day": 86400.0, "week": 7 * 86400.0, "month": 30 * 86400.0, "year": 365 * 86400.0}
-#: Seconds: posts that are older do not rise.
+#: Seconds: older posts do not rise.
 RISING = 86400.0
 
 Order = Literal["new", "hot", "top", "rising"]
 
 
 class Kind(NamedTuple):
-    """What a kind of subreddit answers. type: its `subreddit_type`; status and reason: why it cannot be read."""
+    """How a kind of subreddit answers. type: its `subreddit_type`; status and reason: of the error, if unreadable."""
 
     type: str = "public"
     status: int = 200
@@ -52,7 +52,7 @@ KINDS = {
 
 
 class Refused(Exception):  # noqa: N818 - named after what happened
-    """A subreddit cannot be read. kind: None where there is none of that name."""
+    """A subreddit cannot be read. kind: None if it does not exist."""
 
     def __init__(self, name: str, kind: Kind | None) -> None:
         super().__init__(name)
@@ -66,7 +66,7 @@ class Subreddit:
     number: int
     kind: str
     created_utc: float
-    #: Those that listings show, or will: in the order in which they were created.
+    #: Posts that listings show now or later, in the order of creation.
     posts: list["Post"] = field(default_factory=list)
 
 
@@ -76,18 +76,18 @@ class Post:
     subreddit: Subreddit
     title: str
     body: str
-    #: What it links to; None of a text.
+    #: URL of a link post; None for a text post.
     url: str | None
     score: int
     stickied: bool
     over_18: bool
     spoiler: bool
-    #: Seconds since 1970, as all times here.
+    #: Seconds since 1970, like all times here.
     created_utc: float
-    #: Listings and /api/info show it from then on.
+    #: Time from which listings and /api/info show the post.
     visible_from: float
     edited: float | None = None
-    #: Who took it down: "" while it stands.
+    #: The remover; "" while the post is visible.
     gone: Literal["", "deleted", "moderator"] = ""
     fullname: str = field(init=False)
 
@@ -100,31 +100,31 @@ class Post:
 
     @property
     def age_key(self) -> tuple[float, int]:
-        """The order of /new: within a second, which is all that Reddit tells, by number."""
+        """Return the sort key of /new: Reddit's whole seconds, then the number."""
         return self.created_utc, self.number
 
     @property
     def heat(self) -> float:
-        """What /hot sorts by, as Reddit's published source has it: ten times the votes weigh as much as 12.5 hours."""
+        """Return the sort key of /hot, as Reddit published it: ten times the votes weigh as much as 12.5 hours."""
         votes = math.copysign(math.log10(max(abs(self.score), 1)), self.score)
         return votes + (self.created_utc - 1134028003) / 45000
 
 
 class Page(NamedTuple):
-    """Part of a listing. after: the fullname after which the next page begins, None at the end."""
+    """Part of a listing. after: the fullname after which the next page begins; None at the end."""
 
     posts: list[Post]
     after: str | None
 
 
 class Content:
-    """listing_cap: items of a listing, at most, as deep as one may page."""
+    """listing_cap: maximum number of items that paging through a listing reaches."""
 
     def __init__(self, listing_cap: int) -> None:
         self._cap = listing_cap
-        #: By name, in lower case.
+        #: Subreddits by lower-case name.
         self._subreddits: dict[str, Subreddit] = {}
-        #: By fullname; those that vanished are not here.
+        #: Posts by fullname, without those that vanished.
         self._posts: dict[str, Post] = {}
         self._published = 0
 
@@ -138,7 +138,7 @@ class Content:
         self._subreddits[name.lower()].kind = _known(kind)
 
     def publish(self, subreddit: str, **fields: Any) -> Post:
-        """fields: those of Post, without its number."""
+        """Add a post. fields: those of Post without its number."""
         post = Post(FIRST_POST + self._published, self._subreddits[subreddit.lower()], **fields)
         self._published += 1
         self._posts[post.fullname] = post
@@ -149,7 +149,7 @@ class Content:
         return self._posts[fullname]
 
     def take_down(self, fullname: str, by: Literal["deleted", "moderator"]) -> None:
-        """Out of the listings; /api/info still shows that it was."""
+        """Remove a post from listings; /api/info still shows that it existed."""
         post = self._posts[fullname]
         posts = post.subreddit.posts
         if not post.gone:
@@ -157,12 +157,12 @@ class Content:
         post.gone = by
 
     def vanish(self, fullname: str) -> None:
-        """Out of everything."""
+        """Remove a post from everything."""
         self.take_down(fullname, "deleted")
         del self._posts[fullname]
 
     def readable(self, names: Sequence[str]) -> list[Subreddit]:
-        """Those of the subreddits that can be read. Raises Refused, for the first, where none can."""
+        """Return the readable subreddits. Raises Refused, for the first, if none is readable."""
         found = {name.lower(): self._subreddits.get(name.lower()) for name in names}
         readable = [subreddit for subreddit in found.values() if subreddit and KINDS[subreddit.kind].readable]
         if not readable:
@@ -189,7 +189,7 @@ class Content:
     def _listing(
         self, subreddits: Sequence[Subreddit], order: Order, now: float, period: str
     ) -> tuple[list[Post], int]:
-        """The posts of a listing in their order, and how many of them are pinned to its top."""
+        """Return the posts of a listing in order, and the number of those pinned to its top."""
         newest = [reversed(subreddit.posts) for subreddit in subreddits]
         if order == "new":
             merged = heapq.merge(*newest, key=_age_key, reverse=True)
@@ -208,19 +208,19 @@ class Content:
         return pinned + heapq.nlargest(self._cap, others, key=lambda post: post.heat), len(pinned)
 
     def pinnable(self, names: Sequence[str], now: float) -> Post | None:
-        """An old post of the first of the subreddits: the oldest pinned one, or the oldest."""
+        """Return an old post of the first subreddit: the oldest pinned one, or the oldest."""
         shown = [post for post in self.readable(names)[0].posts if post.visible_from <= now]
         return next((post for post in shown if post.stickied), shown[0] if shown else None)
 
     def info(self, fullnames: Iterable[str], now: float) -> Iterator[Post]:
-        """Those that are there, and may be seen, in the order in which they were asked for."""
+        """Return the existing, visible posts in the requested order."""
         for fullname in fullnames:
             post = self._posts.get(fullname)
             if post and post.visible_from <= now and KINDS[post.subreddit.kind].readable:
                 yield post
 
     def about(self, names: Iterable[str]) -> Iterator[Subreddit]:
-        """Those that are there and not banned, in an order of their own, as in the recorded answer."""
+        """Return the existing subreddits that are not banned, in their own order, as in the recorded answer."""
         asked = {name.lower() for name in names}
         for name, subreddit in self._subreddits.items():
             if name in asked and subreddit.kind != "banned":
@@ -238,7 +238,7 @@ def _known(kind: str) -> str:
 
 
 def base36(number: int) -> str:
-    """A number as Reddit's ids spell it."""
+    """Encode a number as in Reddit's ids."""
     digits = ""
     while number:
         number, digit = divmod(number, 36)
@@ -247,7 +247,7 @@ def base36(number: int) -> str:
 
 
 def post_thing(post: Post) -> dict[str, Any]:
-    """A post as Reddit says it: of the fields of the recorded answer of 2026, those that a reader may want."""
+    """Return a post in Reddit's format: the fields of the recorded answer of 2026 that a reader may use."""
     said = _fields(post)
     if post.gone:
         said["selftext"] = "[removed]" if post.gone == "moderator" else "[deleted]"
@@ -303,7 +303,7 @@ def _fields(post: Post) -> dict[str, Any]:
 
 
 def subreddit_thing(subreddit: Subreddit) -> dict[str, Any]:
-    """A subreddit as Reddit says it, after the recorded look-up by sr_name."""
+    """Return a subreddit in Reddit's format, after the recorded look-up by sr_name."""
     number = base36(subreddit.number)
     said = {
         "id": number,

@@ -28,14 +28,14 @@ JSON, HTML = "application/json; charset=UTF-8", "text/html; charset=UTF-8"
 
 @dataclass(frozen=True)
 class Asked:
-    """A request."""
+    """A request to the loopback Reddit."""
 
     method: str
-    #: As it was sent: path, and query behind a question mark.
+    #: The path and query as sent.
     target: str
     headers: dict[str, str]
     body: str
-    #: The server's.
+    #: The server's address.
     url: str
     #: Seconds since 1970.
     at: float
@@ -59,23 +59,23 @@ def _form(text: str) -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """What is answered, and how. said: as JSON, unless there is a body."""
+    """An answer. said: sent as JSON unless there is a body."""
 
     status: int = 200
     said: Any = None
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None
     type: str = JSON
-    #: Posts that are served by it.
+    #: Posts that the answer contains.
     fullnames: Sequence[str] = ()
     #: A post that could be pinned to the top of this listing.
     pinnable: dict[str, Any] | None = None
-    #: Seconds before it begins, and in the middle of its body.
+    #: Seconds before the answer begins, and in the middle of its body.
     delay: float = 0.0
     pause: float = 0.0
-    #: Where the connection is cut.
+    #: Position at which the connection is cut.
     cut: Literal["", "before", "within"] = ""
-    #: Whether the request's token is good for nothing more.
+    #: Whether the request's token expires with this answer.
     revokes: bool = False
 
     def encoded(self) -> bytes:
@@ -87,7 +87,7 @@ class Answer:
 
 
 class Fault(NamedTuple):
-    """apply: what it makes of a good answer; its number are seconds. applies: whether it could happen to it."""
+    """apply: turns a good answer into the faulty one; its number are seconds. applies: whether it can happen."""
 
     name: str
     does: str
@@ -97,18 +97,18 @@ class Fault(NamedTuple):
     applies: Callable[[Asked, Answer], bool] = lambda _asked, _answer: True
 
 
-#: Seconds that a fault takes, or names, unless it is told.
+#: Default duration of a fault in seconds.
 SECONDS = 1.0
 
 
 def refuse(status: int, **headers: str) -> Answer:
-    """Reddit's own word, as in the recorded 401, 403 and 404."""
+    """Return Reddit's own error, as in the recorded 401, 403 and 404."""
     phrase = {401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 429: "Too Many Requests"}[status]
     return Answer(status, {"message": phrase, "error": status}, headers)
 
 
 def _html(status: int) -> Answer:
-    """Somebody on the way, as in the recorded 400."""
+    """Return an intermediary's error, as in the recorded 400."""
     title = f"{status} {HTTPStatus(status).phrase if status < 520 else 'Unknown'}"
     return Answer(status, body=f"<html><body><h1>{title}</h1>\n</body></html>\n".encode(), type=HTML)
 
@@ -118,7 +118,7 @@ INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_toke
 
 
 def _with_headers(answer: Answer, **headers: str | None) -> Answer:
-    """Odd values of x-ratelimit-<name>; the others are what they were, or as recorded; None: without it."""
+    """Override x-ratelimit-<name> headers; the others stay as they were or as recorded. None removes one."""
     recorded = {"used": "3", "remaining": "997.0", "reset": "15"}
     for name, value in (recorded | headers).items():
         if name in headers:
@@ -240,13 +240,13 @@ class _Rule:
     names: Sequence[str]
     where: re.Pattern[str] | None
     seconds: float
-    #: How many more requests it happens to; None: all.
+    #: Number of requests that remain to be affected; None for all.
     times: int | None = None
-    #: With which probability it happens to a request.
+    #: Probability that it affects a request.
     rate: float = 1.0
 
     def for_(self, asked: Asked, answer: Answer) -> list[str]:
-        """The names of those that can happen to this request."""
+        """Return the names of the faults that can affect this request."""
         if self.times == 0 or not self._matches(asked):
             return []
         return [name for name in self.names if FAULTS[name].applies(asked, answer)]
@@ -270,7 +270,7 @@ class Faults:
         self._at_random: list[_Rule] = []
 
     def next(self, name: str, times: int = 1, where: str | None = None, seconds: float = SECONDS) -> None:
-        """It happens to the next requests that it can happen to, and whose path and query `where` is found in."""
+        """Affect the next requests that it can affect and whose path and query contain `where`."""
         self._add(self._scripted, _Rule([name], _pattern(where), seconds, times))
 
     def always(self, name: str, where: str | None = None, seconds: float = SECONDS) -> None:
@@ -279,7 +279,7 @@ class Faults:
     def random(
         self, rate: float, among: Collection[str] = tuple(FAULTS), where: str | None = None, seconds: float = SECONDS
     ) -> None:
-        """One of them happens to a request with the probability `rate`."""
+        """Affect each request with probability `rate` by one of these faults."""
         self._add(self._at_random, _Rule(list(among), _pattern(where), seconds, rate=rate))
 
     def clear(self) -> None:
@@ -294,7 +294,7 @@ class Faults:
             rules.append(rule)
 
     def happen(self, asked: Asked, answer: Answer) -> tuple[str, Answer]:
-        """The name of what happens to this answer, "" for nothing, and what it becomes."""
+        """Return the fault's name, "" for none, and the resulting answer."""
         with self._lock:
             for rule in [*self._scripted, *self._at_random]:
                 names = rule.for_(asked, answer)

@@ -19,20 +19,20 @@ from threading import Event
 from typing import Any
 from unittest.mock import MagicMock
 
-#: A post with this in its title raises in its forward pass; with this, it kills the process there.
+#: Post titles that contain this raise in the forward pass, or kill the process there.
 RAISES, KILLS = "(this one raises)", "(this one kills)"
-#: With this, it kills the process before that, while it is prepared.
+#: Post titles that contain this kill the process earlier, during preparation.
 KILLS_EARLY = "(this one kills early)"
 #: The next forward pass hangs; the next of several rows finds no memory; this process's clock jumps by JUMP.
 HANG, FULL, CLOCK = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
-#: What tokens are cut from.
+#: Source text of tokens.
 TOKENS = [0] * 256
-#: Seconds, forwards and backwards by turns.
+#: Seconds by which the clock jumps, alternately forwards and backwards.
 JUMP = 3600.0
 
 
 class Device:
-    """What stands for a GPU: one forward pass at a time."""
+    """A stand-in for a GPU: one forward pass at a time."""
 
     name = hardware = "stand-in"
     lanes = 1
@@ -46,7 +46,7 @@ class Device:
 
 
 class Done:
-    """Outputs that are there at once."""
+    """Outputs that are available at once."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -56,12 +56,12 @@ class Done:
 
 
 class StandIn:
-    """One row a post, of a token for four characters; every post gets the first of two labels."""
+    """One row per post, with one token per four characters; every post gets the first of two labels."""
 
     kind = "stand-in"
     packed = False
     device = Device()
-    #: What the process was told, whatever model it has.
+    #: The process' settings, whatever model it has.
     hangs = full = ahead = False
 
     def __init__(self, model: str = "stand-in", sha256: str = "00") -> None:
@@ -114,7 +114,7 @@ def listen() -> None:
 
 
 def load(settings: Any, _: Any) -> StandIn:
-    """What stands in for a folder's model bears its name and hash."""
+    """Make the stand-in for a folder's model report that model's name and hash."""
     weights = Path(settings.model) / "model.safetensors"
     return StandIn(settings.model, sha256(weights.read_bytes()).hexdigest()) if weights.is_file() else StandIn()
 

@@ -17,12 +17,12 @@ redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 
 
 def flat(found: Any) -> Posts:
-    """The posts in a group's results, however deep they lie."""
+    """Return the posts in a group's results at any depth."""
     return [found] if isinstance(found, dict) else [post for each in found for post in flat(each)]
 
 
 def reckoned(task: ClassifyTask, amount: int) -> Posts:
-    """The posts that a task was given, each with so much more; they were classified, or this raises."""
+    """Return the task's posts, each increased by the given number. Raises if they were not classified."""
     return [numbered(int(str(outcome["id"])) + amount) for outcome in task.outcomes() if isinstance(outcome, dict)]
 
 
@@ -41,19 +41,19 @@ def add(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
 
 @shared_task(name="suite.total")
 def total(found: Any, more: int = 0) -> Posts:
-    """Plain: the sum of what a group leaves, as a post."""
+    """Plain task: return the sum of a group's results as a post."""
     return [numbered(sum(int(post["id"]) for post in flat(found)) + more)]
 
 
 @shared_task(name="suite.gather")
 def gather(found: Any) -> Posts:
-    """Plain: what a group leaves, as posts."""
+    """Plain task: return a group's results as posts."""
     return flat(found)
 
 
 @shared_task(name="suite.called")
 def called(*_: Any, key: str) -> int:
-    """Plain: counts that it was called, with whatever."""
+    """Plain task: count its calls, with any arguments."""
     return int(redis.incr(key))
 
 
@@ -76,7 +76,7 @@ def ids(self: ClassifyTask, *_: Any, **__: Any) -> Any:
 
 
 def seen(task: ClassifyTask) -> dict[str, Any]:
-    """What the task sees of its message."""
+    """Return what the task sees of its message."""
     request: Any = task.request
     return {
         "priority": request.delivery_info["priority"],
@@ -102,7 +102,7 @@ def limited(self: ClassifyTask, *_: Any, **__: Any) -> Any:
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.retry_once", max_retries=1)
 def retry_once(self: ClassifyTask, *_: Any, **__: Any) -> Any:
-    """What it sees of its message, having retried once."""
+    """Return what the task sees of its message after one retry."""
     self.outcomes()
     if not self.request.retries:
         raise self.retry(countdown=0)
@@ -110,7 +110,7 @@ def retry_once(self: ClassifyTask, *_: Any, **__: Any) -> Any:
 
 
 class Odd(Exception):  # noqa: N818
-    """One that cannot be made again from its arguments."""
+    """An exception that cannot be recreated from its arguments."""
 
     def __init__(self, one: object, two: object) -> None:
         super().__init__(one)
@@ -130,7 +130,7 @@ def retries_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
 
 
 class Hooked(ClassifyTask):
-    """With what Celery calls around a task."""
+    """A task with all of Celery's handlers."""
 
     abstract = True
 
@@ -158,7 +158,7 @@ def hooked(self: ClassifyTask, *_: Any, **__: Any) -> int:
     return len(outcomes)
 
 
-# Replaced, once they are classified.
+# Tasks that replace themselves once their posts are classified.
 
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced")
@@ -178,7 +178,7 @@ def replaced_by_chain(self: ClassifyTask, *_: Any, **options: Any) -> None:
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_chain_with_links")
 def replaced_by_chain_with_links(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    """By a chain that fails where it is to add 13."""
+    """Replace itself with a chain that fails when it should add 13."""
     last = add.s(labels="") if amount(options) == 13 else add.s(top_k=amount(options))
     other = chain(add.s(reckoned(self, 0), top_k=amount(options)), last)
     other.link(called.s(key="inner"))
@@ -207,6 +207,6 @@ def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
 
 @shared_task(bind=True, name="suite.starts_chord")
 def starts_chord(self: Task) -> str:  # type: ignore[type-arg]
-    """Plain: it starts a canvas of its own and does not wait for it."""
+    """Plain task: start a canvas without waiting for it."""
     made = (group(add.s([numbered(number)], top_k=1) for number in range(3)) | total.s()).apply_async()
     return f"{self.request.id} {made.id}"

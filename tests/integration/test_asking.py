@@ -1,4 +1,4 @@
-"""feedmill/watch.py asking workers over a real Redis, which other applications' workers share."""
+"""feedmill/watch.py queries workers over a real Redis that workers of other applications share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,14 +32,14 @@ def answering(
     before: Callable[[], object] = bool,
     after: Callable[[], object] = bool,
 ) -> Iterator[None]:
-    """A worker as its remote control sees it. before, after: called around its answer."""
+    """Run a stand-in worker's remote control. before, after: called before and after each answer."""
     ended = Event()
 
     def handler(_: object) -> object:
         before()
         return stats
 
-    control: Any = app.control  # the stub lacks its mailbox
+    control: Any = app.control  # kombu's type stubs lack the mailbox
 
     def serve() -> None:
         with app.connection() as connection:
@@ -64,7 +64,7 @@ def answering(
     thread = Thread(target=serve, daemon=True)
     thread.start()
     try:
-        wait_until(lambda: listening() > before_it, f"{name} listens", 10)
+        wait_until(lambda: listening() > before_it, f"{name} is listening", 10)
         yield
     finally:
         ended.set()
@@ -74,12 +74,12 @@ def answering(
 @pytest.mark.parametrize(
     "stats", [{"error": "no statistics"}, "none", None, {"pool": "solo"}, {"pool": {}}, {"pool": None}], ids=range(6)
 )
-def test_skips_answers_of_other_applications(redis: RedisServer, app: Celery, stats: object) -> None:
+def test_ignores_replies_of_other_applications(redis: RedisServer, app: Celery, stats: object) -> None:
     with answering(redis, app, "theirs@here", stats), answering(redis, app, "ours@here", STATS):
         assert worker_statistics(app, ["ours@here", "theirs@here"], 20) == {"ours@here": STATS["pool"]}
 
 
-def test_waits_for_every_name_where_two_workers_share_one(redis: RedisServer, app: Celery) -> None:
+def test_waits_for_every_name_when_two_workers_share_one(redis: RedisServer, app: Celery) -> None:
     answered = Semaphore(0)
 
     def two_have() -> None:
@@ -92,5 +92,5 @@ def test_waits_for_every_name_where_two_workers_share_one(redis: RedisServer, ap
         workers.enter_context(answering(redis, app, "third@here", STATS, before=two_have))
         assert list(worker_statistics(app, ["same@here", "third@here"], 20)) == ["same@here", "third@here"]
         for _ in range(2):
-            answered.release()  # the connection serves the next question
+            answered.release()  # lets the connection serve the next query
         assert len(worker_statistics(app, ["same@here", "third@here"], 20)) == 2

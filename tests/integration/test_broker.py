@@ -1,4 +1,4 @@
-"""Where Redis is: what may be written, what each is set up as, and what is refused by name."""
+"""Redis addresses: accepted forms, the settings derived from them, and errors that name the setting."""
 
 import ssl
 
@@ -17,28 +17,28 @@ SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://host", "must look like redis://.* http://"),
-        ("amqp://u:s3cret@host//", ".*amqp://"),
-        ("sqs://", ".*sqs://"),
-        ("s3cret", "must look like redis://"),
-        ("redis://:s3/cret@host", "must look like redis://.* password"),
-        ("redis://:s3#cret@host", "must look like redis://.* password"),
-        ("redis://:s3cret@", "must look like redis://"),
-        ("redis://host:0", "must look like redis://"),
-        ("redis://host/a", "must look like redis://"),
-        ("redis://a;redis://b", ".*sentinel://"),
-        ("rediss://a;rediss://b", ".*sentinel://"),
-        ("redis://:s3;cret@host", "must look like redis://"),
-        ("redis://a;sentinel://b", "must look like redis://"),
-        ("redis://host?ssl_cert_reqs=none", ".*[?]options"),
-        ("rediss://host/0?ssl_check_hostname=false", ".*[?]options"),
-        ("sentinel://:s3cret@a;sentinel://b", ".*Sentinel"),
-        ("sentinel://a/1;sentinel://b/2", ".*Sentinel"),
-        ("sentinel://a,b:26379", "must look like redis://"),
+        ("http://host", "http"),
+        ("amqp://u:s3cret@host//", "amqp"),
+        ("sqs://", "sqs"),
+        ("s3cret", "redis://"),
+        ("redis://:s3/cret@host", "percent"),
+        ("redis://:s3#cret@host", "percent"),
+        ("redis://:s3cret@", "redis://"),
+        ("redis://host:0", "redis://"),
+        ("redis://host/a", "redis://"),
+        ("redis://a;redis://b", "sentinel://"),
+        ("rediss://a;rediss://b", "sentinel://"),
+        ("redis://:s3;cret@host", "redis://"),
+        ("redis://a;sentinel://b", "redis://"),
+        ("redis://host?ssl_cert_reqs=none", "options"),
+        ("rediss://host/0?ssl_check_hostname=false", "options"),
+        ("sentinel://:s3cret@a;sentinel://b", "Sentinel"),
+        ("sentinel://a/1;sentinel://b/2", "Sentinel"),
+        ("sentinel://a,b:26379", "redis://"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
-    with pytest.raises(SettingsError, match=f"^--redis-url: {words}") as told:
+def test_rejects_unusable_redis_addresses(url: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--redis-url: .*{words}") as told:
         load(redis_url=url, redis_master="posts" if url.startswith("sentinel") else None)
     assert "cret" not in str(told.value)
 
@@ -46,17 +46,17 @@ def test_what_cannot_be_served_is_refused_by_name(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"redis_url": "sentinel://a"}, "FEEDMILL_REDIS_MASTER: must be set"),
-        ({"redis_url": "redis://a", "redis_master": "m"}, "--redis-master: is for sentinel:// addresses, but "),
-        ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "--redis-sentinel-password: is for sentinel"),
-        ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "--redis-ca-file: is for rediss://"),
+        ({"redis_url": "sentinel://a"}, "^FEEDMILL_REDIS_MASTER: "),
+        ({"redis_url": "redis://a", "redis_master": "m"}, "^--redis-master: .*sentinel://"),
+        ({"redis_url": "redis://a", "redis_sentinel_password": "s3cret"}, "^--redis-sentinel-password: .*sentinel://"),
+        ({"redis_url": "sentinel://a", "redis_master": "m", "redis_ca_file": "x"}, "^--redis-ca-file: .*rediss://"),
         (
             {"redis_url": "rediss://a", "redis_certificate_file": __file__},
-            "FEEDMILL_REDIS_KEY_FILE: must be set .* FEEDMILL_REDIS_CERTIFICATE_FILE",
+            "^FEEDMILL_REDIS_KEY_FILE: .*FEEDMILL_REDIS_CERTIFICATE_FILE",
         ),
     ],
 )
-def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], words: str) -> None:
+def test_rejects_settings_for_another_address_scheme(flags: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words) as told:
         load(**flags)
     assert "s3cret" not in str(told.value)
@@ -67,27 +67,27 @@ def test_settings_of_another_kind_of_address_are_refused(flags: dict[str, str], 
     [
         (
             ReadOnlyError("You can't write against a read only replica."),
-            ".*replica.* FEEDMILL_REDIS_URL",
+            "replica.*FEEDMILL_REDIS_URL",
         ),
-        (ResponseError("MISCONF Errors writing to the AOF file"), ".*MISCONF Errors writing"),
-        (ResponseError("NOREPLICAS Not enough good replicas"), ".*NOREPLICAS Not enough"),
+        (ResponseError("MISCONF Errors writing to the AOF file"), "MISCONF"),
+        (ResponseError("NOREPLICAS Not enough good replicas"), "NOREPLICAS"),
         (
             InvalidResponse('Protocol error, got "<" as reply type byte'),
-            ".*Protocol error.* FEEDMILL_REDIS_URL",
+            "Redis",
         ),
     ],
 )
-def test_a_redis_that_takes_nothing_is_told_plainly(fault: RedisFault, words: str) -> None:
+def test_explains_why_redis_rejects_commands(fault: RedisFault, words: str) -> None:
     with (
-        pytest.raises(RedisError, match=f"^Redis at host:6379/0 {words}"),
+        pytest.raises(RedisError, match=f"^Redis at host:6379/0 .*{words}"),
         told_plainly(load(redis_url="redis://host")),
     ):
         raise fault
 
 
-def test_sentinels_are_told_to_everything_that_connects() -> None:
+def test_sentinel_settings_reach_every_connection() -> None:
     settings = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
-    assert settings.redis_address == "posts/2 of the Sentinels a:1, b:26379"
+    assert all(part in settings.redis_address for part in ("posts", "2", "a:1", "b:26379"))
     assert "s3cret" not in repr(settings) + repr(settings.redis) + str(settings.redis)
     assert "theirs" not in repr(settings)
     pool = connect(settings).connection_pool
@@ -102,7 +102,7 @@ def test_sentinels_are_told_to_everything_that_connects() -> None:
     assert app.conf.broker_transport_options["reserved_key"] == "feedmill:reserved"
 
 
-def test_rediss_is_verified_by_everything_that_connects() -> None:
+def test_every_rediss_connection_verifies_certificates() -> None:
     settings = load(redis_url="rediss://:s3cret@h/1")
     assert settings.redis_address == "h:6379/1"
     app = make_app(settings)
@@ -113,8 +113,8 @@ def test_rediss_is_verified_by_everything_that_connects() -> None:
     assert connect(settings).connection_pool.connection_kwargs["ssl_cert_reqs"] == ssl.CERT_REQUIRED
 
 
-def test_the_embedded_stack_has_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever Redis the environment leads to."""
+def test_embedded_stack_uses_its_own_redis(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Even if the environment configures another Redis."""
     outside = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
     stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
     assert stack.settings.redis.scheme == "redis"

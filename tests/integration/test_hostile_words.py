@@ -1,4 +1,4 @@
-"""No command shows what others sent with characters that a terminal obeys."""
+"""Commands never print control characters that came from outside."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from shared.settings import Settings
 from tests.integration.test_metrics import POOL
 from tests.support import RedisServer
 
-#: What moves the cursor, sets the terminal's title, ends a line, and turns the direction of what follows.
+#: Characters that move the cursor, set the terminal's title, end a line, or reverse the text direction.
 HOSTILE = {
     "escape": "\x1b[2J",
     "title": "\x1b]0;mine\x07",
@@ -34,7 +34,7 @@ HOSTILE = {
     "isolate": "\u2066\u2067\u2068\u2069",
     "mark": "\u200e\u200f\u061c",
 }
-#: What an output of ours may hold of them: ends of its own lines.
+#: Control characters that our own output may contain: line ends.
 ALLOWED = re.compile(r"\n")
 
 COMMANDS = [
@@ -77,7 +77,7 @@ COMMANDS = [
 
 
 def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """Put these words wherever a producer with access to Redis can, and into the answers of a worker."""
+    """Put this text wherever a producer with access to Redis can, and into a worker's answers."""
     found = Classification(
         id=words, label=words, scores={words: 0.9}, model=words, revision=words, weights=words, fingerprint=words,
         classified_at=1.0, worker=words, device=words, queued_seconds=None,
@@ -121,7 +121,7 @@ def hostile(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
-def test_shows_no_control_character(
+def test_commands_print_no_control_characters(
     hostile: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [each.replace("HOSTILE", hostile).replace("ID", f"x{hostile}x") for each in command]
@@ -141,14 +141,14 @@ def test_shows_no_control_character(
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.usefixtures("hostile")
-def test_the_screen_shows_no_control_character(settings: Settings) -> None:
+def test_status_screen_shows_no_control_characters(settings: Settings) -> None:
     shown = io.StringIO()
     Console(file=shown, width=80).print(status_commands._screen(Lookout(settings).look(), settings))
     assert not UNPRINTABLE.search(ALLOWED.sub("", shown.getvalue()))
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
-def test_a_log_record_holds_no_control_character(words: str) -> None:
+def test_log_records_contain_no_control_characters(words: str) -> None:
     try:
         raise ValueError(words)
     except ValueError:
@@ -156,14 +156,14 @@ def test_a_log_record_holds_no_control_character(words: str) -> None:
     text = TextFormatter("%(name)s: %(message)s").format(record)
     assert not UNPRINTABLE.search(ALLOWED.sub("", text))
     _, *others = text.split("\n")
-    assert all(line.startswith("    ") for line in others), "no line passes for a record of its own"
+    assert all(line.startswith("    ") for line in others), "no line looks like another log record"
     assert "    Traceback (most recent call last):" in others
     found = JsonFormatter().format(record)
     assert not UNPRINTABLE.search(found)
     assert json.loads(found)["message"] == f"post {words}"
 
 
-def test_a_long_log_record_is_cut_in_its_middle() -> None:
+def test_long_log_records_are_shortened_in_the_middle() -> None:
     record = logging.LogRecord("n", logging.ERROR, "f", 1, "%s", (f"a{'x' * 10**6}b",), None)
     text = TextFormatter("%(message)s").format(record)
     assert len(text) < 40_000
@@ -171,7 +171,7 @@ def test_a_long_log_record_is_cut_in_its_middle() -> None:
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
-def test_json_on_one_line_is_the_same_value(words: str) -> None:
+def test_json_line_escapes_control_characters_losslessly(words: str) -> None:
     value = {words: [words, 1, None, "é🙂"]}
     assert json.loads(json_line(value)) == value
     assert not UNPRINTABLE.search(json_line(value))

@@ -1,4 +1,4 @@
-"""workers/hub.py: models come from a hub as they would from the real one, each `locate` in a process of its own."""
+"""workers/hub.py against a stand-in hub; each `locate` runs in its own process."""
 
 import errno
 import hashlib
@@ -28,9 +28,9 @@ from workers.hub import Progress, Repository
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
-#: What huggingface_hub asks for once a day, for its User-Agent.
+#: Requested by huggingface_hub once a day, for its User-Agent.
 AGENTS = "/api/agent-harnesses"
-#: huggingface_hub reads its settings when it is imported, so that a process of its own is how it is used.
+#: huggingface_hub reads its settings when imported, so each use needs its own process.
 SCRIPT = """
 import json, logging, sys
 logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
@@ -50,7 +50,7 @@ print(json.dumps(answer))
 
 
 class Located(NamedTuple):
-    """What `locate` gave, or its sentence, and what was logged meanwhile."""
+    """The result of `locate`, or its error message, and the log."""
 
     error: str | None
     log: str
@@ -66,7 +66,7 @@ Locate = Callable[..., Located]
 
 @pytest.fixture
 def locate(tmp_path: Path) -> Locate:
-    """`locate` with a cache of the test's own."""
+    """`locate` with a cache of its own for each test."""
 
     def run(hub: Hub | str, model: str = NAME, environment: dict[str, str] | None = None, **options: Any) -> Located:
         outside = re.compile(r"HF_|FEEDMILL_|.*_proxy$", re.IGNORECASE)
@@ -93,7 +93,7 @@ def locate(tmp_path: Path) -> Locate:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that a sentence-transformers repository could hold, with all that is not to be downloaded."""
+    """A small sentence-transformers model, with files that must not be downloaded."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(7)
     words = ["[PAD]", "[UNK]", *(f"word{number}" for number in range(500))]
@@ -136,7 +136,7 @@ def sha256(path: Path) -> str:
 
 
 def variant(folder: Path, into: Path, **files: bytes | None) -> Path:
-    """A copy of the model with some files, named with _ for . and /, given another content, or none."""
+    """Copy the model and replace files by name, with _DOT_ for . and __ for /; None deletes a file."""
     shutil.copytree(folder, into)
     for name, content in files.items():
         path = into / name.replace("__", "/").replace("_DOT_", ".")
@@ -144,7 +144,7 @@ def variant(folder: Path, into: Path, **files: bytes | None) -> Path:
     return into
 
 
-def test_a_model_is_downloaded_and_loads(hub: Hub, locate: Locate, folder: Path, tmp_path: Path) -> None:
+def test_downloads_and_loads_a_model(hub: Hub, locate: Locate, folder: Path, tmp_path: Path) -> None:
     found = locate(hub)
     assert found.error is None
     assert found.revision == hub.commit(NAME)
@@ -155,61 +155,61 @@ def test_a_model_is_downloaded_and_loads(hub: Hub, locate: Locate, folder: Path,
     assert AutoTokenizer.from_pretrained(found.folder, local_files_only=True)("word7 word8").input_ids == [9, 10]
 
 
-def test_only_what_is_needed_is_asked_for(hub: Hub, locate: Locate) -> None:
+def test_requests_only_the_files_it_needs(hub: Hub, locate: Locate) -> None:
     locate(hub)
     assert hub.files_asked() == WANTED
     locate(hub, remote_code=True)
     assert hub.files_asked() == WANTED | {"modeling_own.py"}
 
 
-def test_a_second_time_no_file_is_asked_for(hub: Hub, locate: Locate) -> None:
+def test_a_cached_model_requests_no_files(hub: Hub, locate: Locate) -> None:
     first = locate(hub)
     hub.requests.clear()
     second = locate(hub)
     assert second._replace(log="") == first._replace(log="")
     assert {request.path for request in hub.requests} - {AGENTS} == {f"/api/models/{NAME}"}
-    assert "downloading" not in second.log
+    assert not re.search(r"\d%|MB", second.log)
 
 
-def test_the_log_tells_of_the_download(hub: Hub, locate: Locate) -> None:
+def test_logs_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
-    assert f"INFO workers.hub: requesting the model {NAME} from {hub.url}" in log
-    assert f"INFO workers.hub: downloading {NAME} (commit {hub.commit(NAME)}): 0.5 MB" in log
-    assert re.search(rf"INFO workers.hub: downloading {NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
-    assert re.search(rf"INFO workers.hub: downloaded {NAME}: 0.5 MB in \d+ s\n", log)
+    assert re.search(rf"INFO workers.hub: .*{hub.url}.*{NAME}", log)
+    assert re.search(rf"INFO workers.hub: .*{NAME}.*{hub.commit(NAME)}.*: 0.5 MB", log)
+    assert re.search(rf"INFO workers.hub: .*{NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
+    assert re.search(rf"INFO workers.hub: .*{NAME}: 0.5 MB in \d+ s\n", log)
     assert "\r" not in log
     assert "it/s" not in log
 
 
-def test_revisions(locate: Locate, folder: Path, tmp_path: Path) -> None:
+def test_downloads_branches_tags_and_commits(locate: Locate, folder: Path, tmp_path: Path) -> None:
     newer = variant(folder, tmp_path / "newer", config_DOT_json=(folder / "config.json").read_bytes() + b"\n")
     with Hub({NAME: {"main": newer, "v1": folder, "refs/pr/1": newer}}) as hub:
         commit = hub.commit(NAME, "v1")
         assert locate(hub).revision == hub.commit(NAME) != commit
         by_tag = locate(hub, revision="v1")
         assert by_tag.revision == commit
-        assert f"downloading {NAME} (v1, commit {commit})" in by_tag.log
+        assert f"(v1, commit {commit})" in by_tag.log
         assert locate(hub, revision="refs/pr/1").revision == hub.commit(NAME)
         hub.requests.clear()
         assert locate(hub, revision=commit)._replace(log="") == by_tag._replace(log="")
         assert hub.requests == []
         unknown = locate(hub, revision="v9").error
     assert unknown is not None
-    assert re.match(rf"The model {NAME} at {hub.url} has no revision 'v9'\. Set FEEDMILL_REVISION", unknown)
+    assert re.search(rf"{NAME}.*{hub.url}.*'v9'.*FEEDMILL_REVISION", unknown)
 
 
 @pytest.mark.parametrize("revision", ["0" * 40, "../../../etc"])
-def test_revisions_that_are_none(hub: Hub, locate: Locate, revision: str) -> None:
-    assert f"has no revision {revision!r}" in str(locate(hub, revision=revision).error)
+def test_rejects_unknown_revisions(hub: Hub, locate: Locate, revision: str) -> None:
+    assert repr(revision) in str(locate(hub, revision=revision).error)
 
 
-def test_the_embedded_models_name_with_a_revision(locate: Locate, folder: Path) -> None:
+def test_default_model_accepts_a_revision(locate: Locate, folder: Path) -> None:
     name = "sentence-transformers/all-MiniLM-L6-v2"
     with Hub({name: folder}) as hub:
         assert locate(hub, name, revision="main").revision == hub.commit(name)
 
 
-def test_weights_in_several_files(locate: Locate, folder: Path, tmp_path: Path) -> None:
+def test_downloads_sharded_weights(locate: Locate, folder: Path, tmp_path: Path) -> None:
     several = variant(folder, tmp_path / "several", model_DOT_safetensors=None)
     model = AutoModel.from_pretrained(folder)
     model.save_pretrained(several, max_shard_size="100KB")
@@ -224,11 +224,11 @@ def test_weights_in_several_files(locate: Locate, folder: Path, tmp_path: Path) 
     assert found.parameters == sum(tensor.numel() for tensor in model.state_dict().values())
 
 
-# Without the hub.
+# The hub is unreachable or not to be used.
 
 
 @pytest.mark.parametrize("environment", [{}, {"HF_HUB_OFFLINE": "1"}])
-def test_offline_after_a_download(hub: Hub, locate: Locate, folder: Path, environment: dict[str, str]) -> None:
+def test_offline_uses_the_cache(hub: Hub, locate: Locate, folder: Path, environment: dict[str, str]) -> None:
     with Hub({NAME: folder}) as running:
         first = locate(running)
     assert first.error is None
@@ -240,13 +240,13 @@ def test_offline_after_a_download(hub: Hub, locate: Locate, folder: Path, enviro
     assert hub.requests == []
 
 
-def test_a_hub_that_is_gone_after_a_download(locate: Locate, folder: Path) -> None:
+def test_uses_the_cache_while_the_hub_is_unreachable(locate: Locate, folder: Path) -> None:
     with Hub({NAME: folder}) as running:
         first = locate(running)
     assert locate(running.url)._replace(log="") == first._replace(log="")
 
 
-def test_offline_takes_what_another_program_downloaded(locate: Locate, folder: Path, tmp_path: Path) -> None:
+def test_offline_uses_models_cached_by_other_programs(locate: Locate, folder: Path, tmp_path: Path) -> None:
     with Hub({NAME: folder}) as running:
         first = locate(running)
     for listing in (tmp_path / "cache").rglob("trees"):
@@ -255,120 +255,119 @@ def test_offline_takes_what_another_program_downloaded(locate: Locate, folder: P
 
 
 @pytest.mark.parametrize("revision", [None, "v1", "0" * 40])
-def test_offline_without_a_download(hub: Hub, locate: Locate, tmp_path: Path, revision: str | None) -> None:
+def test_offline_without_a_cached_model_fails(hub: Hub, locate: Locate, tmp_path: Path, revision: str | None) -> None:
     error = str(locate(hub, offline=True, revision=revision).error)
     at = f" at revision {revision}" if revision else ""
-    assert error.startswith(f"The model {NAME}{at} is not completely in the cache ")
-    assert "Start once without FEEDMILL_OFFLINE" in error
+    assert re.search(f"{NAME}{at} ", error)
+    assert "FEEDMILL_OFFLINE" in error
     assert str(tmp_path / "cache") in error
     assert hub.requests == []
 
 
-def test_offline_with_half_a_download(hub: Hub, locate: Locate) -> None:
+def test_offline_with_an_incomplete_download_fails(hub: Hub, locate: Locate) -> None:
     hub.short = {"model.safetensors"}
     assert locate(hub).error is not None
-    assert "is not completely in the cache" in str(locate(hub, offline=True).error)
+    assert "FEEDMILL_OFFLINE" in str(locate(hub, offline=True).error)
 
 
-def test_no_network(locate: Locate) -> None:
+def test_unreachable_hub_fails_without_revealing_passwords(locate: Locate) -> None:
     with Hub({}) as gone:
         pass
     address = gone.url.replace("://", "://me:my-password@")
     error = str(locate(address, environment={"HF_TOKEN": TOKEN}).error)
-    assert error.startswith(f"The hub at {gone.url} is unreachable (")
-    assert "Check the network, HF_ENDPOINT" in error
+    assert error.startswith(f"The hub at {gone.url} ")
     assert "FEEDMILL_OFFLINE=true" in error
     assert "my-password" not in error
 
 
-def test_an_address_that_is_no_hub(locate: Locate) -> None:
-    assert "is unreachable" in str(locate("http://host.invalid").error)
+def test_unknown_hub_host_fails(locate: Locate) -> None:
+    assert "http://host.invalid" in str(locate("http://host.invalid").error)
 
 
-# What the hub refuses.
+# The hub refuses.
 
 
 @pytest.mark.parametrize("environment", [{}, {"HF_TOKEN": TOKEN}])
-def test_an_unknown_model(hub: Hub, locate: Locate, environment: dict[str, str]) -> None:
+def test_unknown_model_fails_with_advice(hub: Hub, locate: Locate, environment: dict[str, str]) -> None:
     error = str(locate(hub, "someone/nothing", environment=environment).error)
-    assert error.startswith(f"The hub at {hub.url} has no public model someone/nothing.")
-    for words in ("owner/name", "facebook/bart-large-mnli", "private or gated", "HF_TOKEN"):
+    assert hub.url in error
+    assert "someone/nothing" in error
+    for words in ("owner/name", "facebook/bart-large-mnli", "HF_TOKEN"):
         assert words in error
     token = f"Bearer {TOKEN}" if environment else None
     assert {request.authorization for request in hub.requests if request.path != AGENTS} == {token}
 
 
-def test_a_gated_model(hub: Hub, locate: Locate) -> None:
+def test_gated_model_names_its_page_and_hf_token(hub: Hub, locate: Locate) -> None:
     hub.gated = {NAME}
     error = str(locate(hub, environment={"HF_TOKEN": TOKEN}).error)
-    assert error.startswith(f"The model {NAME} is gated: its authors ")
+    assert NAME in error
     assert f"{hub.url}/{NAME}" in error
     assert "HF_TOKEN" in error
 
 
-def test_a_token_that_is_none(hub: Hub, locate: Locate) -> None:
+def test_rejects_a_malformed_hf_token(hub: Hub, locate: Locate) -> None:
     error = str(locate(hub, environment={"HF_TOKEN": f"hf_two\x01\n{TOKEN}"}).error)
-    assert error.startswith("HF_TOKEN contains characters ")
+    assert "HF_TOKEN" in error
 
 
-# What a repository lacks.
+# The repository lacks a file.
 
 
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("config_DOT_json", "has no config.json"),
-        ("tokenizer_DOT_json", "has no tokenizer.json and no files"),
-        ("model_DOT_safetensors", "only as a pickle (pytorch_model.bin)"),
-        ("2_Dense__model_DOT_safetensors", "only as a pickle (2_Dense/pytorch_model.bin)"),
+        ("config_DOT_json", "config.json"),
+        ("tokenizer_DOT_json", "tokenizer.json"),
+        ("model_DOT_safetensors", " pytorch_model.bin"),
+        ("2_Dense__model_DOT_safetensors", "2_Dense/pytorch_model.bin"),
     ],
 )
-def test_repositories_that_lack_something(
+def test_reports_files_missing_in_the_repository(
     locate: Locate, folder: Path, tmp_path: Path, missing: str, words: str
 ) -> None:
     lacking = variant(folder, tmp_path / "lacking", **{missing: None})
     with Hub({NAME: lacking}) as hub:
         error = str(locate(hub).error)
-        assert error.startswith(f"The model {NAME} at commit {hub.commit(NAME)} ")
+        assert NAME in error
+        assert hub.commit(NAME) in error
         assert words in error
-        assert hub.files_asked() <= {"config.json"}, "the weights were downloaded all the same"
-    if "pickle" in words:
+        assert hub.files_asked() <= {"config.json"}, "the weights were downloaded before the check"
+    if ".bin" in words:
         assert "refs/pr/N" in error
         assert "save_pretrained" in error
 
 
-# Downloads that go wrong.
+# Downloads fail.
 
 
-def test_a_connection_that_is_cut_is_taken_up_again(hub: Hub, locate: Locate, folder: Path) -> None:
+def test_resumes_a_cut_download(hub: Hub, locate: Locate, folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     hub.cuts = {"model.safetensors": [size // 2]}
     found = locate(hub)
     assert found.error is None
     assert found.sha256 == sha256(folder / "model.safetensors")
     assert hub.cuts == {"model.safetensors": []}
-    assert f"downloaded {NAME}: 0.5 MB" in found.log
+    assert re.search(rf"{NAME}: 0.5 MB in \d+ s", found.log)
     assert re.search("^WARNING workers.hub: Error while downloading .* Trying to resume", found.log, re.MULTILINE)
     assert all(re.match("(INFO|WARNING) workers.hub: ", line) for line in found.log.splitlines())
 
 
-def test_a_file_that_comes_incomplete(hub: Hub, locate: Locate) -> None:
+def test_incomplete_download_fails_and_can_be_retried(hub: Hub, locate: Locate) -> None:
     hub.short = {"model.safetensors"}
     error = str(locate(hub).error)
-    assert error.startswith(f"Cannot download the model {NAME} from {hub.url} (Consistency check failed")
-    assert "start again" in error
+    assert re.search(f"{NAME}.*{hub.url}.*Consistency check failed", error)
     hub.short = set()
     assert locate(hub).error is None
 
 
-def test_a_file_that_comes_damaged(hub: Hub, locate: Locate) -> None:
+def test_damaged_download_is_detected(hub: Hub, locate: Locate) -> None:
     hub.damaged = {"model.safetensors"}
     error = str(locate(hub).error)
-    assert "its SHA-256 differs from the one announced" in error
+    damaged = re.search(r"(?<= )(/\S+)", error)
+    assert damaged is not None
     hub.damaged = set()
     assert locate(hub).error == error
-    damaged = re.search(r"Delete (\S+) and start again", error)
-    assert damaged is not None
     Path(damaged[1]).unlink()
     assert locate(hub).error is None
 
@@ -380,21 +379,18 @@ def refused(status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("raised", "words"),
     [
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "The disk is full: .* does not fit in the cache .* HF_HOME",
-        ),
-        (RuntimeError("xet: No space left on device (os error 28)"), "The disk is full: .* set HF_HOME"),
-        (PermissionError(errno.EACCES, "Permission denied"), "Cannot write the model .* to the cache .* Set HF_HOME"),
-        (OSError(errno.EROFS, "Read-only file system"), "Cannot write the model .* to the cache .* Set HF_HOME"),
+        (OSError(errno.ENOSPC, "No space left on device"), "HF_HOME"),
+        (RuntimeError("xet: No space left on device (os error 28)"), "HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied.*HF_HOME"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system.*HF_HOME"),
         (ValueError(f"Illegal header value b'Bearer {TOKEN}'"), r"\(Illegal header value b'\*\*\*\)"),
         (ValueError("at https://a.example/x?Signature=secret\nand more"), r"\(at https://a.example/x\*\*\*\)"),
         (ValueError(), r"\(ValueError\)"),
-        (refused(401), r"denies access to the model .* \(401\). Set HF_TOKEN"),
-        (refused(429), r"limits the requests from this address \(429\)"),
+        (refused(401), r"401.*HF_TOKEN"),
+        (refused(429), r"429"),
     ],
 )
-def test_what_else_goes_wrong(monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str) -> None:
+def test_explains_other_download_failures(monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str) -> None:
     def broken(*_: object, **__: object) -> None:
         raise raised
 
@@ -406,7 +402,7 @@ def test_what_else_goes_wrong(monkeypatch: pytest.MonkeyPatch, raised: Exception
     assert "\n" not in str(caught.value)
 
 
-def test_lines_on_a_download_are_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_few_progress_lines(caplog: pytest.LogCaptureFixture) -> None:
     seconds = 0.0
     caplog.set_level(logging.INFO)
     progress = Progress("some/model", "commit 12", 1_630_000_000, clock=lambda: seconds)
@@ -417,11 +413,12 @@ def test_lines_on_a_download_are_few(caplog: pytest.LogCaptureFixture) -> None:
         seconds = at
         progress.reached(megabytes * 1_000_000)
     progress.end()
-    assert caplog.messages == [
-        "downloading some/model (commit 12): 1,630 MB",
-        "downloading some/model: 31% of 1,630 MB, 83 MB/s",
-        "downloading some/model: 55% of 1,630 MB, 67 MB/s",
-        "downloading some/model: 67% of 1,630 MB, 2.3 MB/s",
-        "downloading some/model: 69% of 1,630 MB, 0.3 MB/s",
-        "downloaded some/model: 1,630 MB in 180 s",
+    summaries = [re.findall(r"[\d,.]+(?=%| MB| s$)", message) for message in caplog.messages]
+    assert summaries == [
+        ["1,630"],
+        ["31", "1,630", "83"],
+        ["55", "1,630", "67"],
+        ["67", "1,630", "2.3"],
+        ["69", "1,630", "0.3"],
+        ["1,630", "180"],
     ]

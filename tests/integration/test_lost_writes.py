@@ -1,4 +1,4 @@
-"""A Redis that is killed and loses its latest writes: a worker stores the results of its messages again."""
+"""Workers store results again after Redis crashes and loses its latest writes."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from workers.classifiers import Row
 
 
 class TurnByTurn(StandIn):
-    """A forward pass for each turn that the test gives."""
+    """A model that waits for a turn before each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class TurnByTurn(StandIn):
 
 
 class Losing(Restartable):
-    """A Redis that can lose what it wrote since `mark`."""
+    """A Redis that can lose all writes since `mark`."""
 
     def mark(self) -> None:
         self.client.set("mark", 1)
         self._size = self._log().stat().st_size
 
     def lose(self) -> None:
-        """Kill it, cut its append-only file where `mark` was, and start it again."""
+        """Kill Redis, truncate its append-only file at `mark`, and start it again."""
         self.kill()
         os.truncate(self._log(), self._size)
         self.start()
@@ -68,7 +68,7 @@ def owner(store: ResultsStore) -> Iterator[Owner]:
 
 
 def stored(redis: Losing, *ids: str) -> Callable[[], bool]:
-    """Return a check for `wait_until`: each of these posts has a result."""
+    """Return a predicate for `wait_until`: each of these posts has a result."""
     return lambda: all(redis.client.exists(f"feedmill:result:{each}") for each in ids)
 
 
@@ -76,7 +76,7 @@ def give(owner: Owner, turns: int) -> None:
     owner.classifier.turns.release(turns)  # type: ignore[attr-defined]
 
 
-def test_earlier_results_are_stored_when_a_message_is_finished(owner: Owner, redis: Losing) -> None:
+def test_lost_results_are_rewritten_before_acknowledgement(owner: Owner, redis: Losing) -> None:
     there: list[bool] = []
     owner.finishing = lambda _: there.append(stored(redis, "0", "1")())
     redis.mark()
@@ -90,20 +90,18 @@ def test_earlier_results_are_stored_when_a_message_is_finished(owner: Owner, red
     assert there == [True]
 
 
-def test_results_of_a_finished_message_are_stored_again_before_anything_else_comes(owner: Owner, redis: Losing) -> None:
+def test_lost_results_of_acknowledged_messages_are_rewritten(owner: Owner, redis: Losing) -> None:
     redis.mark()
     message = owner.send("only", "")
     give(owner, 1)
     wait_until(lambda: message in owner.finished, "the message is finished")
     redis.lose()
     wait_until(stored(redis, "0"), "the result is stored again")
-    wait_until(lambda: redis.client.xlen("feedmill:dead"), "so is the dead letter")
+    wait_until(lambda: redis.client.xlen("feedmill:dead"), "the dead letter is stored again")
     assert redis.client.xlen("feedmill:results") == redis.client.xlen("feedmill:dead") == 1
 
 
-def test_stored_results_that_answered_a_message_are_stored_again(
-    owner: Owner, redis: Losing, store: ResultsStore
-) -> None:
+def test_lost_results_that_answered_a_message_are_rewritten(owner: Owner, redis: Losing, store: ResultsStore) -> None:
     """The worker that computed them is gone."""
     redis.mark()
     other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
@@ -118,7 +116,7 @@ def test_stored_results_that_answered_a_message_are_stored_again(
     assert owner.classifier.batches == [1]
 
 
-def test_a_connection_that_was_reset_costs_nothing(owner: Owner, redis: Losing, store: ResultsStore) -> None:
+def test_a_reset_connection_rewrites_nothing(owner: Owner, redis: Losing, store: ResultsStore) -> None:
     give(owner, 4)
     owner.results("one", "two", "three")
     before = store.counters().repeated

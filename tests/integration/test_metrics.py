@@ -1,4 +1,4 @@
-"""What metrics, `feedmill health` and `status --watch` read off a real Redis."""
+"""Metrics, `feedmill health` and `status --watch` on a real Redis."""
 
 import json
 import re
@@ -34,7 +34,7 @@ POOL: dict[str, Any] = {
 
 
 def told(settings: Settings) -> dict[str, float]:
-    """The figures, by name and labels."""
+    """Return Redis' metric samples, keyed by name and labels."""
     return {" ".join((figure.name, *labels)): value for figure, value, labels in RedisFigures(settings).samples()}  # type: ignore[misc]
 
 
@@ -50,10 +50,12 @@ def app(settings: Settings) -> Iterator[Celery]:
     app.close()
 
 
-def test_all_priorities_and_what_is_held(redis: RedisServer, settings: Settings, app: Celery) -> None:
+def test_counts_waiting_messages_of_all_priorities_and_held_ones(
+    redis: RedisServer, settings: Settings, app: Celery
+) -> None:
     send(app, 2)
     send(app, 3, priority=9)
-    redis.client.hset("feedmill:reserved", "tag", "a message that a worker has")
+    redis.client.hset("feedmill:reserved", "tag", "a message held by a worker")
     redis.client.hset(COUNTERS, mapping={"stored": 5, "failed": 2})
     found = told(settings)
     assert found["feedmill_redis_up"] == 1
@@ -64,10 +66,10 @@ def test_all_priorities_and_what_is_held(redis: RedisServer, settings: Settings,
     assert found["feedmill_results_answered_total"] == 0
 
 
-def test_every_known_queue_is_told(redis: RedisServer, settings: Settings, app: Celery) -> None:
+def test_reports_every_known_queue(redis: RedisServer, settings: Settings, app: Celery) -> None:
     announce(redis.client, "other", "a model")
     send(app, queue="other", sent_at=time.time() - 50)
-    redis.client.hset("feedmill:reserved", "tag", "a message that a worker has")
+    redis.client.hset("feedmill:reserved", "tag", "a message held by a worker")
     found = told(settings)
     waiting = [found[f"feedmill_queue_messages {name} waiting"] for name in ("feedmill", "other")]
     assert waiting == [0, 1]
@@ -75,15 +77,15 @@ def test_every_known_queue_is_told(redis: RedisServer, settings: Settings, app: 
     assert found[f"{QUEUE_OLDEST.name} other"] >= 50
     assert f"{QUEUE_OLDEST.name} feedmill" not in found
     assert found["feedmill_queue_messages feedmill held"] == 1
-    assert "feedmill_queue_messages other held" not in found, "of any queue: told once"
+    assert "feedmill_queue_messages other held" not in found, "held messages are counted once, for all queues"
 
 
-def test_the_age_is_that_of_the_message_that_was_sent_first(settings: Settings, app: Celery) -> None:
+def test_age_is_that_of_the_message_sent_first(settings: Settings, app: Celery) -> None:
     redis, now = connect_briefly(settings), time.time()
     assert oldest_seconds(redis, settings.queue) is None
     assert QUEUE_OLDEST.name not in told(settings)
     send(app)
-    assert oldest_seconds(redis, settings.queue) is None, "a message of somebody who does not say when"
+    assert oldest_seconds(redis, settings.queue) is None, "the message has no sent_at"
     send(app, priority=3, sent_at=now - 100)
     send(app, priority=3, sent_at=now - 50)
     send(app, priority=9, sent_at=now - 1000)
@@ -93,13 +95,13 @@ def test_the_age_is_that_of_the_message_that_was_sent_first(settings: Settings, 
     assert found <= told(settings)[f"{QUEUE_OLDEST.name} feedmill"]
 
 
-def test_a_clock_that_is_ahead(settings: Settings, app: Celery) -> None:
+def test_a_sender_with_a_fast_clock_counts_as_age_zero(settings: Settings, app: Celery) -> None:
     send(app, sent_at=time.time() + 1000)
     assert oldest_seconds(connect_briefly(settings), settings.queue) == 0
 
 
-def test_no_message_is_fetched_for_its_age(redis: RedisServer, settings: Settings) -> None:
-    """However large a message is, and whatever its posts say."""
+def test_reading_the_age_does_not_fetch_messages(redis: RedisServer, settings: Settings) -> None:
+    """Neither large messages nor "sent_at" in their posts are read."""
     posts = [post.model_copy(update={"body": '"sent_at": 1.0 ' * 2_000}) for post in make_posts(100)]
     plain = settings.model_copy(update={"compression": "none"})
     Pusher(make_app(plain), connect_briefly(plain), plain, ClassifyOptions()).push(posts)
@@ -112,20 +114,20 @@ def test_no_message_is_fetched_for_its_age(redis: RedisServer, settings: Setting
     assert fetched < 20_000 < len(message)
 
 
-def test_what_is_no_message_of_kombus(redis: RedisServer, settings: Settings) -> None:
+def test_ignores_foreign_list_elements_for_the_age(redis: RedisServer, settings: Settings) -> None:
     redis.client.lpush(settings.queue, "\xff\xfe{", "", '{"headers": {"sent_at": "soon"}}')
     assert oldest_seconds(connect_briefly(settings), settings.queue) is None
 
 
-def test_without_redis_that_is_all_there_is_to_tell() -> None:
+def test_unreachable_redis_reports_only_redis_up_zero() -> None:
     away = Settings.model_validate({"redis_url": "redis://:hunter2@127.0.0.1:1/0"})
     assert told(away) == {"feedmill_redis_up": 0}
     (sentence,) = RedisFigures(away).away()
-    assert sentence.startswith("Redis at 127.0.0.1:1/0 does not answer (")
+    assert "127.0.0.1:1/0" in sentence
     assert "hunter2" not in sentence
 
 
-def test_a_redis_that_was_started_again_is_met_at_once(redis: RedisServer, settings: Settings) -> None:
+def test_reconnects_at_once_to_a_restarted_redis(redis: RedisServer, settings: Settings) -> None:
     figures = RedisFigures(settings)
     assert figures.away() == []
     redis.client.client_kill_filter(_type="normal", skipme=True)
@@ -135,86 +137,94 @@ def test_a_redis_that_was_started_again_is_met_at_once(redis: RedisServer, setti
 # Health.
 
 
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\b\d+\b", text)]
+
+
 def findings(settings: Settings, *parts: Part) -> dict[Part, tuple[bool, str]]:
     return {finding.part: (finding.well, finding.said) for finding in examine(settings, parts or tuple(Part))}
 
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What the workers answer."""
+    """The workers' answers, by node name."""
     workers = {"one@here": dict(POOL)}
     monkeypatch.setattr(watch, "worker_statistics", lambda *_: workers)
     return workers
 
 
 @pytest.mark.usefixtures("workers")
-def test_all_is_well(settings: Settings) -> None:
+def test_health_passes_when_all_is_well(settings: Settings) -> None:
     found = findings(settings)
     assert list(found) == list(Part)
     assert all(well for well, _ in found.values())
     assert found[Part.WORKERS][1] == "one@here"
-    assert found[Part.ROWS][1] == "oldest row has waited 1.5 s"
-    assert found[Part.REDDIT][1] == "not in use; `feedmill ingest reddit` starts the daemon"
+    assert "1.5 s" in found[Part.ROWS][1]
+    assert "`feedmill ingest reddit`" in found[Part.REDDIT][1]
 
 
-def test_no_worker(settings: Settings, workers: dict[str, Any]) -> None:
+def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
     workers.clear()
     found = findings(settings)
-    assert found[Part.WORKERS] == (False, "none answers: start one with `feedmill worker`")
-    assert found[Part.ROWS] == (True, "no rows are waiting in workers")
+    assert not found[Part.WORKERS][0]
+    assert "`feedmill worker`" in found[Part.WORKERS][1]
+    assert found[Part.ROWS][0]
 
 
-def test_a_worker_that_is_stuck(settings: Settings, workers: dict[str, Any]) -> None:
+def test_health_fails_for_a_stuck_worker(settings: Settings, workers: dict[str, Any]) -> None:
     workers["two@here"] = POOL | {"oldest_row_seconds": 301.0}
-    assert findings(settings)[Part.ROWS] == (
-        False,
-        "rows waiting longer than FEEDMILL_FORWARD_TIMEOUT: two@here (301 s)",
-    )
+    well, said = findings(settings)[Part.ROWS]
+    assert not well
+    assert said.endswith("two@here (301 s)")
 
 
-def test_rows_of_a_worker_that_does_not_answer_are_unknown(
+def test_health_fails_if_a_worker_does_not_answer(
     redis: RedisServer, settings: Settings, workers: dict[str, Any]
 ) -> None:
     register(redis.client, "two@here")
-    assert findings(settings)[Part.ROWS] == (False, "unknown: no answer from two@here")
+    well, said = findings(settings)[Part.ROWS]
+    assert (well, said.endswith("two@here")) == (False, True)
     workers.clear()
-    assert findings(settings)[Part.ROWS] == (False, "unknown: no answer from two@here")
+    well, said = findings(settings)[Part.ROWS]
+    assert (well, said.endswith("two@here")) == (False, True)
 
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("waiting", "well"), [(3, True), (4, False)])
-def test_a_queue_above_its_limit(settings: Settings, app: Celery, waiting: int, well: bool) -> None:
+def test_health_fails_above_the_queue_limit(settings: Settings, app: Celery, waiting: int, well: bool) -> None:
     send(app, waiting)
     found = findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)
-    assert found == {Part.QUEUE: (well, f"{waiting} messages waiting, limit 3; 0 in flight")}
+    assert found[Part.QUEUE][0] == well
+    assert numbers(found[Part.QUEUE][1]) == [waiting, 3, 0]
 
 
 @pytest.mark.usefixtures("workers")
-def test_each_queue_has_its_limit(redis: RedisServer, settings: Settings, app: Celery) -> None:
+def test_health_checks_each_queues_limit(redis: RedisServer, settings: Settings, app: Celery) -> None:
     announce(redis.client, "other", "a model")
     send(app, 3)
     send(app, 2, queue="other")
     for count, well in ((3, True), (4, False)):
         send(app, queue="other")
-        assert findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)[Part.QUEUE] == (
-            well,
-            f"{3 + count} messages waiting (feedmill: 3, other: {count}), limit 3 per queue; 0 in flight",
-        )
+        found, said = findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)[Part.QUEUE]
+        assert (found, numbers(said)) == (well, [3 + count, 3, count, 3, 0])
+        assert f"other: {count}" in said
 
 
-def test_the_daemon(settings: Settings) -> None:
+def test_health_reports_the_reddit_daemon(settings: Settings) -> None:
     state = State(connect_briefly(settings))
     state.begin({"cooking": 1.0}, [])
     well, said = findings(settings, Part.REDDIT)[Part.REDDIT]
-    assert not well
-    assert "120 s: start it with `feedmill ingest reddit`" in said
+    assert (well, numbers(said)) == (False, [120])
     state.tell({"subreddits": 48, "hindrance": ""})
-    assert findings(settings, Part.REDDIT)[Part.REDDIT] == (True, "the daemon reads 48 subreddits")
+    well, said = findings(settings, Part.REDDIT)[Part.REDDIT]
+    assert (well, numbers(said)) == (True, [48])
     state.tell({"subreddits": 48, "hindrance": "Reddit answered 500"})
-    assert findings(settings, Part.REDDIT)[Part.REDDIT][0], "Reddit's own troubles are not ours"
+    assert findings(settings, Part.REDDIT)[Part.REDDIT][0], "failures at Reddit do not make the daemon unhealthy"
 
 
-def test_workers_are_asked_only_where_it_matters(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_queries_workers_only_for_checks_that_need_them(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(watch, "worker_statistics")
     assert list(findings(settings, Part.REDIS, Part.QUEUE)) == [Part.REDIS, Part.QUEUE]
 
@@ -222,11 +232,11 @@ def test_workers_are_asked_only_where_it_matters(settings: Settings, monkeypatch
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("redis://127.0.0.1:1/0", "Redis at 127.0.0.1:1/0 does not answer"),
+        ("redis://127.0.0.1:1/0", "127.0.0.1:1/0"),
         ("redis://:wrong@", "password"),
     ],
 )
-def test_without_redis_nothing_is_known(redis: RedisServer, url: str, words: str) -> None:
+def test_health_reports_only_redis_while_it_is_unusable(redis: RedisServer, url: str, words: str) -> None:
     url = f"{url}{redis.url.partition('@')[2]}" if url.endswith("@") else url
     found = findings(Settings.model_validate({"redis_url": url}), Part.QUEUE)
     assert list(found) == [Part.REDIS]
@@ -237,17 +247,17 @@ def test_without_redis_nothing_is_known(redis: RedisServer, url: str, words: str
 # Watching.
 
 
-def test_a_pace_is_that_of_the_last_minute() -> None:
+def test_pace_covers_the_last_minute() -> None:
     pace = Pace()
     assert pace.look(100, now=1000.0) is None
     assert pace.look(120, now=1002.0) == 10
     assert pace.look(120, now=1000.0 + RATE_WINDOW_S) == pytest.approx(20 / RATE_WINDOW_S)
     assert pace.look(180, now=1002.0 + RATE_WINDOW_S) == pytest.approx(60 / RATE_WINDOW_S)
-    assert pace.look(5, now=1004.0 + RATE_WINDOW_S) is None, "a new worker of that name"
+    assert pace.look(5, now=1004.0 + RATE_WINDOW_S) is None, "a restarted worker with the same name"
     assert pace.look(7, now=1006.0 + RATE_WINDOW_S) == 1
 
 
-def test_looks_and_what_came_in_between(
+def test_lookout_computes_rates_between_readings(
     redis: RedisServer, settings: Settings, app: Celery, workers: dict[str, Any]
 ) -> None:
     lookout = Lookout(settings)
@@ -268,7 +278,7 @@ def test_looks_and_what_came_in_between(
     del workers["one@here"]
     assert list(lookout.look().posts) == ["two@here"]
     workers["one@here"] = POOL
-    assert "one@here" not in lookout.look().busy, "it is another one now"
+    assert "one@here" not in lookout.look().busy, "a restarted worker has no previous reading"
 
 
 def screen(seen: Any, settings: Settings) -> str:
@@ -278,7 +288,7 @@ def screen(seen: Any, settings: Settings) -> str:
     return captured.get()
 
 
-def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
+def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     for number in range(20):
         workers[f"feedmill-{number}@a-machine-with-quite-a-long-name.example.org"] = POOL
     redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 90, "repeated": 9})
@@ -292,28 +302,28 @@ def test_the_screen(redis: RedisServer, settings: Settings, workers: dict[str, A
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 14 + len(workers)
-    for words in ("0 messages waiting", "12,345,678 stored · 99 duplicates",
-                  "1, 12,345 older ones trimmed · `feedmill dead list`", "1 · `feedmill ingest gaps`",
+    for words in ("0 messages waiting", "12,345,678 stored", "99 ", "12,345 ", "`feedmill dead list`",
+                  "`feedmill ingest gaps`",
                   "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
-    assert "no worker answers: start one with `feedmill worker`" in screen(Lookout(settings).look(), settings)
+    assert "`feedmill worker`" in screen(Lookout(settings).look(), settings)
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_look_and_the_screen_have_the_same_words(redis: RedisServer, settings: Settings, app: Celery) -> None:
+def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, settings: Settings, app: Celery) -> None:
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
     seen = Lookout(settings).look()
     for shown in (screen(seen, settings), status_commands._summary(seen.status)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
-        assert lines["queue"].strip() == "2 messages waiting · 0 held by workers · oldest sent 50 min ago"
-        assert lines["results"].strip().removeprefix("… a minute · ") == "22 stored · 22 duplicates"
+        assert numbers(lines["queue"]) == [2, 0, 50]
+        assert numbers(lines["results"]) == [22, 22]
         assert lines["dead letters"].strip() == "0"
 
 
 @pytest.mark.usefixtures("workers")
-def test_several_queues_are_shown_each_with_its_model(redis: RedisServer, settings: Settings, app: Celery) -> None:
+def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Settings, app: Celery) -> None:
     announce(redis.client, "other", "a model \x1b")
     send(app, queue="other", sent_at=time.time() - 90)
     send(app, 2, sent_at=time.time())
@@ -323,22 +333,22 @@ def test_several_queues_are_shown_each_with_its_model(redis: RedisServer, settin
     assert seen.status.oldest_seconds >= 90
     assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
     for shown in (screen(seen, settings), status_commands._summary(seen.status)):
-        assert "feedmill: 2 waiting for no model yet\n" in re.sub(" +\n", "\n", shown)
-        assert "other: 1 waiting for a model \\x1b (no worker)" in shown
+        assert re.search("feedmill: 2 ", shown)
+        assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
 
 
-def test_no_queue_is_without_a_worker_while_workers_cannot_be_asked(
+def test_marks_no_queue_as_unserved_while_workers_are_unknown(
     redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
     seen = Lookout(settings).look()
     for shown in (screen(seen, settings), status_commands._summary(seen.status)):
-        assert "other: 0 waiting for a model" in shown
+        assert "other: 0 " in shown
         assert "(no worker)" not in shown
 
 
-def test_redis_may_go_and_come_while_somebody_watches(
+def test_watching_survives_a_lost_redis_connection(
     settings: Settings, workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[RedisFault | None] = [None, ConnectionFault("gone"), None]
@@ -354,6 +364,7 @@ def test_redis_may_go_and_come_while_somebody_watches(
     looks = status_commands._snapshots(settings)
     assert list(next(looks).status.workers) == list(workers)  # type: ignore[union-attr]
     away = next(looks)
-    assert away == f"Redis at {settings.redis_address} does not answer (gone)"
-    assert "does not answer (gone)" in screen(away, settings)
+    assert isinstance(away, str)
+    assert settings.redis_address in away
+    assert "gone" in screen(away, settings)
     assert json.dumps(next(looks).status.as_json())  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""producers/positions.py on a real Redis: what a file is known by, and that nothing of it stays."""
+"""producers/positions.py on a real Redis: file positions, what identifies a file, and expiry."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def position(settings: Settings, path: Path, *way: str) -> Position:
     return Position(connect(settings), str(path), *way)
 
 
-def test_the_next_run_finds_it(settings: Settings, path: Path) -> None:
+def test_the_next_run_loads_the_position(settings: Settings, path: Path) -> None:
     first = position(settings, path, "labels", "filters")
     assert first.load() == 0
     first.save(1000)
@@ -34,7 +34,7 @@ def test_the_next_run_finds_it(settings: Settings, path: Path) -> None:
     assert position(settings, path, "labels", "filters").load() == 0
 
 
-def test_its_key_is_known_and_expires(settings: Settings, redis: RedisServer, path: Path) -> None:
+def test_position_key_is_registered_and_expires(settings: Settings, redis: RedisServer, path: Path) -> None:
     position(settings, path).save(7)
     (key,) = redis.client.keys()
     known = find(str(key))
@@ -43,7 +43,7 @@ def test_its_key_is_known_and_expires(settings: Settings, redis: RedisServer, pa
     assert 0 < redis.client.ttl(key) <= POSITION_TTL
 
 
-def test_a_download_that_goes_on_is_the_same_file(settings: Settings, path: Path) -> None:
+def test_a_growing_file_keeps_its_position(settings: Settings, path: Path) -> None:
     position(settings, path).save(7)
     with path.open("ab") as file:
         file.write(b"more")
@@ -51,7 +51,7 @@ def test_a_download_that_goes_on_is_the_same_file(settings: Settings, path: Path
 
 
 @pytest.mark.parametrize("what", ["way", "beginning", "name"])
-def test_another_file_and_another_way_to_read_it(settings: Settings, path: Path, what: str) -> None:
+def test_another_file_or_options_has_another_position(settings: Settings, path: Path, what: str) -> None:
     position(settings, path, "way").save(7)
     if what == "beginning":
         path.write_bytes(b"y" + path.read_bytes()[1:])
@@ -60,13 +60,15 @@ def test_another_file_and_another_way_to_read_it(settings: Settings, path: Path,
     assert position(settings, path, "other" if what == "way" else "way").load() == 0
 
 
-def test_a_relative_path_is_the_same_file(settings: Settings, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_absolute_paths_share_a_position(
+    settings: Settings, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     position(settings, path).save(7)
     monkeypatch.chdir(path.parent)
     assert position(settings, Path(path.name)).load() == 7
 
 
-def test_with_another_column_of_ids_a_file_is_read_anew(settings: Settings, path: Path) -> None:
+def test_another_id_column_starts_from_the_beginning(settings: Settings, path: Path) -> None:
     redis = connect(settings)
     positions = [_position(redis, str(path), "", EVERYTHING, column) for column in ("ticket", "ticket", "text", None)]
     first, *_ = found = [position for position in positions if position]

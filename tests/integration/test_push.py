@@ -1,4 +1,4 @@
-"""producers/push.py on a real Redis: what is sent, what is skipped, and how a full queue is waited for."""
+"""producers/push.py on a real Redis: what is sent, what is skipped, and waiting for a full queue."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def pusher(settings: Settings, again: bool = False, **options: Any) -> Pusher:
 
 
 def queued(redis: RedisServer) -> list[str]:
-    """The ids of the posts in the queue."""
+    """Return the ids of the posts in the queue."""
     raw: Any = redis.client.lrange("feedmill", 0, -1)
     return [post["id"] for each in raw for post in body_of(each)[1]["posts"]]
 
@@ -40,29 +40,29 @@ def messages(redis: RedisServer) -> list[dict[str, Any]]:
     return [json.loads(raw) for raw in redis.client.lrange("feedmill", 0, -1)]
 
 
-def test_posts_are_packed_and_counted(settings: Settings, redis: RedisServer) -> None:
+def test_packs_posts_into_messages_and_counts_them(settings: Settings, redis: RedisServer) -> None:
     pushing = pusher(settings)
     pushing.push(make_posts(70))
     assert (pushing.sent, pushing.messages, pushing.skipped) == (70, 3, 0)
     assert queue_depth(redis.client, "feedmill") == (3, 0)
 
 
-def test_what_was_sent_is_skipped(settings: Settings) -> None:
+def test_skips_posts_already_sent(settings: Settings) -> None:
     pusher(settings).push(make_posts(40))
     second = pusher(settings)
     second.push(make_posts(50))
     assert (second.sent, second.skipped) == (10, 40)
 
 
-def test_the_same_post_twice_in_one_go(settings: Settings) -> None:
+def test_skips_duplicates_within_one_push(settings: Settings) -> None:
     pushing = pusher(settings)
     post = make_posts(1)[0]
     pushing.push([post, post, *make_posts(100)])
     assert (pushing.sent, pushing.skipped) == (100, 2)
 
 
-def test_the_same_post_again_when_its_message_has_just_gone(settings: Settings) -> None:
-    """Redis was asked about a chunk before the message that the chunk completes was sent."""
+def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
+    """Redis is queried about a chunk before the message that the chunk completes is sent."""
     small = settings.model_copy(update={"posts_per_message": 4})
     pusher(small).push(make_posts(1))
     pushing = pusher(small)
@@ -72,7 +72,7 @@ def test_the_same_post_again_when_its_message_has_just_gone(settings: Settings) 
 
 
 @pytest.mark.parametrize("what", ["text", "labels", "again"])
-def test_another_text_or_other_labels_are_sent(settings: Settings, what: str) -> None:
+def test_sends_again_after_changed_text_or_labels_or_with_again(settings: Settings, what: str) -> None:
     post = Post(id="1", title="one")
     pusher(settings).push([post])
     second = pusher(settings, again=what == "again", **({"labels": "a,b"} if what == "labels" else {}))
@@ -80,7 +80,7 @@ def test_another_text_or_other_labels_are_sent(settings: Settings, what: str) ->
     assert second.sent == 1
 
 
-def test_each_queue_has_its_own_gate_and_its_own_marks(settings: Settings, redis: RedisServer) -> None:
+def test_each_queue_has_its_own_gate_and_marks(settings: Settings, redis: RedisServer) -> None:
     other = settings.model_copy(update={"queue": "feedmill-other", "queue_limit": 3})
     for each, sent in ((settings, 40), (other, 40), (settings, 0), (other, 0)):
         pushing = pusher(each)
@@ -88,10 +88,10 @@ def test_each_queue_has_its_own_gate_and_its_own_marks(settings: Settings, redis
         assert pushing.sent == sent
     assert [queue_depth(redis.client, name).waiting for name in ("feedmill", "feedmill-other")] == [2, 2]
     assert pusher(other).gate.room() == 1
-    assert all(find(str(key)) for key in redis.client.scan_iter()), "shared/keys.py knows them"
+    assert all(find(str(key)) for key in redis.client.scan_iter()), "all keys are in shared/keys.py"
 
 
-def test_marks_of_earlier_versions_count_for_the_default_queue(settings: Settings, redis: RedisServer) -> None:
+def test_default_queue_honours_marks_of_earlier_versions(settings: Settings, redis: RedisServer) -> None:
     (post,) = make_posts(1)
     redis.client.hset(sent_key(post.id), digest(post.text, ClassifyOptions().model_dump_json()), 1)
     pushing = pusher(settings)
@@ -100,14 +100,14 @@ def test_marks_of_earlier_versions_count_for_the_default_queue(settings: Setting
 
 
 @pytest.mark.parametrize(("priority", "name"), [(0, "feedmill"), (4, "feedmill\x06\x163"), (9, "feedmill\x06\x169")])
-def test_a_priority_has_its_list(settings: Settings, redis: RedisServer, priority: int, name: str) -> None:
+def test_each_priority_has_its_own_list(settings: Settings, redis: RedisServer, priority: int, name: str) -> None:
     pusher(settings.model_copy(update={"priority": priority})).push(make_posts(1))
     assert redis.client.llen(name) == 1
     (message,) = map(json.loads, redis.client.lrange(name, 0, -1))
     assert message["properties"]["priority"] == priority
 
 
-def test_a_new_score_alone_is_not_sent_again(settings: Settings) -> None:
+def test_a_changed_score_alone_is_not_sent_again(settings: Settings) -> None:
     pusher(settings).push([Post(id="1", title="one", score=1)])
     second = pusher(settings)
     second.push([Post(id="1", title="one", score=2)])
@@ -119,7 +119,7 @@ def test_marks_expire(settings: Settings, redis: RedisServer) -> None:
     assert 0 < redis.client.ttl(sent_key("p0")) <= settings.sent_ttl
 
 
-def test_the_message_is_the_contract_and_hides_the_posts(settings: Settings, redis: RedisServer) -> None:
+def test_message_headers_follow_the_protocol_and_hide_posts(settings: Settings, redis: RedisServer) -> None:
     pusher(settings, labels="a,b").push([Post(id="1", title="secret words")])
     (message,) = messages(redis)
     headers = message["headers"]
@@ -130,7 +130,7 @@ def test_the_message_is_the_contract_and_hides_the_posts(settings: Settings, red
     assert message["content-type"] == "application/json"
 
 
-def test_a_full_queue_is_waited_for(settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_while_the_queue_is_full(settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "FULL_QUEUE_POLL_S", 0.01)
     small = settings.model_copy(update={"queue_limit": 2, "posts_per_message": 10})
     pushing = pusher(small)
@@ -145,7 +145,7 @@ def test_a_full_queue_is_waited_for(settings: Settings, redis: RedisServer, monk
 
 
 def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGate, Callable[[int], int]]:
-    """A gate, and what says how much room it sees once so many messages wait."""
+    """Return a gate, and a function that sets the number of waiting messages and returns the gate's room."""
     made = QueueGate(redis.client, settings.model_copy(update=limits))
 
     def room(waiting: int) -> int:
@@ -157,14 +157,14 @@ def gate(redis: RedisServer, settings: Settings, **limits: int) -> tuple[QueueGa
     return made, room
 
 
-def test_the_gate_closes_at_the_limit_and_opens_below_the_lower_mark(settings: Settings, redis: RedisServer) -> None:
+def test_gate_closes_at_the_limit_and_reopens_below_resume(settings: Settings, redis: RedisServer) -> None:
     made, room = gate(redis, settings, queue_limit=10, queue_resume=4)
     assert not made.closed
     assert [room(0), room(9)] == [10, 1]
     for waiting in (10, 9, 11, 4):
         assert (room(waiting), made.closed) == (0, True)
     assert (room(3), made.closed) == (7, False)
-    assert (room(9), made.closed) == (1, False)  # on the way up the lower mark counts for nothing
+    assert (room(9), made.closed) == (1, False)  # while filling, the lower mark has no effect
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_gate_closes_at_the_limit_and_opens_below_the_lower_mark(settings: S
         ({"queue_limit": 5, "queue_resume": 5}, 5, 4),
     ],
 )
-def test_the_lower_mark(
+def test_gate_derives_the_resume_mark_from_the_limit(
     settings: Settings, redis: RedisServer, limits: dict[str, int], closed_at: int, opens_at: int
 ) -> None:
     _, room = gate(redis, settings, **limits)
@@ -184,13 +184,13 @@ def test_the_lower_mark(
     assert [room(limit), room(closed_at), room(opens_at)] == [0, 0, limit - opens_at]
 
 
-def test_a_lower_mark_above_the_limit_is_refused(settings: Settings) -> None:
+def test_rejects_queue_resume_above_queue_limit(settings: Settings) -> None:
     odd = settings.model_copy(update={"queue_limit": 5, "queue_resume": 6})
-    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME \(6 .*FEEDMILL_QUEUE_LIMIT \(5\)"):
+    with pytest.raises(SettingsError, match=r"FEEDMILL_QUEUE_RESUME.*\b6\b.*FEEDMILL_QUEUE_LIMIT.*\b5\b"):
         pusher(odd)
 
 
-def test_the_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:
+def test_gate_counts_every_priority(settings: Settings, redis: RedisServer) -> None:
     made, room = gate(redis, settings, queue_limit=4)
     redis.client.lpush(f"feedmill{broker.PRIORITY_MARK}9", "message")
     assert [room(0), room(3)] == [3, 0]
@@ -198,11 +198,11 @@ def test_the_gate_counts_every_priority(settings: Settings, redis: RedisServer) 
 
 
 class Ended(Exception):  # noqa: N818 - named after what happened
-    """What a test's `wait` raises."""
+    """Raised by a test's `wait`."""
 
 
-def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
-    """And all that was pushed before it is in the queue; the rest is, once it is pushed again."""
+def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: RedisServer) -> None:
+    """Posts pushed before the interruption are queued; pushing again sends the rest."""
     small = settings.model_copy(update={"queue_limit": 4, "queue_resume": 3, "posts_per_message": 10})
     waits: list[float] = []
 
@@ -212,7 +212,7 @@ def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
         assert pushing.gate.closed
         if len(waits) == 2:
             raise Ended
-        redis.client.rpop("feedmill")  # still not below the lower mark
+        redis.client.rpop("feedmill")  # not yet below the lower mark
 
     pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), wait=wait)
     with pytest.raises(Ended):
@@ -225,7 +225,7 @@ def test_a_wait_ends_at_once(settings: Settings, redis: RedisServer) -> None:
     assert sorted(queued(redis)) == sorted(f"p{number}" for number in range(40, 60))
 
 
-def test_what_is_gone_is_not_sent_even_again(settings: Settings, redis: RedisServer) -> None:
+def test_purged_posts_are_never_sent(settings: Settings, redis: RedisServer) -> None:
     for post_id in ("p1", "p3"):
         redis.client.set(tombstone_key(post_id), 1)
     for again in (False, True):
@@ -239,7 +239,7 @@ def test_what_is_gone_is_not_sent_even_again(settings: Settings, redis: RedisSer
     assert pushing.sent == 4
 
 
-def test_nothing_is_marked_of_a_post_that_is_purged_while_it_is_sent(
+def test_a_post_purged_while_being_sent_is_not_marked(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = broker.publish
@@ -254,7 +254,7 @@ def test_nothing_is_marked_of_a_post_that_is_purged_while_it_is_sent(
 
 
 def consistent(pushing: Pusher, redis: RedisServer) -> None:
-    """What is marked is in the queue, and so is what was counted."""
+    """Assert that every marked or counted post is in the queue."""
     there = queued(redis)
     marked = {str(key) for key in redis.client.scan_iter(sent_key("*"))}
     assert marked <= {sent_key(post_id) for post_id in there}
@@ -263,7 +263,7 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 
 
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
-    """The step's call number `at` raises the fault, before it has done anything; "published" raises after it has."""
+    """Make the step's call number `at` raise the fault: before its work, or after it for steps in the past tense."""
     where: tuple[Any, str] = {
         "look": (pushing, "_lookup"),
         "room": (pushing.gate, "room"),
@@ -291,7 +291,7 @@ def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int
 @pytest.mark.parametrize("fault", [ConnectionFault("cut"), ValueError("a bug"), KeyboardInterrupt(), SystemExit(143)])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("step", ["look", "room", "publish", "published", "remember", "remembered"])
-def test_posts_may_be_pushed_again_after_whatever_happened(
+def test_push_can_be_repeated_after_any_failure(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, step: str, at: int, fault: BaseException
 ) -> None:
     small = settings.model_copy(update={"posts_per_message": 10, "queue_limit": 1000})
@@ -308,16 +308,16 @@ def test_posts_may_be_pushed_again_after_whatever_happened(
     consistent(pushing, redis)
     there = queued(redis)
     assert set(there) == {post.id for post in posts}
-    # What was published, and not marked, is repeated: one trip at most.
+    # Posts that were published but not marked are repeated, at most one round trip of them.
     assert len(there) - len(posts) == (20 if step in ("published", "remember") else 0)
     pushing.push(posts)
     assert len(queued(redis)) == len(there)
 
 
-def test_posts_may_be_pushed_again_after_their_source_broke_off(
+def test_push_can_be_repeated_after_its_source_failed(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What had been read of it by then, in whole trips, was on its way."""
+    """Complete round trips read before the failure are sent."""
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 32)
     posts = make_posts(50)
 
@@ -334,10 +334,10 @@ def test_posts_may_be_pushed_again_after_their_source_broke_off(
     assert sorted(queued(redis)) == sorted(post.id for post in posts)
 
 
-def test_posts_may_be_pushed_again_after_a_signal_at_any_line(
+def test_push_can_be_repeated_after_a_signal_at_any_line(
     settings: Settings, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal's handler may raise between any two lines; here it does at each line of ours, one after the other."""
+    """Signal handlers may raise between any two lines: raise at each line in turn."""
     small = settings.model_copy(update={"posts_per_message": 2, "queue_limit": 2, "queue_resume": 1})
     monkeypatch.setattr(push, "POSTS_PER_ROUND_TRIP", 2)
     posts = make_posts(5)
@@ -346,11 +346,11 @@ def test_posts_may_be_pushed_again_after_a_signal_at_any_line(
     worked: list[str] = []
 
     def work(_: float) -> None:
-        """A worker takes a message off the queue."""
+        """Take a message off the queue, as a worker does."""
         worked.append(str(redis.client.rpop("feedmill")))
 
     def interrupted_at(line: int) -> bool:
-        """Whether there were so many lines."""
+        """Interrupt at this line; return False if the code has fewer lines."""
         redis.client.flushall()
         worked.clear()
         pushing = Pusher(app, client, small, ClassifyOptions(), wait=work)
@@ -390,7 +390,7 @@ def test_posts_may_be_pushed_again_after_a_signal_at_any_line(
     assert line > 100
 
 
-def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_not_mark_unpublished_posts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ConnectionError("cut")
 
@@ -403,7 +403,7 @@ def test_nothing_is_marked_that_was_not_published(settings: Settings, monkeypatc
     assert again.sent == 3
 
 
-def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Settings, redis: RedisServer) -> None:
+def test_push_fails_at_the_memory_limit_and_can_be_repeated(settings: Settings, redis: RedisServer) -> None:
     bodies = [random.Random(number).randbytes(15_000).hex() for number in range(200)]
     posts = [Post(id=str(number), title="t", body=body) for number, body in enumerate(bodies)]
     pushing = pusher(settings)
@@ -418,10 +418,10 @@ def test_a_redis_that_fills_up_is_told_and_nothing_is_skipped_later(settings: Se
     assert set(queued(redis)) == {post.id for post in posts}
 
 
-def test_who_would_rather_be_told_is_refused_when_the_queue_is_full(settings: Settings, redis: RedisServer) -> None:
+def test_refuse_raises_queue_full(settings: Settings, redis: RedisServer) -> None:
     small = settings.model_copy(update={"queue_limit": 3, "posts_per_message": 10})
     pushing = Pusher(make_app(small), connect(small), small, ClassifyOptions(), refuse=True)
-    with pytest.raises(QueueFull, match=r"allows 3 .* 30 posts"):
+    with pytest.raises(QueueFull, match=r"\b3\b.*\b30\b"):
         pushing.push(make_posts(50))
     assert queue_depth(redis.client, "feedmill").waiting == 3
     redis.client.delete("feedmill")
@@ -429,10 +429,10 @@ def test_who_would_rather_be_told_is_refused_when_the_queue_is_full(settings: Se
     assert (pushing.sent, pushing.skipped) == (50, 30)
 
 
-def test_redis_memory_is_waited_for_where_that_is_wanted(
+def test_waits_for_redis_memory_if_configured(
     settings: Settings, redis: RedisServer, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    """Whatever is refused, a message or the marks of those sent: each post is in the queue, and marked."""
+    """Redis rejects first a message, then the marks of sent posts; all posts end up queued and marked."""
     waits: list[str] = []
 
     def full() -> None:
@@ -457,16 +457,17 @@ def test_redis_memory_is_waited_for_where_that_is_wanted(
 
     pushing._mark = marked
     pushing.push(make_posts(80))
-    assert waits == ["Redis is at its memory limit"] * 2
+    assert len(waits) == 2
+    assert all("memory" in reason for reason in waits)
     assert (pushing.sent, pushing.skipped, pushing.waiting) == (80, 40, "")
     assert set(queued(redis)) == {post.id for post in make_posts(80)}
     again = pusher(settings)
     again.push(make_posts(80))
     assert again.skipped == 80
-    assert "Redis is at its memory limit: waiting for room" in caplog.text
+    assert "memory" in caplog.text
 
 
-def test_a_batch_is_sent_again_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resends_a_batch_after_a_lost_connection(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "RETRY_DELAYS_S", (0.01,))
     tries: list[int] = []
 

@@ -1,4 +1,4 @@
-"""shared/readers.py on every redis-server of this machine: nothing twice, nothing skipped without a word."""
+"""shared/readers.py on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
 import subprocess
@@ -23,7 +23,7 @@ from tests.support import RedisServer, wait_until
 
 @pytest.fixture
 def store(server: RedisServer) -> ResultsStore:
-    """Keeps 150 results in its stream, or up to a hundred more: Redis trims by whole nodes."""
+    """A store whose stream keeps 150 results, or up to a hundred more: Redis trims whole nodes."""
     return ResultsStore(server.client, Settings.model_validate({"results_stream_length": 150}))
 
 
@@ -36,7 +36,7 @@ def result(post_id: str, label: str = "food", score: float = 0.9, subreddit: str
 
 
 def write(store: ResultsStore, *names: object) -> list[str]:
-    """Store a result of each of these posts, some at a time, as workers do."""
+    """Store a result for each of these posts in batches of ten; return the ids."""
     ids = [str(name) for name in names]
     for start in range(0, len(ids), 10):
         store.write([result(post_id) for post_id in ids[start : start + 10]])
@@ -52,7 +52,7 @@ def missed_of(reads: Sequence[Read] | None) -> list[Missed]:
 
 
 def read_all(reader: Reader) -> list[Read]:
-    """Read, and acknowledge, until nothing is left."""
+    """Read and acknowledge until nothing is left."""
     found: list[Read] = []
     for batch in batches(reader, follow=False):
         found += batch
@@ -85,7 +85,7 @@ def consumers(server: RedisServer, group: str = "g") -> set[str]:
 
 
 def silent(server: RedisServer, consumer: str) -> None:
-    """Make it look as if the consumer had not been heard of for long."""
+    """Mark the consumer's pending entries as idle for a long time."""
     found: Any = server.client.xpending_range(RESULTS_STREAM, "g", "-", "+", 1000, consumer)
     entries = [each["message_id"] for each in found]
     server.client.xclaim(RESULTS_STREAM, "g", consumer, 0, entries, idle=1_000_000, justid=True)
@@ -93,15 +93,15 @@ def silent(server: RedisServer, consumer: str) -> None:
 
 @pytest.fixture(params=["follower", "group"])
 def reader(request: pytest.FixtureRequest, server: RedisServer) -> Reader:
-    """Either kind of reader, at the stream's end."""
+    """A reader of either kind, at the end of the stream."""
     found: Reader = Follower(server.client) if request.param == "follower" else GroupReader(server.client, "g", "me")
     return found
 
 
-# Reading on.
+# Following the stream.
 
 
-def test_each_result_comes_once_from_now_on(store: ResultsStore, reader: Reader) -> None:
+def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None:
     write(store, "before")
     assert reader.read() is None
     write(store, 1, 2)
@@ -111,7 +111,9 @@ def test_each_result_comes_once_from_now_on(store: ResultsStore, reader: Reader)
     assert reader.read() is None
 
 
-def test_more_than_is_fetched_at_once(store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_more_results_than_one_fetch_returns(
+    store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 3)
     monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
     reader.read()
@@ -120,7 +122,7 @@ def test_more_than_is_fetched_at_once(store: ResultsStore, reader: Reader, monke
     assert (ids_of(found), missed_of(found)) == (wanted, [])
 
 
-def test_following_begins_with_the_newest(store: ResultsStore, server: RedisServer) -> None:
+def test_follower_starts_with_the_newest_results(store: ResultsStore, server: RedisServer) -> None:
     write(store, 1, 2, 3)
     follower = Follower(server.client, history=2)
     assert ids_of(follower.read()) == ["2", "3"]
@@ -129,7 +131,7 @@ def test_following_begins_with_the_newest(store: ResultsStore, server: RedisServ
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_from_a_time_on(store: ResultsStore, server: RedisServer, group: str | None) -> None:
+def test_reads_from_a_given_time(store: ResultsStore, server: RedisServer, group: str | None) -> None:
     write(store, 1, 2)
     for since, ids in ((0.0, ["1", "2"]), (now(server) - 100, ["1", "2"]), (now(server) + 100, [])):
         if group:
@@ -138,10 +140,10 @@ def test_from_a_time_on(store: ResultsStore, server: RedisServer, group: str | N
         assert (ids_of(found), missed_of(found)) == (ids, [])
 
 
-def test_a_wait_ends_with_the_next_result(store: ResultsStore, reader: Reader) -> None:
+def test_wait_returns_when_a_result_arrives(store: ResultsStore, reader: Reader) -> None:
     reader.read()
     write(store, 1)
-    reader.wait(60)  # returns at once, or the test runs into its time limit
+    reader.wait(60)  # returns at once; otherwise the test times out
     assert ids_of(read_all(reader)) == ["1"]
     assert next(batches(reader, wait=0.01)) == []
 
@@ -158,7 +160,9 @@ def test_a_wait_ends_with_the_next_result(store: ResultsStore, reader: Reader) -
         (Wanted(min_score=1.0), []),
     ],
 )
-def test_only_what_is_wanted(store: ResultsStore, server: RedisServer, wanted: Wanted, ids: list[str]) -> None:
+def test_filters_by_label_score_and_subreddit(
+    store: ResultsStore, server: RedisServer, wanted: Wanted, ids: list[str]
+) -> None:
     follower, member = Follower(server.client, wanted), GroupReader(server.client, "g", "me", wanted)
     assert (follower.read(), member.read()) == (None, None)
     store.write(
@@ -170,20 +174,22 @@ def test_only_what_is_wanted(store: ResultsStore, server: RedisServer, wanted: W
     assert [found.post.id for found in newest(server.client, 1, wanted)] == ids[-1:]
 
 
-def test_entries_of_somebody_else_are_skipped(
+def test_skips_and_logs_foreign_stream_entries(
     server: RedisServer, store: ResultsStore, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader.read()
     server.client.xadd(RESULTS_STREAM, {"temperature": 21})
     write(store, 1)
     assert ids_of(read_all(reader)) == ["1"]
-    assert "skipping unreadable entry" in caplog.text
+    assert any(record.levelno >= logging.WARNING for record in caplog.records)
 
 
-# What was missed.
+# Missed results.
 
 
-def test_a_slow_reader_is_told_how_many_it_missed(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
+def test_a_slow_reader_learns_how_many_results_it_missed(
+    store: ResultsStore, server: RedisServer, reader: Reader
+) -> None:
     write(store, *range(10))
     reader.read()
     (last,) = entry_ids(server)[-1:]
@@ -198,7 +204,7 @@ def test_a_slow_reader_is_told_how_many_it_missed(store: ResultsStore, server: R
     assert missed_of(read_all(reader)) == []
 
 
-def test_a_reader_in_time_missed_nothing(store: ResultsStore, reader: Reader) -> None:
+def test_a_reader_that_keeps_up_misses_nothing(store: ResultsStore, reader: Reader) -> None:
     reader.read()
     for start in range(0, 1000, 50):
         names = write(store, *range(start, start + 50))
@@ -206,7 +212,7 @@ def test_a_reader_in_time_missed_nothing(store: ResultsStore, reader: Reader) ->
         assert (ids_of(found), missed_of(found)) == (names, [])
 
 
-def test_a_slow_reader_that_is_told_more_than_once(
+def test_missed_counts_of_a_slow_reader_add_up(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("FOLLOWED_AT_ONCE", "GIVEN_AT_ONCE"):
@@ -227,7 +233,7 @@ def test_a_slow_reader_that_is_told_more_than_once(
 
 
 @pytest.mark.parametrize("gone", [["2"], ["1", "2"], ["2", "3", "4"], ["1", "2", "3", "4"], ["3"]])
-def test_what_was_purged_was_not_missed(
+def test_purged_results_are_not_reported_as_missed(
     store: ResultsStore, server: RedisServer, reader: Reader, gone: list[str]
 ) -> None:
     write(store, 1, 2)
@@ -239,7 +245,7 @@ def test_what_was_purged_was_not_missed(
     assert (ids_of(found), missed_of(found)) == ([name for name in names if name not in gone], [])
 
 
-def test_what_was_purged_is_not_counted_as_missed(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
+def test_missed_count_is_an_upper_bound_after_a_purge(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
     write(store, *range(10))
     reader.read()
     names = write(store, *range(10, 110))
@@ -247,11 +253,11 @@ def test_what_was_purged_is_not_counted_as_missed(store: ResultsStore, server: R
     names += write(store, *range(110, 1000))
     found = read_all(reader)
     (missed,) = missed_of(found)
-    # Which of them were purged is not known any more.
+    # Which of the missed posts were purged is no longer known.
     assert (missed.count, missed.at_most) == (None, len(names) - len(ids_of(found)))
 
 
-def test_what_is_trimmed_is_counted(store: ResultsStore, server: RedisServer) -> None:
+def test_counts_trimmed_results(store: ResultsStore, server: RedisServer) -> None:
     write(store, *range(1000))
     purge(server.client, Settings(), ["999"])
     counters = store.counters()
@@ -259,15 +265,15 @@ def test_what_is_trimmed_is_counted(store: ResultsStore, server: RedisServer) ->
     assert counters.stored - counters.trimmed - 1 == server.client.xlen(RESULTS_STREAM)
 
 
-def test_nobody_knows_how_many(store: ResultsStore, server: RedisServer) -> None:
-    """Where reading is to begin at a time from which nothing is left, and no place was noted."""
+def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, server: RedisServer) -> None:
+    """Start at a time whose entries are gone, without a stored cursor."""
     write(store, *range(1000))
     found = read_all(Follower(server.client, since=1.0))
     assert missed_of(found) == [Missed(None, 0.999, written(entry_ids(server)[0]))]
-    assert missed_of(read_all(Follower(server.client, since=0.0))) == []  # all that is there
+    assert missed_of(read_all(Follower(server.client, since=0.0))) == []  # since=0.0 means everything there is
 
 
-def test_a_group_is_told_after_a_pause(store: ResultsStore, server: RedisServer) -> None:
+def test_a_group_reports_missed_results_once_after_a_pause(store: ResultsStore, server: RedisServer) -> None:
     first = GroupReader(server.client, "g", "first")
     assert first.read() is None
     names = write(store, *range(30))
@@ -279,7 +285,7 @@ def test_a_group_is_told_after_a_pause(store: ResultsStore, server: RedisServer)
     assert third == []
 
 
-def test_a_group_that_was_set_elsewhere_by_hand(store: ResultsStore, server: RedisServer) -> None:
+def test_missed_count_is_unknown_after_a_manual_xgroup_setid(store: ResultsStore, server: RedisServer) -> None:
     reader = GroupReader(server.client, "g", "me")
     reader.read()
     write(store, 0)
@@ -292,7 +298,7 @@ def test_a_group_that_was_set_elsewhere_by_hand(store: ResultsStore, server: Red
 # Groups.
 
 
-def test_two_members_share(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 2)
     members = [GroupReader(server.client, "g", name) for name in "ab"]
     for member in members:
@@ -301,10 +307,10 @@ def test_two_members_share(store: ResultsStore, server: RedisServer, monkeypatch
     assert [ids_of(member.read()) for member in members] == [["1", "2"], ["3", "4"]]
 
 
-def test_what_was_not_acknowledged_comes_again(store: ResultsStore, server: RedisServer) -> None:
+def test_unacknowledged_results_are_redelivered(store: ResultsStore, server: RedisServer) -> None:
     first = items(GroupReader(server.client, "g", "me", since=0.0), follow=False)
     write(store, 1, 2, 3)
-    taken = [next(first), next(first)]  # the first is acknowledged, the second not yet
+    taken = [next(first), next(first)]  # acknowledges the first, not yet the second
     assert [item.post.id for item in taken if isinstance(item, Result)] == ["1", "2"]
     write(store, 4)
     again = GroupReader(server.client, "g", "me")
@@ -312,7 +318,7 @@ def test_what_was_not_acknowledged_comes_again(store: ResultsStore, server: Redi
     assert pending(server) == 0
 
 
-def test_what_a_dead_member_owed_is_taken_over(store: ResultsStore, server: RedisServer) -> None:
+def test_takes_over_results_of_a_dead_consumer(store: ResultsStore, server: RedisServer) -> None:
     dead = GroupReader(server.client, "g", "dead", since=0.0)
     write(store, 1, 2)
     assert ids_of(dead.read()) == ["1", "2"]
@@ -323,7 +329,7 @@ def test_what_a_dead_member_owed_is_taken_over(store: ResultsStore, server: Redi
     assert (pending(server), dead.read()) == (0, None)
 
 
-def test_more_is_taken_over_than_is_fetched_at_once(
+def test_takes_over_more_results_than_one_fetch_returns(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = GroupReader(server.client, "g", "dead", since=0.0)
@@ -334,7 +340,7 @@ def test_more_is_taken_over_than_is_fetched_at_once(
     assert ids_of(read_all(GroupReader(server.client, "g", "late"))) == names
 
 
-def test_a_slow_member_leaves_what_others_took(
+def test_a_slow_consumer_skips_results_taken_over_by_others(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "STALE_FRACTION", 0.0)
@@ -348,7 +354,7 @@ def test_a_slow_member_leaves_what_others_took(
 
 
 @pytest.mark.parametrize("member", ["owner", "another"])
-def test_what_was_trimmed_while_pending_was_missed(store: ResultsStore, server: RedisServer, member: str) -> None:
+def test_pending_results_that_were_trimmed_are_missed(store: ResultsStore, server: RedisServer, member: str) -> None:
     owner = GroupReader(server.client, "g", "owner", since=0.0)
     names = write(store, *range(20))
     assert ids_of(owner.read()) == names
@@ -363,7 +369,7 @@ def test_what_was_trimmed_while_pending_was_missed(store: ResultsStore, server: 
 
 
 @pytest.mark.parametrize("member", ["owner", "another"])
-def test_what_was_purged_while_pending_was_not_missed(store: ResultsStore, server: RedisServer, member: str) -> None:
+def test_pending_results_that_were_purged_are_not_missed(store: ResultsStore, server: RedisServer, member: str) -> None:
     owner = GroupReader(server.client, "g", "owner", since=0.0)
     write(store, 1, 2, 3)
     owner.read()
@@ -373,7 +379,7 @@ def test_what_was_purged_while_pending_was_not_missed(store: ResultsStore, serve
     assert (ids_of(found), missed_of(found), pending(server)) == (["1", "3"], [], 0)
 
 
-def test_members_that_are_gone_are_forgotten(
+def test_removes_consumers_that_are_gone_and_owe_nothing(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(store, 1)
@@ -390,7 +396,7 @@ def test_members_that_are_gone_are_forgotten(
     assert pending(server) == 1
 
 
-def test_a_group_or_stream_that_is_deleted_meanwhile(store: ResultsStore, server: RedisServer) -> None:
+def test_reading_survives_deletion_of_the_group_or_stream(store: ResultsStore, server: RedisServer) -> None:
     reader = GroupReader(server.client, "g", "me")
     reader.read()
     write(store, 1)
@@ -400,13 +406,13 @@ def test_a_group_or_stream_that_is_deleted_meanwhile(store: ResultsStore, server
     assert ids_of(read_all(reader)) == ["2"]
     (last,) = entry_ids(server)[-1:]
     server.client.delete(RESULTS_STREAM)
-    wait_until(lambda: now(server) > written(last) + 0.001, "the next entry's id is later than those before")
+    wait_until(lambda: now(server) > written(last) + 0.001, "the next entry's id is later than all before")
     write(store, 3)
     found = read_all(reader)
     assert (ids_of(found), missed_of(found)) == (["3"], [])
 
 
-def test_places_of_groups_are_bounded(store: ResultsStore, server: RedisServer) -> None:
+def test_cursors_of_deleted_groups_are_removed(store: ResultsStore, server: RedisServer) -> None:
     write(store, 1)
     for number in range(5):
         read_all(GroupReader(server.client, f"g{number}", "me"))
@@ -418,7 +424,7 @@ def test_places_of_groups_are_bounded(store: ResultsStore, server: RedisServer) 
     assert all(find(name) for name in names)
 
 
-def test_a_full_redis_is_read_all_the_same(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
+def test_reads_while_redis_is_at_its_memory_limit(store: ResultsStore, server: RedisServer, reader: Reader) -> None:
     reader.read()
     write(store, 1)
     server.client.config_set("maxmemory", 1)
@@ -436,7 +442,9 @@ def kill_connections(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_lost_connection_costs_nothing(store: ResultsStore, server: RedisServer, group: str | None) -> None:
+def test_a_lost_connection_loses_and_repeats_nothing(
+    store: ResultsStore, server: RedisServer, group: str | None
+) -> None:
     followed = feedmill.results(server.url, group=group, since=0.0)
     names = write(store, 1, 2, 3)
     found = []
@@ -454,10 +462,10 @@ def test_a_lost_connection_costs_nothing(store: ResultsStore, server: RedisServe
     assert found == names
     if group:
         assert ids_of(read_all(GroupReader(server.client, "g", "other"))) == []
-        assert pending(server) == 1  # the one that was in hand
+        assert pending(server) == 1  # the result in flight
 
 
-def test_what_is_known_is_told_after_a_lost_connection(
+def test_reports_missed_results_after_a_lost_connection(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = GroupReader(server.client, "g", "owner", since=0.0)
@@ -478,7 +486,7 @@ def test_what_is_known_is_told_after_a_lost_connection(
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]
 
 
-def test_a_connection_that_stays_lost_is_told_once(
+def test_logs_a_lost_and_a_restored_connection_once(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
     monkeypatch.setattr(readers, "PAUSES", (0.0, 0.001))
@@ -496,27 +504,28 @@ def test_a_connection_that_stays_lost_is_told_once(
     write(store, 1)
     with caplog.at_level(logging.WARNING):
         assert ids_of(next(follow)) == ["1"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Redis does not answer (gone); retrying until it does",
-        "Redis answers again; continuing at the same position",
-    ]
+    lost, back = (record for record in caplog.records if record.name == readers.__name__)
+    assert "gone" in lost.getMessage()
+    assert "gone" not in back.getMessage()
 
 
-# From Python.
+# The Python API.
 
 
-def test_results_from_python(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_results_through_the_python_api(
+    store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEEDMILL_REDIS_URL", server.url)
     store.write([result("1", "books"), result("2"), result("3", "books", 0.2)])
     found = list(feedmill.results(follow=False, label="books", min_score=0.5))
     assert [item.post.id for item in found if isinstance(item, feedmill.Result)] == ["1"]
     assert isinstance(found[0], feedmill.Result)
-    with pytest.raises(AttributeError, match="'feedmill' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="nothing"):
         _ = feedmill.nothing
     assert feedmill.Missed is Missed
 
 
-def test_members_in_python_have_names_of_their_own(store: ResultsStore, server: RedisServer) -> None:
+def test_python_api_generates_a_consumer_name(store: ResultsStore, server: RedisServer) -> None:
     write(store, 1)
     for item in feedmill.results(server.url, group="g", since=0.0, follow=False):
         assert isinstance(item, Result)
@@ -528,31 +537,31 @@ def test_members_in_python_have_names_of_their_own(store: ResultsStore, server: 
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"consumer": "me"}, "consumer requires a group"),
-        ({"group": "a b"}, "'a b' is not a valid group name"),
-        ({"group": ""}, "'' is not a valid group name"),
-        ({"group": "g", "consumer": "\x1b"}, r"'\x1b' is not a valid consumer name"),
-        ({"min_score": float("nan")}, "min_score must be a finite number, not nan"),
-        ({"subreddit": "r/"}, "'r/' is not a subreddit"),
-        ({"since": -1.0}, "not -1.0."),
-        ({"group": "g", "claim_after": 0.0}, "claim_after must be a positive number of seconds, not 0.0"),
+        ({"consumer": "me"}, "group"),
+        ({"group": "a b"}, "'a b'"),
+        ({"group": ""}, "''"),
+        ({"group": "g", "consumer": "\x1b"}, r"'\x1b'"),
+        ({"min_score": float("nan")}, "nan"),
+        ({"subreddit": "r/"}, "'r/'"),
+        ({"since": -1.0}, "-1.0"),
+        ({"group": "g", "claim_after": 0.0}, "0.0"),
     ],
 )
-def test_mistakes_are_told_at_once(wishes: dict[str, Any], words: str) -> None:
+def test_rejects_invalid_reader_arguments_before_connecting(wishes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as told:
         feedmill.results("redis://127.0.0.1:1/0", **wishes)
     assert words in str(told.value)
 
 
-def test_without_a_redis_or_with_a_stranger() -> None:
-    with pytest.raises(RedisError, match="127.0.0.1:1/0 .*`feedmill up`"):
+def test_reports_the_address_of_an_unreachable_redis() -> None:
+    with pytest.raises(RedisError, match=r"127\.0\.0\.1:1/0"):
         next(feedmill.results("redis://127.0.0.1:1/0"))
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_name_that_another_application_uses(server: RedisServer, group: str | None) -> None:
+def test_rejects_a_stream_key_of_another_application(server: RedisServer, group: str | None) -> None:
     server.client.set(RESULTS_STREAM, "mine")
-    with pytest.raises(RedisError, match="feedmill:results"):
+    with pytest.raises(RedisError, match=r"127\.0\.0\.1:\d+/0"):
         next(feedmill.results(server.url, group=group))
 
 

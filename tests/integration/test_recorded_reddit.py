@@ -1,7 +1,7 @@
-"""producers/reddit/client.py on what the real Reddit answered: recordings of PRAW's own tests, where they are there.
+"""producers/reddit/client.py on recorded answers of the real Reddit, from PRAW's own tests. Skipped without them.
 
-They are other people's words, and no part of the project. What is checked against them is also held by the loopback
-Reddit, whose answers name the recordings that they follow.
+The recordings contain other people's posts and are not part of the project. The loopback Reddit covers the same cases;
+its answers name the recordings that they follow.
 """
 
 import html
@@ -28,12 +28,12 @@ TOKEN = {"access_token": "t", "token_type": "bearer", "expires_in": 3600, "scope
 
 
 def raw(text: str) -> HTTPResponse:
-    """As an answer comes from the network."""
+    """Return a response as it comes from the network."""
     return HTTPResponse(BytesIO(text.encode()), preload_content=False)
 
 
 class Recorded(BaseAdapter):
-    """Gives the recorded answers in their order; those to requests for a token whenever there is one."""
+    """Replays the recorded answers in order; answers every token request."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Recorded(BaseAdapter):
             answer.status_code = 200
             answer.raw = raw(json.dumps(TOKEN))
             return answer
-        # An answer is repeated when PRAW asks again, as after a 401.
+        # Repeat the last answer if PRAW retries, as after a 401.
         recorded = self._answers[min(len(self._answers) - self.left, len(self._answers) - 1)]
         self.left -= 1
         answer.status_code = recorded["status"]["code"]
@@ -66,7 +66,7 @@ class Recorded(BaseAdapter):
 
 
 class Replay:
-    """A client that is answered from a recording, and the children of its listings as they were recorded."""
+    """A client that is answered from a recording, and the recorded listing items."""
 
     def __init__(self, name: str) -> None:
         self.adapter = Recorded(RECORDINGS / f"{name}.json")
@@ -94,7 +94,7 @@ if RECORDINGS.is_dir():
             ("TestSubredditQuarantine.test_opt_in", "ferguson", 1),
         ],
     )
-    def test_a_listing_becomes_the_right_posts(name: str, subreddit: str, number: int) -> None:
+    def test_parses_a_listing_into_posts(name: str, subreddit: str, number: int) -> None:
         replay = Replay(name)
         replay.adapter.left -= number
         page = replay.reddit.page([subreddit], "hot")
@@ -113,18 +113,18 @@ if RECORDINGS.is_dir():
             assert post.permalink == f"https://www.reddit.com{said['permalink']}"
             assert post.text.startswith(html.unescape(said["title"]).strip())
 
-    def test_pinned_posts_come_on_top_of_a_hundred() -> None:
+    def test_a_page_contains_pinned_posts_beyond_a_hundred() -> None:
         page = Replay("TestSubredditListings.test_hot").reddit.page(["askreddit"], "hot")
         assert len(page.items) == 102
         assert sum(item.stickied for item in page.items) == 2
         assert {item.post.topic for item in page.items if item.post} == {"questions"}
 
-    def test_the_stated_budget_is_read() -> None:
+    def test_reads_the_rate_limit_budget() -> None:
         replay = Replay("TestSubmission.test_hide_multiple_in_batches")
         replay.reddit.page(["popular"], "hot")
         assert replay.budget.remaining == 997
 
-    def test_subreddits_by_their_names() -> None:
+    def test_looks_up_subreddits_by_name() -> None:
         about = Replay("TestReddit.test_info_sr_names").reddit.about(["redditdev", "reddit.com", "t:1337", "nl"])
         assert {name: each.why for name, each in about.items()} == {
             "redditdev": None, "reddit.com": None, "t:1337": None, "nl": None,
@@ -134,7 +134,7 @@ if RECORDINGS.is_dir():
         ("name", "why"),
         [("TestSubreddit.test_sticky__not_set", "missing"), ("TestSubredditQuarantine.test_opt_in", "private")],
     )
-    def test_a_subreddit_that_cannot_be_read(name: str, why: str) -> None:
+    def test_reports_why_a_subreddit_is_unreadable(name: str, why: str) -> None:
         with pytest.raises(Unreadable) as refused:
             Replay(name).reddit.page(["one"])
         assert refused.value.why == why
@@ -146,7 +146,7 @@ if RECORDINGS.is_dir():
             "TestAuthImplicit.test_implicit__with_invalid_token",
         ],
     )
-    def test_an_answer_that_says_nothing_of_a_subreddit(name: str) -> None:
+    def test_unclear_errors_do_not_mark_a_subreddit_unreadable(name: str) -> None:
         with pytest.raises(Fault) as fault:
             Replay(name).reddit.page(["one"])
         assert not isinstance(fault.value, Unreadable)

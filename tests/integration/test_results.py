@@ -1,4 +1,4 @@
-"""shared/results.py on every redis-server of this machine: each result once, whoever writes it how often."""
+"""shared/results.py on every redis-server of this machine: each result is stored exactly once."""
 
 from typing import Any
 
@@ -38,9 +38,7 @@ def letter(post_id: str | None, reason: str = "no text") -> DeadLetter:
     return DeadLetter(id=post_id, reason=reason, post="{}", options="{}", message="m", worker="w", failed_at=1.0)
 
 
-def test_dead_letters_are_kept_in_a_stream_that_is_trimmed(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dead_letters_are_trimmed_with_a_warning(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     store = ResultsStore(server.client, Settings.model_validate({"dead_letters_length": 100}))
     assert store.write([result("1")], [letter("2", "odd \ud800"), letter(None)]) == 1
     assert [(found.id, found.reason) for found in store.dead_letters(5)] == [("2", "odd ?"), (None, "no text")]
@@ -64,8 +62,8 @@ def test_writes_more_dead_letters_than_the_recursion_limit_allows_calls(
     assert [found.id for found in store.dead_letters(len(letters))] == [each.id for each in letters]
 
 
-def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsStore, server: RedisServer) -> None:
-    """What a killed worker had written and not acknowledged fails once more, with a sender's second message as well."""
+def test_a_dead_letter_is_stored_once_until_it_is_removed(store: ResultsStore, server: RedisServer) -> None:
+    """Posts of a killed worker's unacknowledged message fail again, as do those of a message sent twice."""
     again = letter("1", "another reason").model_copy(
         update={"message": "another", "worker": "v", "failed_at": 2.0, "attempts": 2, "traceback": "here"}
     )
@@ -79,7 +77,7 @@ def test_a_dead_letter_is_stored_once_for_as_long_as_it_is_there(store: ResultsS
     assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
 
 
-def test_a_dead_letter_that_is_retried_may_fail_before_it_is_removed(store: ResultsStore, server: RedisServer) -> None:
+def test_a_retried_dead_letter_may_fail_before_its_removal(store: ResultsStore, server: RedisServer) -> None:
     dead = DeadLetters(server.client)
     store.write([], [letter("1")])
     (entry,) = dead.newest(9)
@@ -90,7 +88,7 @@ def test_a_dead_letter_that_is_retried_may_fail_before_it_is_removed(store: Resu
     assert [found.reason for found in store.dead_letters(9)] == ["another reason"]
 
 
-def test_dead_letters_without_their_posts_are_told_apart_by_their_messages(store: ResultsStore) -> None:
+def test_dead_letters_without_a_post_differ_by_message(store: ResultsStore) -> None:
     too_long = [letter(None).model_copy(update={"post": None, "message": message}) for message in ("m", "n", "m")]
     store.write([], too_long)
     assert [found.message for found in store.dead_letters(9)] == ["m", "n"]
@@ -105,28 +103,28 @@ def test_a_result_is_stored_once(store: ResultsStore, server: RedisServer) -> No
     assert server.client.xlen(RESULTS_STREAM) == 3
 
 
-def test_another_fingerprint_stands_beside(store: ResultsStore) -> None:
+def test_keeps_results_of_several_fingerprints(store: ResultsStore) -> None:
     store.write([result("1", "model a", at=1.0), result("1", "model b", "travel", at=2.0)])
     assert [found.label for found in store.get("1")] == ["food", "travel"]
 
 
-def test_the_same_twice_in_one_batch(store: ResultsStore) -> None:
+def test_stores_a_duplicate_in_one_batch_once(store: ResultsStore) -> None:
     assert store.write([result("1"), result("1")]) == 1
     assert len(store.latest(10)) == 1
 
 
-def test_the_stream_carries_the_post_with_its_body_clipped(store: ResultsStore) -> None:
+def test_stream_entries_carry_the_post_with_a_shortened_body(store: ResultsStore) -> None:
     store.write([result("1")])
     (found,) = store.latest(1)
     assert (found.post.title, found.post.body) == ("a title", "a body tha")
     assert found.classification == result("1").classification
 
 
-def test_results_live_for_so_long_and_the_stream_is_trimmed(store: ResultsStore, server: RedisServer) -> None:
+def test_results_expire_and_the_stream_is_trimmed(store: ResultsStore, server: RedisServer) -> None:
     for start in range(0, 1000, 50):
         store.write([result(str(number)) for number in range(start, start + 50)])
     assert 0 < server.client.ttl(result_key("1")) <= Settings().results_ttl
-    # Redis trims by whole nodes of 100 entries.
+    # Redis trims whole nodes of 100 entries.
     assert server.client.xlen(RESULTS_STREAM) <= 50 + 100
     assert store.counters().stored == 1000
 
@@ -138,14 +136,14 @@ def test_failed_posts_are_counted(store: ResultsStore) -> None:
     assert store.write([]) == 0
 
 
-def test_entries_bear_the_posts_id(store: ResultsStore, server: RedisServer) -> None:
+def test_stream_entries_carry_the_post_id(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2")], [letter(" 3 "), letter(None)])
     for stream, ids in ((RESULTS_STREAM, ["1", "2"]), (DEAD_LETTERS, ["3", ""])):
         entries: Any = server.client.xrange(stream)
         assert [fields["id"] for _, fields in entries] == ids
 
 
-def test_nothing_is_stored_of_a_post_that_is_gone(store: ResultsStore, server: RedisServer) -> None:
+def test_stores_nothing_about_purged_posts(store: ResultsStore, server: RedisServer) -> None:
     for post_id in ("2", "5", "7"):
         server.client.set(tombstone_key(post_id), 1)
     results = [result("1"), result("2"), result("3"), result("2", "another"), result("1")]
@@ -156,7 +154,7 @@ def test_nothing_is_stored_of_a_post_that_is_gone(store: ResultsStore, server: R
     assert server.client.exists(result_key("2")) == 0
 
 
-def test_a_score_is_noted_beside_the_results(store: ResultsStore, server: RedisServer) -> None:
+def test_stores_a_posts_score_with_its_results(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2")])
     server.client.expire(result_key("1"), 100)
     assert store.score("1") is None
@@ -171,7 +169,7 @@ def test_a_score_is_noted_beside_the_results(store: ResultsStore, server: RedisS
     assert (len(store.get("1")), store.score("1")) == (2, Score(-3, 11.0))
 
 
-def test_many_scores(store: ResultsStore) -> None:
+def test_refreshes_many_scores(store: ResultsStore) -> None:
     ids = [str(number) for number in range(2 * SCORES_PER_CALL + 1)]
     store.write([result(post_id) for post_id in ids])
     assert store.refresh_scores({post_id: int(post_id) for post_id in ids}, 1.0) == len(ids)
@@ -179,13 +177,13 @@ def test_many_scores(store: ResultsStore) -> None:
     assert store.refresh_scores({}, 1.0) == 0
 
 
-def test_an_empty_store(store: ResultsStore) -> None:
+def test_reads_an_empty_store(store: ResultsStore) -> None:
     assert store.get("none") == []
     assert store.latest(5) == []
     assert store.counters() == Counters()
 
 
-def test_what_is_there_is_found_and_counted(store: ResultsStore) -> None:
+def test_finds_stored_results_and_counts_them_as_answered(store: ResultsStore) -> None:
     store.write([result("1"), result("2")])
     found = store.find([("1", "f"), ("1", "other"), ("3", "f"), ("2", "f")])
     assert [each and each.id for each in found] == ["1", None, None, "2"]
@@ -206,14 +204,14 @@ def test_finds_results_at_the_memory_limit(store: ResultsStore, server: RedisSer
 
 def test_new_results_are_counted_by_label_and_hour(store: ResultsStore, server: RedisServer) -> None:
     store.write([result("1"), result("2", label="books"), result("3")])
-    store.write([result("3"), result("4")])  # one of them is not new
+    store.write([result("3"), result("4")])  # result 3 is not new
     ((_, counts),) = store.labels(hours=2).items()
     assert counts == {"food": 3, "books": 1}
     (key,) = server.client.keys("feedmill:labels:*")
     assert server.client.ttl(key) > 0
 
 
-def test_labels_beyond_a_number_are_not_counted(store: ResultsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_a_limited_number_of_labels(store: ResultsStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.results.MAX_LABELS_PER_HOUR", 2)
     store.write([result(str(number), label=f"label {number}") for number in range(5)])
     store.write([result("again", label=next(iter(next(iter(store.labels(1).values())))))])
@@ -221,7 +219,7 @@ def test_labels_beyond_a_number_are_not_counted(store: ResultsStore, monkeypatch
     assert sorted(counts.values()) == [1, 2]
 
 
-def test_entries_are_read_by_their_time(server: RedisServer) -> None:
+def test_reads_entries_by_time(server: RedisServer) -> None:
     store = ResultsStore(server.client, Settings())
     store.write([result(str(number)) for number in range(7)])
     now = float(server.client.time()[0])

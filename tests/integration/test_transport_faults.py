@@ -1,4 +1,4 @@
-"""Whole Celery workers on the transport that reserves: beside stock ones, and through what befalls Redis."""
+"""Celery workers on the reserving transport, beside stock workers and through Redis failures."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.support import RedisServer, Restartable, start, wait_until
 
 pytestmark = pytest.mark.each_redis
 
-#: A worker's application: its tasks count in Redis how often they ran.
+#: A worker's application. Its tasks count their runs in Redis.
 APPLICATION = """
 import os, time, uuid
 from celery import Celery
@@ -46,7 +46,7 @@ app.conf.update(
 redis = Redis.from_url(os.environ["BROKER"], socket_timeout=None)
 
 def note(key, run):
-    # A set of runs: a command that is sent again, since its reply was lost, counts no run twice.
+    # A set of runs, so that a command repeated after a lost reply does not count a run twice.
     while True:
         try:
             redis.sadd(key, run)
@@ -78,7 +78,7 @@ STOCK = "redis"
 
 
 class Worker:
-    """A `celery worker` process; what it counted; what it said."""
+    """A `celery worker` process and its log."""
 
     def __init__(self, url: str, folder: Path, name: str, through: str, pool: str, *arguments: str) -> None:
         (folder / "counting.py").write_text(APPLICATION)
@@ -92,7 +92,7 @@ class Worker:
         return self._log.read_text()
 
     def lives(self) -> bool:
-        assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.text()}"
+        assert self.process.poll() is None, f"exited with status {self.process.returncode}:\n{self.text()}"
         return True
 
     def says(self, words: str, times: int = 1) -> bool:
@@ -118,7 +118,7 @@ def working(
         wait_until(lambda: worker.says(" ready."), f"{name} is ready")
         yield worker
     except AssertionError as error:
-        error.add_note(f"{name} said:\n{worker.text()[-8000:]}")
+        error.add_note(f"log of {name}:\n{worker.text()[-8000:]}")
         raise
     finally:
         worker.end()
@@ -131,7 +131,7 @@ def application(url: str, through: str = STOCK) -> Any:
 
 
 def ran(client: Redis, *names: str) -> list[tuple[int, int]]:
-    """How often each task began, and how often it ended."""
+    """Return how many runs of each task began, and how many ended."""
     count: Any = client.scard
     return [(count(f"began:{name}"), count(f"ended:{name}")) for name in names]
 
@@ -146,10 +146,10 @@ def send(app: Any, names: list[str], seconds: float = 0.0) -> None:
         app.send_task("count", (name, seconds), ignore_result=True)
 
 
-# Beside stock clients and workers.
+# Interoperation with stock clients and workers.
 
 
-def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: Path) -> None:
+def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Path) -> None:
     app, through_ours = application(redis.url), application(redis.url, OURS)
     events: list[dict[str, Any]] = []
     with (
@@ -165,11 +165,11 @@ def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: 
         assert len(replies) == 2
         assert len(through_ours.control.inspect(timeout=5, limit=2).stats()) == 2
         assert len(app.control.inspect(timeout=5, limit=2).active_queues()) == 2
-        for sender in (app, through_ours):  # all at once: one by one, the stock worker is always the quicker to take
+        for sender in (app, through_ours):  # in one batch: sent one by one, the stock worker would take every task
             with sender.producer_or_acquire() as producer, producer.batch():
                 results = [sender.send_task("count", (str(n), 0.05), producer=producer) for n in range(40)]
             assert [result.get(timeout=20) for result in results] == [str(n) for n in range(40)]
-        wait_until(lambda: idle(redis.client), "all is done")
+        wait_until(lambda: idle(redis.client), "all tasks are done")
         assert ran(redis.client, *map(str, range(40))) == [(2, 2)] * 40
         assert "count[" in stock.text()
         assert "count[" in ours.text()
@@ -177,55 +177,55 @@ def test_stock_clients_and_workers_work_beside_it(redis: RedisServer, tmp_path: 
         assert app.send_task("count", ("later",), countdown=2).get(timeout=20) == "later"
         app.control.revoke("never", reply=True, timeout=5, limit=2)
         app.send_task("count", ("never",), task_id="never")
-        wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "it is revoked")
-        wait_until(lambda: idle(redis.client), "all is done")
+        wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "the revoked task is discarded")
+        wait_until(lambda: idle(redis.client), "all tasks are done")
         assert ran(redis.client, "never") == [(0, 0)]
-        wait_until(lambda: len(events) == 82, "all events have come")
+        wait_until(lambda: len(events) == 82, "all events are received")
         receiver.should_stop = True
         listener.join()
     assert (stock.process.returncode, ours.process.returncode) == (0, 0)
 
 
-def test_a_task_much_longer_than_the_leases_runs_once(redis: RedisServer, tmp_path: Path) -> None:
-    """A stock worker's, whatever our timeout; and one of ours, though it blocks its event loop."""
+def test_a_task_that_outlasts_its_lease_runs_once(redis: RedisServer, tmp_path: Path) -> None:
+    """Cover a stock worker's task, and a task of ours that blocks the event loop."""
     app = application(redis.url)
     with working(redis.url, tmp_path, "stock", STOCK, pool="solo") as stock:
         send(app, ["theirs"], 5)
-        wait_until(lambda: "received" in stock.text(), "the stock worker has it, and is busy")
+        wait_until(lambda: "received" in stock.text(), "the stock worker runs the task")
         with (
             working(redis.url, tmp_path, "ours", pool="solo") as ours,
             working(redis.url, tmp_path, "beside") as beside,
         ):
             send(app, ["ours"], 3.5)
-            wait_until(lambda: idle(redis.client), "all is done")
+            wait_until(lambda: idle(redis.client), "all tasks are done")
             assert ours.lives()
             assert beside.lives()
     assert ran(redis.client, "theirs", "ours") == [(1, 1), (1, 1)]
 
 
-def test_what_a_killed_worker_held_is_done_by_another(redis: RedisServer, tmp_path: Path) -> None:
+def test_another_worker_runs_a_killed_workers_tasks(redis: RedisServer, tmp_path: Path) -> None:
     app, names = application(redis.url), [str(number) for number in range(30)]
     with working(redis.url, tmp_path, "dies") as dies:
         send(app, names, 0.3)
-        wait_until(lambda: redis.client.hlen("reserved"), "it has some")
+        wait_until(lambda: redis.client.hlen("reserved"), "the worker has reserved tasks")
         with working(redis.url, tmp_path, "lives"):
             dies.process.kill()
-            wait_until(lambda: idle(redis.client), "all is done")
+            wait_until(lambda: idle(redis.client), "all tasks are done")
     assert all(ended for _, ended in ran(redis.client, *names))
 
 
-def test_a_closing_worker_gives_back_at_once_what_it_has_not_begun(redis: RedisServer, tmp_path: Path) -> None:
+def test_a_closing_worker_returns_tasks_it_has_not_started(redis: RedisServer, tmp_path: Path) -> None:
     names = [str(number) for number in range(20)]
     with working(redis.url, tmp_path) as worker:
         send(application(redis.url), names, 0.5)
-        wait_until(lambda: redis.client.hlen("reserved") == 20, "it has all")
+        wait_until(lambda: redis.client.hlen("reserved") == 20, "the worker has reserved all tasks")
         worker.end()
     assert redis.client.hlen("reserved") == 0
     done = sum(bool(ended) for _, ended in ran(redis.client, *names))
     assert done + redis.client.llen("celery") == 20
 
 
-# What befalls Redis. With kombu's own transport the first ends the worker, the second runs each task in hand twice.
+# Redis failures. On kombu's own transport, the first ends the worker, and the second runs each task in flight twice.
 
 
 @pytest.fixture
@@ -235,73 +235,73 @@ def durable(redis_path: str, tmp_path: Path) -> Iterator[Restartable]:
     server.stop()
 
 
-def test_redis_is_killed_and_started_again(durable: Restartable, tmp_path: Path) -> None:
+def test_worker_survives_a_redis_crash_and_restart(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker:
         send(application(durable.url), names, 0.5)
-        wait_until(lambda: durable.client.hlen("reserved"), "it has some")
+        wait_until(lambda: durable.client.hlen("reserved"), "the worker has reserved tasks")
         durable.kill()
-        wait_until(lambda: worker.says("Trying to re-establish"), "the worker has noticed")
+        wait_until(lambda: worker.says("Trying to re-establish"), "the worker has lost its connection")
         durable.start()
-        wait_until(lambda: idle(durable.client), "all is done")
+        wait_until(lambda: idle(durable.client), "all tasks are done")
         send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
         assert worker.lives()
     assert all(ended for _, ended in ran(durable.client, *names))
     assert worker.process.returncode == 0
 
 
-def test_connections_are_cut_while_work_is_in_hand(durable: Restartable, tmp_path: Path) -> None:
+def test_cut_connections_do_not_rerun_tasks_in_flight(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker:
         send(application(durable.url), names, 0.5)
-        wait_until(lambda: durable.client.hlen("reserved") == 12, "it has all")
+        wait_until(lambda: durable.client.hlen("reserved") == 12, "the worker has reserved all tasks")
         for kind in ("normal", "pubsub"):
             durable.client.client_kill_filter(_type=kind, skipme=True)
-        wait_until(lambda: idle(durable.client), "all is done")
+        wait_until(lambda: idle(durable.client), "all tasks are done")
         assert worker.lives()
     assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
-def test_redis_stands_still_for_longer_than_leases_last(durable: Restartable, tmp_path: Path) -> None:
+def test_redis_frozen_past_the_leases_does_not_rerun_tasks(durable: Restartable, tmp_path: Path) -> None:
     names = [str(number) for number in range(12)]
     with working(durable.url, tmp_path) as worker, working(durable.url, tmp_path, "beside"):
         send(application(durable.url), names, 0.7)
-        wait_until(lambda: durable.client.hlen("reserved") == 12, "they have all")
+        wait_until(lambda: durable.client.hlen("reserved") == 12, "the workers have reserved all tasks")
         durable.signal(signal.SIGSTOP)
         until = time.monotonic() + 3
-        wait_until(lambda: time.monotonic() > until, "no lease is left")
+        wait_until(lambda: time.monotonic() > until, "every lease has expired")
         durable.signal(signal.SIGCONT)
-        wait_until(lambda: idle(durable.client), "all is done")
+        wait_until(lambda: idle(durable.client), "all tasks are done")
         assert worker.lives()
     assert ran(durable.client, *names) == [(1, 1)] * 12
 
 
-def test_redis_is_full(durable: Restartable, tmp_path: Path) -> None:
-    """What waits is done, and leaves, even by a worker that loses its connection then."""
+def test_worker_survives_redis_at_its_memory_limit(durable: Restartable, tmp_path: Path) -> None:
+    """Tasks in flight finish, even if the worker also loses its connection."""
     app = application(durable.url)
     with working(durable.url, tmp_path) as worker:
         for _ in range(12):
             app.send_task("silent", (0.5,), ignore_result=True)
-        wait_until(lambda: durable.client.hlen("reserved"), "it has some")
+        wait_until(lambda: durable.client.hlen("reserved"), "the worker has reserved tasks")
         durable.client.config_set("maxmemory", 1)
         durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("at its memory limit"), "it is refused a binding")
-        wait_until(lambda: worker.lives() and idle(durable.client), "all that waited is done")
+        wait_until(lambda: worker.says("maxmemory"), "Redis rejects the worker's queue binding")
+        wait_until(lambda: worker.lives() and idle(durable.client), "all waiting tasks are done")
         assert worker.text().count("silent[") >= 24
         durable.client.config_set("maxmemory", 0)
         send(app, ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
 
 
-def test_redis_becomes_a_replica_and_a_master_again(durable: Restartable, tmp_path: Path) -> None:
+def test_worker_survives_redis_becoming_a_replica(durable: Restartable, tmp_path: Path) -> None:
     with working(durable.url, tmp_path) as worker:
         durable.client.config_set("replica-serve-stale-data", "yes")
         durable.client.replicaof("127.0.0.1", 1)
         durable.client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: worker.says("Cannot connect") and worker.says("read only replica"), "it is refused")
+        wait_until(lambda: worker.says("Cannot connect") and worker.says("read only replica"), "Redis rejects writes")
         assert "Frequent restarts" not in worker.text()
         durable.client.replicaof("NO", "ONE")
         send(application(durable.url), ["after"])
-        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "it works on")
+        wait_until(lambda: ran(durable.client, "after") == [(1, 1)], "the worker runs new tasks")
         assert worker.lives()

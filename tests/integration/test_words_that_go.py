@@ -1,6 +1,6 @@
-"""After a purge nothing holds a post's words: no key, no message, no file of Redis', nothing deleted and still there.
+"""After a purge, a post's text is in no key, no message and no file of Redis, not even as deleted bytes.
 
-Each redis-server of this machine, set up as docker/redis.conf says, with an append-only file in which the words were.
+Runs on each redis-server of this machine, configured by docker/redis.conf, with an append-only file.
 """
 
 import json
@@ -26,7 +26,7 @@ from shared.serving import announce
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
 
-# Celery's, when it keeps a result in this process.
+# A warning of Celery's backend, which stores results in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
 
 REDIS_CONF = Path(__file__).parent.parent.parent / "docker" / "redis.conf"
@@ -34,10 +34,10 @@ WORDS, OTHERS = "Rhubarb and custard, she said", "Nobody asked for these to go"
 
 
 class Kept(NamedTuple):
-    """A Redis with an append-only file, and where that is."""
+    """A Redis with an append-only file."""
 
     folder: Path
-    #: A client that decodes nothing.
+    #: A client that does not decode responses.
     raw: Any
     settings: Settings
 
@@ -47,7 +47,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
     path = redis_servers().get(request.param)
     if path is None:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    # Compressed, words would be in a file, or in a message, and not be found there.
+    # Text would be undetectable in compressed files and messages.
     server = RedisServer(path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
     try:
         settings = Settings.model_validate({"redis_url": server.url, "compression": "none"})
@@ -61,7 +61,7 @@ def post(post_id: str, words: str) -> Post:
 
 
 def fill(kept: Kept) -> None:
-    """All that Feedmill and Celery write of two posts, and messages of other applications that hold them."""
+    """Write everything that Feedmill and Celery store about two posts, and other applications' messages with them."""
     redis = connect(kept.settings)
     ours, theirs = make_app(kept.settings), Celery(broker=kept.settings.broker_url, set_as_current=False)
     backend: Any = ours.backend
@@ -87,7 +87,7 @@ def fill(kept: Kept) -> None:
         theirs.send_task(CLASSIFY_TASK, [both[1:]], queue="feedmill", priority=priority, link=following)
     theirs.send_task(CLASSIFY_TASK, [both], queue="feedmill-other")
     announce(redis, "feedmill-other", "another model")
-    # A worker took some, and holds them.
+    # A worker holds some of the messages.
     arguments: list[Any] = ["worker-0", 4, 10**7, 60, 60, 60, 60]
     redis.register_script(RESERVE)(
         [HELD["reserved_key"], HELD["reserved_index_key"], *queue_lists("feedmill")], arguments
@@ -98,7 +98,7 @@ def fill(kept: Kept) -> None:
 
 
 def places(kept: Kept, words: str) -> set[str]:
-    """Keys and files that hold the words; of a key all its bytes, deleted ones too."""
+    """Return the keys and files that contain the text, including deleted bytes within keys."""
     found = {str(key): kept.raw.dump(key) or b"" for key in kept.raw.scan_iter()}
     found |= {str(path): path.read_bytes() for path in kept.folder.rglob("*") if path.is_file()}
     return {place for place, content in found.items() if any(shape in content for shape in shapes(words))}
@@ -109,24 +109,24 @@ def rewritten(kept: Kept) -> bool:
     return not (state["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"])
 
 
-def test_nothing_holds_the_words_of_a_purged_post(kept: Kept) -> None:
+def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     fill(kept)
     full = places(kept, WORDS)
-    # Two streams, Celery's result, four lists, another model's, what is held; and the append-only file.
+    # Two streams, Celery's result, four lists, another model's list, the held messages, and the append-only file.
     assert len(full) == len(places(kept, OTHERS)) == 2 + 1 + 4 + 1 + 1 + 1
     found = purge(connect(kept.settings), kept.settings, ["gone"])
     assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
     assert found.messages == 1 + 4 * 3 + 1
     assert all(Path(place).is_file() for place in places(kept, WORDS))
     rewrite(connect(kept.settings))
-    wait_until(lambda: rewritten(kept), "the append-only file is written anew")
+    wait_until(lambda: rewritten(kept), "the append-only file is rewritten")
     kept.raw.save()
     assert places(kept, WORDS) == set()
-    assert len(places(kept, OTHERS)) > len(full)  # in the snapshot too
+    assert len(places(kept, OTHERS)) > len(full)  # the snapshot holds the text, too
 
 
-def test_what_a_deleted_entry_leaves_without_the_setting(kept: Kept) -> None:
-    """Why docker/redis.conf has `stream-node-max-entries 1`, and that this test's eyes see what it prevents."""
+def test_deleted_stream_entries_remain_without_the_setting(kept: Kept) -> None:
+    """Shows why docker/redis.conf sets `stream-node-max-entries 1`, and that `places` finds what this prevents."""
     kept.raw.config_set("stream-node-max-entries", 100)
     for name in ("gone", "kept"):
         kept.raw.xadd("small", {"id": name, "letter": WORDS if name == "gone" else OTHERS})
@@ -135,26 +135,26 @@ def test_what_a_deleted_entry_leaves_without_the_setting(kept: Kept) -> None:
 
 
 def messages(kept: Kept) -> list[Any]:
-    """The arguments of all messages, in their order."""
+    """Return the arguments of all messages in order."""
     found = [message for name in queue_lists("feedmill") for message in kept.raw.lrange(name, 0, -1)]
     found += [kept.raw.hget(HELD["reserved_key"], tag) for tag in sorted(kept.raw.hkeys(HELD["reserved_key"]))]
     return [body_of(message) for message in found]
 
 
-def test_a_message_keeps_its_place_and_its_other_posts(kept: Kept) -> None:
+def test_purged_messages_keep_their_place_and_other_posts(kept: Kept) -> None:
     fill(kept)
     before = json.dumps(messages(kept))
     purge(connect(kept.settings), kept.settings, ["gone"])
     for shape in (post("gone", WORDS).model_dump(), post("gone", WORDS).model_dump(mode="json", exclude_defaults=True)):
         before = before.replace(json.dumps(shape), '{"id": "gone"}')
     assert json.dumps(messages(kept)) == before
-    # And it is a message that a worker reads, without another word of its sender's.
+    # The rewritten message stays readable for workers, and its headers hold none of the text.
     for message in kept.raw.lrange("feedmill", 0, -1):
         assert WORDS not in str(json.loads(message)["headers"])
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
 
 
-def test_a_packed_message_stays_packed(kept: Kept) -> None:
+def test_purged_compressed_messages_stay_compressed(kept: Kept) -> None:
     posts = [post("gone", WORDS * 9), post("kept", OTHERS * 9)]
     packing = kept.settings.model_copy(update={"compression": "gzip"})
     publish(make_app(packing), [posts], ClassifyOptions())
@@ -175,7 +175,7 @@ def test_a_packed_message_stays_packed(kept: Kept) -> None:
     ],
     ids=range(12),
 )  # fmt: skip
-def test_what_is_no_message_is_left_alone(kept: Kept, element: bytes) -> None:
+def test_purge_leaves_undecodable_messages_unchanged(kept: Kept, element: bytes) -> None:
     kept.raw.lpush("feedmill", element)
     kept.raw.hset(HELD["reserved_key"], "tag feedmill", element)
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
@@ -184,7 +184,7 @@ def test_what_is_no_message_is_left_alone(kept: Kept, element: bytes) -> None:
 
 
 @pytest.mark.parametrize(("post_id", "asked"), [(7, "7"), (1.5, "1.5"), (" odd \ud800 ", "odd ?"), ('"q" é', '"q" é')])
-def test_ids_are_found_as_posts_bear_them(kept: Kept, post_id: Any, asked: str) -> None:
+def test_purge_finds_ids_of_any_type_in_messages(kept: Kept, post_id: Any, asked: str) -> None:
     with make_app(kept.settings) as app:
         app.send_task(CLASSIFY_TASK, kwargs={"posts": [{"id": post_id, "body": WORDS}, {"id": "x", "body": OTHERS}]})
     assert purge(connect(kept.settings), kept.settings, [asked]).messages == 1
@@ -192,7 +192,7 @@ def test_ids_are_found_as_posts_bear_them(kept: Kept, post_id: Any, asked: str) 
     assert kwargs["posts"] == [{"id": post_id}, {"id": "x", "body": OTHERS}]
 
 
-def test_a_body_that_is_not_in_base64_stays_readable(kept: Kept) -> None:
+def test_purges_messages_with_a_plain_text_body(kept: Kept) -> None:
     with make_app(kept.settings) as app:
         app.send_task(CLASSIFY_TASK, kwargs={"posts": [{"id": "gone", "body": WORDS}, {"id": "x", "body": OTHERS}]})
     message = json.loads(kept.raw.rpop("feedmill"))
@@ -205,7 +205,7 @@ def test_a_body_that_is_not_in_base64_stays_readable(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_a_post_of_unknown_fields_is_reduced_to_its_id(kept: Kept, positional: bool) -> None:
+def test_purge_removes_unknown_fields_of_a_post(kept: Kept, positional: bool) -> None:
     posts = [{"id": "gone", "unknown": WORDS}, {"id": "x", "unknown": OTHERS}]
     with make_app(kept.settings) as app:
         app.send_task(CLASSIFY_TASK, *([[posts]] if positional else [[], {"posts": posts}]))
@@ -214,16 +214,14 @@ def test_a_post_of_unknown_fields_is_reduced_to_its_id(kept: Kept, positional: b
     assert (args[0] if positional else kwargs["posts"]) == [{"id": "gone"}, posts[1]]
 
 
-def test_objects_with_an_id_in_other_tasks_are_left_alone(kept: Kept) -> None:
+def test_purge_leaves_messages_of_other_tasks_unchanged(kept: Kept) -> None:
     with make_app(kept.settings) as app:
         app.send_task("own.add", [[{"id": "gone", "amount": 5}]])
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
 
 
-def test_a_message_that_a_worker_takes_meanwhile_is_found_where_it_went(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lay in the list when it was read there, and was held when it was to be exchanged; and the other way round."""
+def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message moves from the list to a worker between reading and rewriting, and then back."""
     publish(make_app(kept.settings), [[post("gone", WORDS)]], ClassifyOptions())
     redis = connect(kept.settings)
     without, steps = queued._without, ["taken", "back"]
@@ -243,15 +241,15 @@ def test_a_message_that_a_worker_takes_meanwhile_is_found_where_it_went(
     assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]
 
 
-def test_a_file_that_is_being_written_may_have_been_begun_before(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewrite_fails_while_another_rewrite_runs(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     redis = connect(kept.settings)
     busy = dict(kept.raw.info("persistence")) | {"aof_rewrite_in_progress": 1}
     monkeypatch.setattr(redis, "info", lambda _: busy)
-    with pytest.raises(UserError, match="with --rewrite again"):
+    with pytest.raises(UserError, match="--rewrite"):
         rewrite(redis)
 
 
-def test_many_messages_are_read_in_parts(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_reads_messages_in_chunks(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queued, "MESSAGES_AT_ONCE", 3)
     publish(make_app(kept.settings), [[post(str(number), WORDS)] for number in range(20)], ClassifyOptions())
     assert purge(connect(kept.settings), kept.settings, map(str, range(0, 20, 2))).messages == 10

@@ -1,4 +1,4 @@
-"""A loopback Reddit, and a house on it."""
+"""Fixtures: a loopback Reddit, and a House around it."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def loopback(request: pytest.FixtureRequest, clock: SimulatedClock) -> Iterator[LoopbackReddit]:
-    """With all subreddits of TOPICS, each with a post of yesterday."""
+    """A Reddit with all subreddits of TOPICS, each with a post from yesterday."""
     with LoopbackReddit(clock=clock.time, window=None, listing_cap=getattr(request, "param", 1000)) as reddit:
         for names in TOPICS.values():
             for name in names:
@@ -31,7 +31,7 @@ def loopback(request: pytest.FixtureRequest, clock: SimulatedClock) -> Iterator[
 def house(
     redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[House]:
-    # Days pass here: what a daemon tells of itself every ten seconds would be most of what it does in them.
+    # Tests simulate days: reporting the status every ten seconds would be most of the daemon's work.
     monkeypatch.setattr(daemon, "STATUS_INTERVAL_S", 50.0)
     house = House(redis, clock, loopback)
     yield house

@@ -1,4 +1,4 @@
-"""All that a daemon stands on: a real Redis, real PRAW, the loopback Reddit; only time is simulated."""
+"""A daemon's environment: a real Redis, real PRAW and the loopback Reddit; only time is simulated."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ from tests.support import RedisServer, body_of
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
 
-#: For tests that fill listings: they end after 200 items instead of 1,000, and cost a fifth.
+#: For tests that fill listings: these end after 200 items instead of 1,000, and take a fifth of the time.
 short_listings = pytest.mark.parametrize("loopback", [200], indirect=True, ids=["short"])
 
 
 class House:
-    """All that a daemon stands on, and daemons one after the other: a new one is the process started again."""
+    """A daemon's environment. Each new daemon stands for a restarted process."""
 
     def __init__(self, redis: RedisServer, clock: SimulatedClock, loopback: LoopbackReddit) -> None:
         credentials = {
@@ -59,7 +59,7 @@ class House:
         return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth)
 
     def run(self, daemon: Daemon, seconds: float) -> None:
-        """Let simulated time pass."""
+        """Run the daemon for this much simulated time."""
         until = self.clock.monotonic() + seconds
         while (left := until - self.clock.monotonic()) > 0:
             self.clock.wait(min(daemon.step(), left))
@@ -69,7 +69,7 @@ class House:
         return [self.loopback.publish(name, title=f"post {number + each}", **fields) for each in range(count)]
 
     def queued(self) -> list[dict[str, Any]]:
-        """The posts in the queue, in the order in which they were sent."""
+        """Return the posts in the queue in the order they were sent."""
         messages: list[Any] = self.redis.client.lrange("feedmill", 0, -1)
         return [post for message in reversed(messages) for post in body_of(message)[1]["posts"]]
 

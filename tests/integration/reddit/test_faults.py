@@ -1,4 +1,4 @@
-"""What goes wrong, at Reddit, at Redis and here, costs no post."""
+"""Failures of Reddit, of Redis and of the daemon itself lose no post."""
 
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +24,7 @@ from tests.integration.reddit.house import HOUR, MINUTE, TOPICS, House
         "used_missing", "empty_listing", "no_data", "truncated_json", "sticky_head", "slow_body",
     ],
 )  # fmt: skip
-def test_a_fault_costs_no_post(house: House, fault: str) -> None:
+def test_reddit_faults_lose_no_post(house: House, fault: str) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.next(fault, times=2, where="/r/", seconds=3)
@@ -37,7 +37,7 @@ def test_a_fault_costs_no_post(house: House, fault: str) -> None:
     assert daemon.hindrance == ""
 
 
-def test_a_dead_anchor_costs_no_post(house: House) -> None:
+def test_a_deleted_pagination_anchor_loses_no_post(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.next("dead_anchor", times=2)
@@ -47,7 +47,7 @@ def test_a_dead_anchor_costs_no_post(house: House) -> None:
     assert set(house.ids()) >= set(expected)
 
 
-def test_one_subreddit_that_fails_stops_no_other(house: House) -> None:
+def test_a_failing_subreddit_does_not_stop_the_others(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.always("server_error_500", where="cooking")
@@ -62,7 +62,7 @@ def test_one_subreddit_that_fails_stops_no_other(house: House) -> None:
     assert daemon.status()["failing"] == []
 
 
-def test_a_429_is_waited_for_as_long_as_it_says(house: House) -> None:
+def test_waits_as_long_as_a_429_demands(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.next("too_many", seconds=300)
@@ -76,7 +76,7 @@ def test_a_429_is_waited_for_as_long_as_it_says(house: House) -> None:
 @pytest.mark.parametrize(
     "headers", [{"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1e9"}, {"retry-after": "1e9"}]
 )
-def test_reddit_cannot_have_us_wait_for_ever(house: House, headers: dict[str, str]) -> None:
+def test_rate_limit_waits_are_bounded(house: House, headers: dict[str, str]) -> None:
     budget = Budget(house.clock, 60)
     budget.learn(headers)
     if "retry-after" in headers:
@@ -84,7 +84,7 @@ def test_reddit_cannot_have_us_wait_for_ever(house: House, headers: dict[str, st
     assert 0 < budget.pending() <= HOUR
 
 
-def test_retry_after_nothing_is_no_invitation(house: House) -> None:
+def test_backs_off_after_a_429_with_retry_after_zero(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.always("too_many", seconds=0)
@@ -93,7 +93,7 @@ def test_retry_after_nothing_is_no_invitation(house: House) -> None:
     assert house.loopback.ledger.total - begun < 15
 
 
-def test_the_budget_that_reddit_states_is_kept_to(house: House, clock: SimulatedClock) -> None:
+def test_stays_within_reddits_rate_limit(house: House, clock: SimulatedClock) -> None:
     with LoopbackReddit(clock=clock.time, window=600, budget=25) as strict:
         for names in TOPICS.values():
             for name in names:
@@ -105,14 +105,14 @@ def test_the_budget_that_reddit_states_is_kept_to(house: House, clock: Simulated
         assert strict.ledger.total > 6 * 15
 
 
-def test_while_reddit_is_away_it_waits_longer_and_longer(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = house.daemon(reddit_url="http://127.0.0.1:9")  # the port "discard", where nothing listens
+def test_backs_off_while_reddit_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = house.daemon(reddit_url="http://127.0.0.1:9")  # the discard port, where nothing listens
     house.run(daemon, HOUR)
-    assert "no connection" in daemon.hindrance
-    assert 5 <= len([record for record in caplog.records if "no connection" in record.message]) <= 20
+    assert daemon.hindrance
+    assert 5 <= len([record for record in caplog.records if daemon.hindrance in record.getMessage()]) <= 20
 
 
-def test_the_last_word_is_fresh_while_reddit_is_waited_for(house: House) -> None:
+def test_keeps_reporting_while_waiting_for_reddit(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.always("too_many", seconds=1800)
@@ -122,8 +122,8 @@ def test_the_last_word_is_fresh_while_reddit_is_waited_for(house: House) -> None
     assert house.clock.time() - told["at"] < MINUTE
 
 
-def test_an_answer_that_drips_is_cut_off(house: House) -> None:
-    """A byte now and then keeps every single read from timing out."""
+def test_cuts_off_a_response_that_never_ends(house: House) -> None:
+    """Occasional single bytes keep each read from timing out."""
     asked: list[str] = []
 
     class Dripping(BaseHTTPRequestHandler):
@@ -137,7 +137,7 @@ def test_an_answer_that_drips_is_cut_off(house: House) -> None:
                     Event().wait(0.05)
 
         def log_message(self, *_: object) -> None:
-            """Not to the test's output."""
+            """Keep the test's output clean."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
     server.daemon_threads = True
@@ -146,7 +146,7 @@ def test_an_answer_that_drips_is_cut_off(house: House) -> None:
         update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 0.3}
     )
     try:
-        with pytest.raises(Fault, match="took longer than"):
+        with pytest.raises(Fault):
             house.reddit().page(["cooking"])
     finally:
         server.shutdown()
@@ -155,16 +155,16 @@ def test_an_answer_that_drips_is_cut_off(house: House) -> None:
 
 
 @pytest.mark.parametrize("client", [("id", "wrong"), ("wrong", "secret")])
-def test_credentials_that_reddit_refuses(house: House, client: tuple[str, str]) -> None:
+def test_rejected_credentials_name_the_settings(house: House, client: tuple[str, str]) -> None:
     client_id, client_secret = map(SecretStr, client)
     daemon = house.daemon(reddit_client_id=client_id, reddit_client_secret=client_secret)
-    with pytest.raises(CredentialsError, match="client ID or secret") as refused:
+    with pytest.raises(CredentialsError, match="FEEDMILL_REDDIT_CLIENT_SECRET") as refused:
         house.run(daemon, MINUTE)
     assert "wrong" not in str(refused.value)
 
 
 @pytest.mark.each_redis
-def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
+def test_loses_nothing_while_redis_rejects_writes(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     expected = house.publish("cooking", 3)
@@ -180,7 +180,7 @@ def test_while_redis_is_away_nothing_is_lost(house: House) -> None:
 
 
 @pytest.mark.each_redis
-def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_redis_failures_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.redis.client.config_set("maxmemory", 1)
@@ -189,12 +189,12 @@ def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptu
         house.run(daemon, HOUR / 2)
     finally:
         house.redis.client.config_set("maxmemory", 0)
-    assert len([record for record in caplog.records if "does not answer" in record.message]) == 1
+    assert len([record for record in caplog.records if house.settings.redis_address in record.getMessage()]) == 1
     house.run(daemon, 5 * MINUTE)
     assert daemon.hindrance == ""
 
 
-def test_a_mistake_of_ours_in_one_job_ends_no_other(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_one_job_does_not_stop_the_others(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     expected = house.publish("cooking")

@@ -1,4 +1,4 @@
-"""The second look at a post: its score, its text, and whether it is still there."""
+"""Rechecks of a post: its score, its text, and whether it still exists."""
 
 from producers.reddit.state import RECHECK_DELAYS_S
 from shared.keys import result_key, sent_key, tombstone_key
@@ -8,8 +8,8 @@ from shared.results import ResultsStore
 from tests.integration.reddit.house import HOUR, MINUTE, House, result
 
 
-def test_the_second_look(house: House) -> None:
-    """Scores are refreshed, edited texts sent again, and what is gone is purged."""
+def test_recheck_refreshes_resends_and_purges(house: House) -> None:
+    """Scores are refreshed, edited posts sent again, and deleted or removed posts purged."""
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     kept, edited, deleted, removed, vanished = house.publish("cooking", 5, body="before")
@@ -19,7 +19,7 @@ def test_the_second_look(house: House) -> None:
     store.write([result(post) for post in sent if post.id in (kept, edited, deleted, removed, vanished)])
     house.loopback.score(kept, 4321)
     house.loopback.edit(edited, "after")
-    house.publish("cooking", 250)  # the listing's first pages show none of them now
+    house.publish("cooking", 250)  # pushes them off the listing's first pages
     house.loopback.delete(deleted)
     house.loopback.remove(removed)
     house.loopback.vanish(vanished)
@@ -36,7 +36,7 @@ def test_the_second_look(house: House) -> None:
     assert daemon.status()["purged"] == 3
 
 
-def test_a_post_that_reddit_does_not_know_for_a_moment_is_kept(house: House) -> None:
+def test_a_post_briefly_unknown_to_reddit_is_kept(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (fullname,) = house.publish("cooking")
@@ -50,7 +50,7 @@ def test_a_post_that_reddit_does_not_know_for_a_moment_is_kept(house: House) -> 
     assert house.redis.client.exists(sent_key(fullname))
 
 
-def test_a_reddit_that_knows_no_post_at_all_purges_none(house: House) -> None:
+def test_purges_nothing_if_reddit_knows_no_post_at_all(house: House) -> None:
     daemon = house.daemon()
     fullnames = house.publish("cooking", 50)
     house.run(daemon, RECHECK_DELAYS_S[0] - MINUTE)
@@ -62,7 +62,7 @@ def test_a_reddit_that_knows_no_post_at_all_purges_none(house: House) -> None:
     assert daemon.status()["looked"] >= 50
 
 
-def test_after_the_last_look_nothing_is_due(house: House) -> None:
+def test_rechecks_end_after_the_last_one(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=HOUR)
     house.run(daemon, 2 * MINUTE)
     house.run(daemon, RECHECK_DELAYS_S[-1] + HOUR)
@@ -71,7 +71,7 @@ def test_after_the_last_look_nothing_is_due(house: House) -> None:
     assert len(asked) == len(RECHECK_DELAYS_S)  # four posts, a hundred a request
 
 
-def test_a_post_that_was_purged_is_not_sent_again(house: House) -> None:
+def test_a_purged_post_is_not_sent_again(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (fullname,) = house.publish("cooking", body="x")
@@ -80,7 +80,7 @@ def test_a_post_that_was_purged_is_not_sent_again(house: House) -> None:
     assert fullname not in house.ids()
 
 
-def test_looks_wait_for_a_full_queue_and_do_not_pile_up(house: House) -> None:
+def test_rechecks_wait_for_a_full_queue_without_piling_up(house: House) -> None:
     daemon = house.daemon(queue_limit=3, queue_resume=1, posts_per_message=100)
     house.publish("cooking", 150)
     house.run(daemon, 5 * MINUTE)

@@ -1,4 +1,4 @@
-"""`feedmill ingest reddit --once`: one pass."""
+"""`feedmill ingest reddit --once`: a single pass over the listings."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from shared.messages import ClassifyOptions
 from tests.integration.reddit.house import MINUTE, House
 
 
-def test_one_pass_asks_some_times_and_then_gives_up(house: House) -> None:
+def test_single_pass_gives_up_after_some_retries(house: House) -> None:
     house.settings = house.settings.model_copy(update={"reddit_url": "http://127.0.0.1:9"})
     reddit = house.reddit()
     with pytest.raises(Unreachable):
@@ -20,13 +20,13 @@ def test_one_pass_asks_some_times_and_then_gives_up(house: House) -> None:
     assert len(house.clock.waits) == MAX_ATTEMPTS - 1
     assert sum(house.clock.waits) < MINUTE
     with (
-        pytest.raises(UserError, match=r"http://127.0.0.1:9 is unavailable: no connection"),
+        pytest.raises(UserError, match="http://127.0.0.1:9"),
         told_plainly(house.settings),
     ):
         reddit.page(["cooking"])
 
 
-def test_one_pass_reads_past_a_subreddit_that_fails(house: House) -> None:
+def test_single_pass_skips_a_failing_subreddit(house: House) -> None:
     house.publish("cooking", 30)
     house.publish("baking", 30)
     house.loopback.faults.always("server_error_500", where="cooking")
@@ -34,15 +34,16 @@ def test_one_pass_reads_past_a_subreddit_that_fails(house: House) -> None:
     once = Once(house.reddit(), pusher, house.state, house.clock)
     *_, last = once.read(["cooking", "baking"], Listing("new", 20))
     assert (last.read, last.sent) == (10, 10)
-    assert last.problem == "r/cooking: Reddit returned status 500"
+    assert "r/cooking" in last.problem
+    assert "500" in last.problem
     assert {post["subreddit"] for post in house.queued()} == {"baking"}
 
 
-def test_one_pass_marks_nothing_as_known(house: House) -> None:
-    """Else the daemon would take what lies between the hot posts for known."""
+def test_single_pass_marks_nothing_as_known(house: House) -> None:
+    """Otherwise the daemon would treat posts between the hot ones as known."""
     house.publish("cooking", 5)
     pusher = Pusher(make_app(house.settings), house.redis.client, house.settings, ClassifyOptions())
     list(Once(house.reddit(), pusher, house.state, house.clock).read(["cooking"], Listing("hot", 100)))
     assert len(house.ids()) == 6
     assert house.state.track("cooking").known == {}
-    assert len(house.state.due(float("inf"), 10)) == 6  # they are looked at again all the same
+    assert len(house.state.due(float("inf"), 10)) == 6  # the posts are rechecked nevertheless

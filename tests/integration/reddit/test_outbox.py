@@ -1,4 +1,4 @@
-"""What is held until it is sent: a full queue, and an end at any step."""
+"""The send buffer: a full queue, and a kill at any step."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from shared.results import ResultsStore
 from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
 
 
-def test_a_full_queue_is_waited_for_and_nothing_is_lost(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_a_full_queue_and_loses_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "MAX_HELD_POSTS", 40)
     daemon = house.daemon(queue_limit=4, queue_resume=2, posts_per_message=2)
     house.run(daemon, 2 * MINUTE)
@@ -35,7 +35,7 @@ def test_a_full_queue_is_waited_for_and_nothing_is_lost(house: House, monkeypatc
     assert not daemon.status()["paused"]
 
 
-def test_polls_come_more_rarely_while_the_queue_is_full(house: House) -> None:
+def test_polls_less_often_while_the_queue_is_full(house: House) -> None:
     daemon = house.daemon(queue_limit=1, posts_per_message=1)
     house.run(daemon, 2 * MINUTE)
     begun = house.loopback.ledger.total
@@ -43,7 +43,7 @@ def test_polls_come_more_rarely_while_the_queue_is_full(house: House) -> None:
     assert 8 <= house.loopback.ledger.total - begun <= 14
 
 
-def test_what_is_held_when_it_is_killed_is_read_again(house: House) -> None:
+def test_rereads_buffered_posts_after_a_kill(house: House) -> None:
     daemon = house.daemon(queue_limit=1, posts_per_message=2)
     expected = house.publish("cooking", 30)
     house.run(daemon, 5 * MINUTE)
@@ -57,7 +57,7 @@ class Killed(BaseException):
     pass
 
 
-#: The order of commits, step by step: each a method or function.
+#: The steps of a commit in order, each a method or function.
 STEPS: dict[str, tuple[Any, str]] = {
     "note gaps": (State, "begin"),
     "publish": (broker, "publish"),
@@ -72,10 +72,10 @@ ONCE = ("note gaps", "at the third")
 @short_listings
 @pytest.mark.parametrize(
     ("step", "when"),
-    # Gaps are noted once in this story.
+    # Gaps are recorded only once in this test.
     [(step, when) for step in STEPS for when in ("before", "after", "at the third") if (step, when) != ONCE],
 )
-def test_killed_at_any_step_nothing_is_lost_or_stored_twice(
+def test_a_kill_at_any_step_loses_and_repeats_nothing(
     house: House, step: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.run(house.daemon(), 2 * MINUTE)

@@ -1,4 +1,4 @@
-"""Which posts are read, how they are sent, and which are out of reach."""
+"""Reading listings: finding new posts, sending them once, and detecting gaps."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from producers.reddit.state import RECHECK_DELAYS_S
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
 
-def test_new_posts_are_sent_once_and_in_order(house: House) -> None:
+def test_sends_new_posts_once_in_order(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     old = house.ids()
-    assert len(old) == 4  # of the two subreddits of each topic that are read
+    assert len(old) == 4  # two active subreddits in each topic
     new = []
     for name in ("cooking", "tennis", "baking"):
         new += house.publish(name)
@@ -23,7 +23,7 @@ def test_new_posts_are_sent_once_and_in_order(house: House) -> None:
     assert house.ids() == old + new
 
 
-def test_a_post_carries_what_reddit_says_of_it(house: House) -> None:
+def test_posts_carry_reddits_fields(house: House) -> None:
     daemon = house.daemon()
     fullname = house.loopback.publish(
         "Cooking", title="Fish & chips <3", body="a > b", url=None, score=7, over_18=True, spoiler=True
@@ -39,7 +39,7 @@ def test_a_post_carries_what_reddit_says_of_it(house: House) -> None:
     assert not {"author", "author_fullname"} & set(post)
 
 
-def test_it_goes_on_where_it_stopped(house: House) -> None:
+def test_a_restart_continues_where_it_stopped(house: House) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     before = house.ids()
     missed = house.publish("cooking", 150) + house.publish("tennis", 3)
@@ -49,26 +49,26 @@ def test_it_goes_on_where_it_stopped(house: House) -> None:
     assert house.state.gaps() == []
 
 
-def test_several_subreddits_are_one_request(house: House) -> None:
+def test_reads_a_topics_subreddits_in_one_request(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     begun = house.loopback.ledger.total
     house.run(daemon, 10 * MINUTE)
-    assert 18 <= house.loopback.ledger.total - begun <= 23  # two topics, ten minutes
+    assert 18 <= house.loopback.ledger.total - begun <= 23  # two topics, one request a minute each
     paths = [request.path for request in list(house.loopback.ledger.requests)[begun:]]
     assert set(paths) == {"/r/cooking+baking/new", "/r/tennis+chess/new"}
 
 
-def test_only_so_many_posts_are_read_to_begin_with(house: House) -> None:
+def test_first_read_is_limited_in_depth(house: House) -> None:
     for second in range(300):
         for name in ("cooking", "baking"):
             house.publish(name, created_utc=house.clock.time() - HOUR + second)
     daemon = house.daemon(depth=100, reddit_poll_interval=HOUR)
-    house.run(daemon, 8 * HOUR)  # also through a walk of the whole listing
+    house.run(daemon, 8 * HOUR)  # includes a full walk of the listing
     assert sum(post["topic"] == "food" for post in house.queued()) == 100
 
 
-def test_an_edited_post_is_sent_again_as_such(house: House) -> None:
+def test_sends_an_edited_post_again(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (fullname,) = house.publish("cooking", body="before")
@@ -83,7 +83,7 @@ def test_an_edited_post_is_sent_again_as_such(house: House) -> None:
     assert house.ids().count(fullname) == 2
 
 
-def test_a_post_that_appears_minutes_late_is_found_at_once(house: House) -> None:
+def test_finds_a_post_that_appears_minutes_late(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (late,) = house.publish("cooking", visible_from=house.clock.time() + 240)
@@ -98,8 +98,8 @@ def test_a_post_that_appears_minutes_late_is_found_at_once(house: House) -> None
     assert late in house.ids()
 
 
-def test_a_post_that_was_held_back_for_hours_is_found(house: House) -> None:
-    """By a spam filter, until a moderator let it in; it then stands where it would have stood."""
+def test_finds_a_post_held_back_for_hours(house: House) -> None:
+    """A spam filter holds the post until a moderator approves it; it then appears at its original position."""
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.run(daemon, 2 * MINUTE)
     late = house.publish("cooking", visible_from=house.clock.time() + 3 * HOUR)
@@ -110,8 +110,8 @@ def test_a_post_that_was_held_back_for_hours_is_found(house: House) -> None:
 
 
 @short_listings
-def test_a_post_held_back_beside_a_busy_neighbour_is_found(house: House) -> None:
-    """In the joint listing it lies deeper than the places that Reddit gives."""
+def test_finds_a_held_back_post_beside_a_busy_subreddit(house: House) -> None:
+    """In the joint listing the post lies beyond the listing's maximum length."""
     daemon = house.daemon(reddit_poll_interval=900.0)
     house.publish("cooking", 5)
     house.run(daemon, 20 * MINUTE)
@@ -122,7 +122,7 @@ def test_a_post_held_back_beside_a_busy_neighbour_is_found(house: House) -> None
     assert house.ids().count(late) == 1
 
 
-def test_deep_walks_come_in_time_when_the_process_is_started_again_and_again(house: House) -> None:
+def test_deep_walks_run_despite_frequent_restarts(house: House) -> None:
     house.run(house.daemon(reddit_poll_interval=600.0), HOUR)
     (late,) = house.publish("cooking", visible_from=house.clock.time() + 2 * HOUR)
     house.clock.wait(MINUTE)
@@ -132,7 +132,7 @@ def test_deep_walks_come_in_time_when_the_process_is_started_again_and_again(hou
     assert house.ids().count(late) == 1
 
 
-def test_more_posts_than_a_listing_holds_are_a_gap(house: House) -> None:
+def test_records_a_gap_if_a_listing_overflows(house: House) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     known = house.publish("cooking", 5)
     house.run(house.daemon(), 2 * MINUTE)
@@ -148,7 +148,7 @@ def test_more_posts_than_a_listing_holds_are_a_gap(house: House) -> None:
     (gap,) = house.state.gaps()
     assert gap.subreddit == "cooking"
     assert gap.since <= until
-    assert int(gap.until) == begins + 2 + 1  # the first two hundred are pushed out; of the third hundred's second all
+    assert int(gap.until) == begins + 2 + 1  # the first 200 are out of reach, and so may be some of the third second
     assert set(house.ids()) >= {*known, *quiet}
     assert len([post for post in house.queued() if post["created_utc"] >= begins]) == 1000 + len(quiet)
     assert daemon.gaps == 1
@@ -156,7 +156,7 @@ def test_more_posts_than_a_listing_holds_are_a_gap(house: House) -> None:
     assert house.state.gaps() == [gap]
 
 
-def test_what_is_too_much_for_one_listing_is_read_from_each(house: House) -> None:
+def test_splits_a_joint_listing_that_overflows(house: House) -> None:
     house.run(house.daemon(), 2 * MINUTE)
     expected = set(house.publish("cooking", 700) + house.publish("baking", 700))
     house.clock.wait(HOUR)
@@ -165,7 +165,7 @@ def test_what_is_too_much_for_one_listing_is_read_from_each(house: House) -> Non
     assert house.state.gaps() == []
 
 
-def test_a_post_of_the_future_does_not_stand_for_what_comes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
@@ -188,7 +188,9 @@ def test_a_post_of_the_future_does_not_stand_for_what_comes(house: House, monkey
         {"name": None, "id": None}, {"subreddit": None},
     ],
 )  # fmt: skip
-def test_a_broken_post_costs_no_other(house: House, broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_post_affects_no_other(
+    house: House, broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     others = house.publish("cooking", 3)
@@ -206,7 +208,7 @@ def test_a_broken_post_costs_no_other(house: House, broken: dict[str, Any], monk
     assert daemon.status()["looked"] >= 3
 
 
-def test_a_post_is_not_refused_for_its_score_and_one_without_text_is_counted(house: House) -> None:
+def test_sends_unusual_posts_and_counts_empty_ones_as_refused(house: House) -> None:
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     house.loopback.publish("cooking", title="far", url="http://x/" + "y" * 5000)
@@ -216,7 +218,7 @@ def test_a_post_is_not_refused_for_its_score_and_one_without_text_is_counted(hou
     assert daemon.status()["refused"] == 1
 
 
-def test_only_reading_is_asked_for(house: House) -> None:
+def test_uses_only_read_endpoints(house: House) -> None:
     house.run(house.daemon(), MINUTE)
     assert {request.path for request in house.loopback.ledger.requests if request.path.startswith("/api/v1")} == {
         "/api/v1/access_token"

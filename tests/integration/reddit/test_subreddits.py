@@ -1,4 +1,4 @@
-"""Which subreddits of a topic are read: those that close, open, sleep or never were."""
+"""Choosing subreddits: closed, reopened, inactive and missing ones."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from producers.reddit.topics import Topics
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, TOPICS, House, short_listings
 
 
-def test_all_names_are_checked_with_one_request(house: House) -> None:
+def test_checks_all_names_with_one_request(house: House) -> None:
     house.run(house.daemon(), MINUTE)
     asked = [request for request in house.loopback.ledger.requests if request.path.rstrip("/") == "/api/info"]
     assert len([request for request in asked if "sr_name" in request.query]) == 1
 
 
-def test_a_missing_name_and_a_sleeping_one(house: House) -> None:
+def test_replaces_missing_and_inactive_subreddits(house: House) -> None:
     house.loopback.add_subreddit("asleep")
     house.loopback.publish("asleep", title="long ago", created_utc=house.clock.time() - 60 * DAY)
     house.topics = Topics(active=1, topics={"food": ("nothere", "asleep", "cooking"), "rest": ("gone1", "gone2")})
@@ -27,7 +27,7 @@ def test_a_missing_name_and_a_sleeping_one(house: House) -> None:
     assert {post["subreddit"] for post in house.queued()} == {"cooking"}
 
 
-def test_one_that_cannot_be_read_is_replaced_and_comes_back(house: House) -> None:
+def test_replaces_an_unreadable_subreddit_until_it_reopens(house: House) -> None:
     house.loopback.set_kind("cooking", "banned")
     house.loopback.set_kind("tennis", "private")
     daemon = house.daemon(reddit_poll_interval=250.0)
@@ -48,7 +48,7 @@ def test_one_that_cannot_be_read_is_replaced_and_comes_back(house: House) -> Non
     assert back[0] in house.ids()
 
 
-def test_a_topic_with_none_left_is_tried_again_soon(house: House) -> None:
+def test_retries_a_topic_without_readable_subreddits_soon(house: House) -> None:
     for name in TOPICS["food"]:
         house.loopback.set_kind(name, "private")
     daemon = house.daemon()
@@ -60,7 +60,7 @@ def test_a_topic_with_none_left_is_tried_again_soon(house: House) -> None:
 
 
 @pytest.mark.parametrize("kind", ["banned", "private", "quarantined", "gated"])
-def test_one_that_closes_while_it_is_read_is_replaced(house: House, kind: str) -> None:
+def test_replaces_a_subreddit_that_closes_while_being_read(house: House, kind: str) -> None:
     daemon = house.daemon(reddit_poll_interval=HOUR)
     house.run(daemon, 5 * MINUTE)
     house.loopback.set_kind("cooking", kind)
@@ -70,8 +70,8 @@ def test_one_that_closes_while_it_is_read_is_replaced(house: House, kind: str) -
 
 
 @short_listings
-def test_what_was_posted_while_it_was_closed_is_read_when_it_opens(house: House) -> None:
-    """Joint listings say nothing of a subreddit that closes; what they say of the others must not count for it."""
+def test_reads_posts_made_while_the_subreddit_was_closed(house: House) -> None:
+    """A closed subreddit is absent from joint listings; progress in the other subreddits must not count for it."""
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.publish("cooking")
     house.run(daemon, 5 * MINUTE)
@@ -92,7 +92,7 @@ def test_what_was_posted_while_it_was_closed_is_read_when_it_opens(house: House)
 
 
 @short_listings
-def test_while_it_was_closed_between_two_checks_nothing_is_lost(house: House) -> None:
+def test_loses_nothing_if_a_subreddit_closes_between_checks(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.publish("cooking")
     house.run(daemon, 20 * MINUTE)
@@ -110,7 +110,7 @@ def test_while_it_was_closed_between_two_checks_nothing_is_lost(house: House) ->
 
 
 @short_listings
-def test_of_what_came_while_it_was_closed_the_gap_begins_when_it_closed(house: House) -> None:
+def test_gap_of_a_closed_subreddit_starts_when_it_closed(house: House) -> None:
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.publish("cooking")
     house.run(daemon, HOUR)
