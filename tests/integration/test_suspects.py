@@ -197,8 +197,6 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
     alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
-        str(MAX_UNWRITTEN_BATCHES + 1),
-    )  # the writer holds one result, and MAX_UNWRITTEN_BATCHES more fit its queue
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended", 10)
     assert set(Suspects(client).deaths("the message").values()) == {2}
