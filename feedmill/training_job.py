@@ -25,10 +25,11 @@ from celery.exceptions import Reject
 from celery.signals import worker_shutting_down
 
 from feedmill.processes import die_with, python_command
-from shared.broker import CLASSIFY_TASK, Application, make_app, reserve
+from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, printable
 from shared.settings import PREFIX, Settings
 from shared.training import CHECKPOINTS, RESULTS, TRAIN_QUEUE, TRAIN_TASK, TrainOptions
+from shared.transport import reserve
 from workers.run import run
 from workers.weights import EMBEDDED
 

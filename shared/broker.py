@@ -25,12 +25,10 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from shared import encoding
 from shared.errors import RedisError, clause, printable
 from shared.keys import UNDECODABLE
-from shared.leases import MAX_DECODED, MAX_MESSAGE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
 from shared.refusals import cannot_save, causes_of, is_denied, is_full, is_replica
 from shared.replay import Connections
 from shared.settings import PREFIX, Settings
-from shared.transport import settings_for
 
 #: Name of the classification task. Producers send it by name; only workers contain its code.
 CLASSIFY_TASK = "feedmill.classify"
@@ -79,8 +77,8 @@ def make_app(settings: Settings) -> Application:
         # Set explicitly: for a rediss:// URL alone, kombu does not verify certificates.
         broker_use_ssl=tls(settings),
         redis_backend_use_ssl=tls(settings),
-        broker_transport_options=_sentinel_options(settings),
-        result_backend_transport_options=_sentinel_options(settings),
+        broker_transport_options=sentinel_options(settings),
+        result_backend_transport_options=sentinel_options(settings),
     )
     return app
 
@@ -97,7 +95,7 @@ def tls(settings: Settings) -> dict[str, Any] | None:
     return {"ssl_cert_reqs": ssl.CERT_REQUIRED} | {name: str(path) for name, path in files.items() if path}
 
 
-def _sentinel_options(settings: Settings) -> dict[str, Any]:
+def sentinel_options(settings: Settings) -> dict[str, Any]:
     """Return the options that kombu and Celery need to find the master through Sentinels."""
     if settings.redis.scheme != "sentinel":
         return {}
@@ -111,21 +109,6 @@ def _sentinel_connection_options(settings: Settings) -> dict[str, Any]:
         "socket_connect_timeout": SENTINEL_TIMEOUT_S,
         "password": password and password.get_secret_value(),
     }
-
-
-def reserve(app: Application) -> None:
-    """Make the application receive messages under leases (shared/transport.py). Call in workers only."""
-    settings = app.settings
-    encoding.bound(MAX_MESSAGE, MAX_DECODED)
-    app.conf.update(
-        settings_for(settings.broker_url, tls(settings)),
-        broker_transport_options={
-            **_sentinel_options(settings),
-            **HELD,
-            "visibility_timeout": settings.visibility_timeout,
-            "unacked_restore_interval": settings.visibility_timeout / 3,
-        },
-    )
 
 
 def connect(settings: Settings) -> Redis:

@@ -49,6 +49,10 @@ UNPACKERS: dict[str, Callable[[], Any]] = {
 }
 #: Estimated bytes of memory per JSON object, list, other value, and object key; measured with Python 3.11.
 OBJECT_BYTES, LIST_BYTES, VALUE_BYTES, KEY_BYTES = 200, 96, 56, 120
+#: Maximum bytes of one message, in its list and decompressed: enough for a thousand of the longest posts that Reddit
+#: allows. And maximum bytes of memory for its decoded objects: four times as much.
+MAX_MESSAGE = 64 * 2**20
+MAX_DECODED = 4 * MAX_MESSAGE
 #: Upper bound on bytes of memory per JSON character; and all bytes that are not JSON separators.
 MAX_BYTES_PER_CHARACTER = OBJECT_BYTES + 5
 NON_SEPARATORS = bytes(set(range(256)) - set(b"{[,:"))

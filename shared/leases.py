@@ -41,16 +41,12 @@ from weakref import WeakSet
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.encoding import is_too_large, memory_of
+from shared.encoding import MAX_DECODED, is_too_large, memory_of
 from shared.lease_scripts import RENEW, REPLACE, RESERVE, RESTORE, SET_ASIDE
 from shared.refusals import is_replica
 
 logger = logging.getLogger(__name__)
 
-#: Maximum bytes of one message, in its list and decompressed: enough for a thousand of the longest posts that Reddit
-#: allows. And maximum bytes of memory for its decoded objects: four times as much.
-MAX_MESSAGE = 64 * 2**20
-MAX_DECODED = 4 * MAX_MESSAGE
 #: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
 #: messages returned, which the last message may exceed.
 RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20

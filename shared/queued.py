@@ -19,7 +19,6 @@ from redis.client import NEVER_DECODE
 
 from shared import encoding
 from shared.broker import CLASSIFY_TASK, HELD, queue_lists
-from shared.leases import MAX_MESSAGE
 from shared.messages import Post
 
 #: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
@@ -100,7 +99,7 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         declared = (found.get("properties") or {}).get("body_encoding")
         in_base64 = declared == BASE64 or not found["body"].startswith("[")
         data = b64decode(found["body"]) if in_base64 else found["body"].encode()
-        body = json.loads(encoding.unpack(encoding.GZIP, MAX_MESSAGE, data) if packed else data)
+        body = json.loads(encoding.unpack(encoding.GZIP, encoding.MAX_MESSAGE, data) if packed else data)
         clean = _redact(body, posts)
         if found["headers"].get("task") == CLASSIFY_TASK and isinstance(clean, list) and clean:
             clean[0] = _redact_arguments(clean[0], posts)

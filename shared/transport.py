@@ -58,9 +58,10 @@ from kombu.utils.url import parse_url
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from shared.encoding import is_too_large, memory_of
+from shared import broker
+from shared.encoding import MAX_DECODED, MAX_MESSAGE, bound, is_too_large, memory_of
 from shared.lease_scripts import RESERVE
-from shared.leases import MAX_DECODED, MAX_MESSAGE, Leases, count_in, leases_of
+from shared.leases import Leases, count_in, leases_of
 from shared.refusals import is_full
 
 logger = logging.getLogger(__name__)
@@ -721,3 +722,18 @@ def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, An
     if given["ssl_cert_reqs"] not in (ssl.CERT_REQUIRED, "required") or given.get("ssl_check_hostname") is False:
         raise ValueError("rediss:// requires certificate verification: set ssl_ca_certs instead of disabling it")
     return settings | {"broker_url": url.partition("?")[0], "broker_use_ssl": given}
+
+
+def reserve(app: broker.Application) -> None:
+    """Make the application receive messages under leases. Call in workers only."""
+    settings = app.settings
+    bound(MAX_MESSAGE, MAX_DECODED)
+    app.conf.update(
+        settings_for(settings.broker_url, broker.tls(settings)),
+        broker_transport_options={
+            **broker.sentinel_options(settings),
+            **broker.HELD,
+            "visibility_timeout": settings.visibility_timeout,
+            "unacked_restore_interval": settings.visibility_timeout / 3,
+        },
+    )

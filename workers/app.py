@@ -5,9 +5,10 @@
 
 from typing import Any
 
-from shared.broker import Application, make_app, reserve
+from shared.broker import Application, make_app
 from shared.errors import SettingsError
 from shared.settings import Settings, load
+from shared.transport import reserve
 from workers import task  # noqa: F401 - registers the shared task with every application
 from workers.plugins import imported
 

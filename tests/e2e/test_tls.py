@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from feedmill.processes import free_port
-from shared.broker import connect, make_app, publish, reserve, told_plainly
+from shared.broker import connect, make_app, publish, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.metrics import connect_briefly
 from shared.settings import Settings, load
+from shared.transport import reserve
 from tests.support import (
     PASSWORD,
     Authority,

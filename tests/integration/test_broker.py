@@ -7,9 +7,10 @@ from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 from redis.exceptions import RedisError as RedisFault
 
 from feedmill.stack import EXTERNAL_REDIS_SETTINGS, Stack
-from shared.broker import connect, make_app, reserve, told_plainly
+from shared.broker import connect, make_app, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.settings import load
+from shared.transport import reserve
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 

@@ -14,11 +14,12 @@ import pytest
 
 from producers import files
 from producers.push import Pusher
-from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth, reserve
+from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.messages import ClassifyOptions, Post
 from shared.readers import Follower, batches
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
+from shared.transport import reserve
 from tests.support import RedisServer, wait_until
 from workers import device
 from workers.calibration import TokenBudget
