@@ -414,15 +414,18 @@ def _compare_stored(comparison: Comparison, stock: Side, feedmill: Side) -> None
 
 
 def _compare_dead_letters(comparison: Comparison, stock: Side, feedmill: Side) -> None:
-    """Compare all dead letters, whichever message they name: a post that several messages repeat has one letter."""
+    """Compare all dead letters: a post that several messages repeat has one letter, which names one of them.
+
+    Not compared is `attempts`: a stock worker writes a message's letters in its first attempt, Feedmill after the last.
+    """
     found: list[Counter[str]] = []
+    ignored = {*IGNORED_FIELDS, "message", "attempts"}
     for side in (stock, feedmill):
         entries: Any = side.redis.client.xrange(DEAD_LETTERS)
         letters = (json.loads(entry["letter"]) for _, entry in entries)
         found.append(
             Counter(
-                json.dumps({name: value for name, value in letter.items() if name not in {*IGNORED_FIELDS, "message"}})
-                for letter in letters
+                json.dumps({name: value for name, value in letter.items() if name not in ignored}) for letter in letters
             )
         )
     theirs, ours = found
