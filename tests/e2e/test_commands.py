@@ -144,7 +144,7 @@ def test_when_full_refuse_fails_at_a_full_queue(redis: RedisServer, tmp_path: Pa
     url = {"FEEDMILL_REDIS_URL": redis.url}
     said = feedmill("enqueue", str(path), "--when-full", "refuse", cwd=tmp_path, FEEDMILL_QUEUE_LIMIT="2", **url)
     assert said.returncode == 2
-    assert re.search(r"\b2 messages", said.stderr)
+    assert re.search(r"FEEDMILL_QUEUE_LIMIT .*\b2\b", said.stderr)
     assert re.search(r"\b64 posts", said.stderr)
     assert "Traceback" not in said.stderr
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
@@ -240,7 +240,7 @@ def test_enqueue_reads_standard_input(redis: RedisServer, tmp_path: Path) -> Non
         (["enqueue", "-", "--labels", '{"a": "b"'], "--labels: .*JSON"),
         (
             ["enqueue", "-", "--since", "yesterday"],
-            "--since: 'yesterday'.*2024-01-31",
+            "--since: .*'yesterday'",
         ),
         (["enqueue", "-", "--until", "1700000000"], "--until: '1700000000'"),
         (
@@ -380,7 +380,7 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.startswith("a1 purged (sent: 1, results: 1, stream entries: 1, messages: 1); ")
+    assert said.stdout.startswith("a1 purged (marked as sent: 1, results: 1, stream entries: 1, messages: 1); ")
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1
     assert said.stdout != again.stdout

@@ -157,7 +157,7 @@ def test_drop_requires_unique_ids_or_yes(house: House) -> None:
     assert same == again
     status, said, complaints = house.run("drop", "b1", "a1")
     assert (status, said) == (2, "")
-    assert f"({first}, {second})" in complaints
+    assert f"{first}, {second}" in complaints
     status, said, complaints = house.run("drop", first, "b1", same)
     assert (status, said[:2], complaints) == (0, "3 ", "")
     assert [each.name for each in house.dead.all()] == [other, second]

@@ -62,7 +62,7 @@ def test_single_pass_sends_posts_except_pinned_ones(
     said = feedmill("ingest", "reddit", "--once", "--limit", "5", cwd=tmp_path, **environment)
     assert said.returncode == 0, said.stderr
     assert re.findall(r"\d+", said.stdout) == ["10", "2", "0"]
-    assert re.search("food: r/nothere .*r/baking", said.stderr)
+    assert re.search("topic food: .*r/nothere .*r/baking", said.stderr)
     assert "5/5" in said.stderr
     again = feedmill("ingest", "reddit", "--once", "--listing", "new", cwd=tmp_path, **environment)
     assert re.findall(r"\d+", again.stdout) == ["22", "2", "10"]
@@ -236,7 +236,7 @@ def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, st
     feedmill("ingest", "reddit", "--once", "--limit", "1", cwd=tmp_path, **environment)
     said = feedmill("ingest", "subreddits", cwd=tmp_path, **environment)
     assert "food             cooking, nothere, baking" in said.stdout
-    assert re.search("r/nothere .* 20", said.stdout)
+    assert re.search("r/nothere: .* 20.* r/baking", said.stdout)
     as_json = feedmill("ingest", "subreddits", "--json", cwd=tmp_path, **environment)
     assert json.loads(as_json.stdout.splitlines()[0])["replaced"][0]["by"] == "baking"
 

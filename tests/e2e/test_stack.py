@@ -31,7 +31,7 @@ def test_up_names_an_unusable_data_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = feedmill("up", "--data-folder", "file", cwd=tmp_path)
     assert said.returncode == 2
-    assert re.search(f"{tmp_path / 'file'} .*File exists", said.stderr)
+    assert re.search(f"{tmp_path / 'file'}: File exists", said.stderr)
 
 
 def test_rejects_data_written_by_a_newer_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_gives_up_a_failing_worker_and_keeps_the_other(tmp_path: Path) -> None:
         supervisor.process.send_signal(signal.SIGINT)
         assert supervisor.process.wait(60) == 0
     said = supervisor.text()
-    assert re.search(r"\b5 times.*\n      it broke\n", said)
+    assert re.search(r"\b5 .*\n(      it broke\n)+", said)
     assert said.count("cpu:0 | it broke") == 5
     assert said.count("cpu:1 | begun feedmill-cpu:1@") == 1
 
@@ -148,7 +148,7 @@ def test_kills_workers_that_do_not_stop_in_time(tmp_path: Path) -> None:
         wait_until(lambda: supervisor.says("| begun", 2), "both workers have started")
         supervisor.process.send_signal(signal.SIGTERM)
         assert supervisor.process.wait(60) == 1
-    assert len(re.findall(r"cpu:\d.*killed", supervisor.text())) == 2
+    assert len(re.findall(r"cpu:\d.*kill", supervisor.text())) == 2
 
 
 def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: P
     assert record["zero_shot"] is None  # a bare encoder cannot classify without training
     card = (out / "README.md").read_text()
     assert f"| this model | {record['metrics']['accuracy']:.3f} |" in card
-    assert "1 were purged" in card
+    assert "1 had been purged" in card
     texts = [json.loads(line)["title"] for line in posts.read_text().splitlines()]
     assert not any(text in card + (out / "training.json").read_text() for text in texts)
     assert {path.name for path in out.iterdir()} == {

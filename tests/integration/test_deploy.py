@@ -226,7 +226,7 @@ def full(_: Any) -> Any:
     [
         (fails(ModelError("There is none.")), "There is none."),
         (fails(RuntimeError("a bug\x1b")), "RuntimeError: a bug\\x1b"),
-        (wrong(score=float("nan")), "{'new thinks so': nan"),
+        (wrong(score=float("nan")), "{'new yes': nan"),
         (wrong(forward=fails(ValueError("cannot"))), "TypeError"),
         (wrong(forward=full), "meta"),
     ],

@@ -173,7 +173,7 @@ def test_a_cached_model_requests_no_files(hub: Hub, locate: Locate) -> None:
 
 def test_logs_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
-    assert re.search(rf"INFO workers.hub: .*{hub.url}.*{NAME}", log)
+    assert re.search(rf"INFO workers.hub: .*{NAME}.*{hub.url}", log)
     assert re.search(rf"INFO workers.hub: .*{NAME}.*{hub.commit(NAME)}.*: 0.5 MB", log)
     assert re.search(rf"INFO workers.hub: .*{NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
     assert re.search(rf"INFO workers.hub: .*{NAME}: 0.5 MB in \d+ s\n", log)
@@ -319,7 +319,7 @@ def test_rejects_a_malformed_hf_token(hub: Hub, locate: Locate) -> None:
     [
         ("config_DOT_json", "config.json"),
         ("tokenizer_DOT_json", "tokenizer.json"),
-        ("model_DOT_safetensors", " pytorch_model.bin"),
+        ("model_DOT_safetensors", "pytorch_model.bin"),
         ("2_Dense__model_DOT_safetensors", "2_Dense/pytorch_model.bin"),
     ],
 )
