@@ -124,7 +124,7 @@ def _configure(settings: Settings, address: str, port: int, password: str | None
     try:
         options.parse_command_line(["", *(f"--{name}={value}" for name, value in given.items() if value)], final=False)
     except (tornado.options.Error, ValueError) as error:
-        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}.") from None
+        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}. Correct or unset it.") from None
     options.address, options.port = address, port
     options.basic_auth = [] if password is None else [f"{settings.flower_user}:{password}"]
     options.format_task = _with_reason
@@ -143,7 +143,7 @@ def _start_errors(address: str, port: int) -> Iterator[None]:
             f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port or --address."
         ) from None
     except ValueError as error:  # a missing certificate file
-        raise UserError(f"Flower cannot start: {clause(error)}.") from None
+        raise UserError(f"Flower cannot start: {clause(error)}. Correct the FLOWER_ environment variables.") from None
 
 
 def _with_reason(task: Any) -> Any:
@@ -246,7 +246,7 @@ class Queues:
         self._asked = -math.inf
 
     def names(self) -> set[str]:
-        """Return the queue names: the last known ones while Redis does not answer."""
+        """Return the queue names: the last known ones while Redis is unreachable."""
         if time.monotonic() - self._asked > PERIOD:
             self._asked = time.monotonic()
             try:

@@ -84,7 +84,7 @@ def _requested(folder: Path | None) -> Wanted:
         from workers.weights import locate  # noqa: PLC0415 - needs packages that only workers have
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"Reading a model needs the package {missing.name}. Run `pip install 'feedmill[worker]'`."
+            f"Deploying a model requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
         ) from None
     place = folder.expanduser().absolute()
     if not place.is_dir():

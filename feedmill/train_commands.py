@@ -146,7 +146,7 @@ def _check_packages() -> None:
     """Raises UserError if a package that trainings import is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise UserError(f"Training needs the package {package}. Run `pip install 'feedmill[worker,train]'`.")
+            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[worker,train]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -198,7 +198,7 @@ def check_folder(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot create {folder}: {error.strerror}.") from None
+        raise UserError(f"Cannot create {folder}: {error.strerror}. Set another --out.") from None
 
 
 def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:

@@ -73,7 +73,10 @@ class Mark(NamedTuple):
 
 
 def purpose(settings: Settings, options: ClassifyOptions) -> str:
-    """Return a text that identifies options and queue: a post sent to one queue is still unsent to another."""
+    """Return the key under which sent posts and file positions are recorded.
+
+    Contains the options and the queue, because a post sent to one queue can still be sent to another.
+    """
     text = options.model_dump_json()
     return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
 

@@ -230,7 +230,7 @@ class Consumer(consumer.Consumer):
                 raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
 
     def _refuse_fatal(self, message: Any) -> None:
-        """Write a dead letter, without decoding the body, for a message that several workers died with."""
+        """Write a dead letter, without decoding the body, for a message that killed several workers."""
         fatal = f"{times_fatal(message)} workers died while handling it in isolation"
         what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)

@@ -163,7 +163,7 @@ class Deployer:
             budget = self._validate(classifier)
             if self._read_wanted() != asked:
                 self._wake.set()
-                raise UserError("another model is wanted by now.")
+                raise UserError("another model was deployed meanwhile.")
             self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")
             replaced: Future[None] = Future()
             self._pipeline.replace(classifier, budget, partial(replaced.set_result, None))
@@ -214,7 +214,9 @@ class Deployer:
         while rows := window.take(tokens, self._settings.batch_rows):
             for _, scores in self._compute(classifier, rows):
                 if set(scores) != set(label_set.labels) or not all(map(math.isfinite, scores.values())):
-                    raise ModelError(f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}")
+                    raise ModelError(
+                        f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}. Deploy another model."
+                    )
         budget.share(tokens)
         return budget
 

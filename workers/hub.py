@@ -1,8 +1,8 @@
 """Models on the Hugging Face hub: download one commit of a repository into the hub's cache.
 
 huggingface_hub does the work: it reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads, and manages the cache, which every
-program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. It does
-not know which files a model needs.
+program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. The
+caller chooses the files to download.
 """
 
 import errno

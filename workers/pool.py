@@ -6,8 +6,8 @@ acknowledges the whole batch. Here the default strategy, the Request class and t
 only decides *when* a request's task runs: once the device has its answer. Celery sees a busy pool that holds many
 messages and finishes them one by one.
 
-For what happens in between, this module knows only `Pipeline`. Celery is known here and in consumer.py, events.py,
-request.py, ticket.py, delivery.py, task.py and shared/broker.py.
+The pool hands messages to `Pipeline` and does not depend on its parts. Only this module, consumer.py, events.py,
+request.py, ticket.py, delivery.py, task.py and shared/broker.py depend on Celery.
 
 Relies on these internals of Celery 5.7 and kombu 5.7, beyond `BasePool`:
 

@@ -41,7 +41,7 @@ APPLICATION = """
 app = Celery("mine", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
 app.conf.task_default_queue = "of-mine"
 """
-NO_TEXT = "neither title nor body holds any text"
+NO_TEXT = "title or body must contain text"
 
 
 class Caller:
@@ -292,7 +292,7 @@ def test_sent_from_an_application_of_ones_own(redis: RedisServer, tmp_path: Path
     with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
         caller.run(APPLICATION)
         needs_torch = (
-            "UserError: Classifying in this process needs torch: run `pip install 'feedmill[worker]'`. "
+            "UserError: Classifying in this process requires the package torch: run `pip install 'feedmill[worker]'`. "
             "To use a worker instead, send the task with feedmill.classify.delay(…)."
         )
         assert caller.fail("feedmill.classify(posts=POSTS)") == needs_torch

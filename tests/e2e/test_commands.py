@@ -270,7 +270,7 @@ def test_without_a_redis(tmp_path: Path, command: list[str]) -> None:
     post = '{"id": 1, "title": "x"}'
     said = feedmill(*command, cwd=tmp_path, stdin=post, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
     assert said.returncode == 2
-    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+    assert "Redis at 127.0.0.1:1/0 is unreachable" in said.stderr
     assert "Connection refused" in said.stderr
     assert "Traceback" not in said.stderr
     assert "hunter2" not in said.stderr
@@ -354,7 +354,7 @@ def test_a_worker_needs_its_extra(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2
-    assert "A worker needs the package torch. Run `pip install 'feedmill[worker]'`." in said.stderr
+    assert "A worker requires the package torch: run `pip install 'feedmill[worker]'`." in said.stderr
 
 
 def stored(redis: RedisServer, *ids: str) -> ResultsStore:
@@ -420,4 +420,4 @@ def test_what_cannot_be_purged(redis: RedisServer, tmp_path: Path, ids: list[str
 def test_purging_without_a_redis(tmp_path: Path) -> None:
     said = feedmill("purge", "a1", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
     assert (said.returncode, said.stdout) == (2, "")
-    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+    assert "Redis at 127.0.0.1:1/0 is unreachable" in said.stderr

@@ -102,7 +102,7 @@ def test_they_are_sent_again(house: House) -> None:
     reasons = [
         f"feedmill: {raw} not retried: ",
         f"feedmill: {kept_none} not retried: ",
-        f"feedmill: {empty} not retried: neither title nor body holds any text",
+        f"feedmill: {empty} not retried: title or body must contain text",
         f"feedmill: {newer} not retried: version: ",
         f"feedmill: {purged} not retried: post gone was purged",
     ]

@@ -174,7 +174,7 @@ def test_without_a_worker_it_is_wanted_all_the_same(house: House) -> None:
         (["none"], "none does not exist."),
         (["."], "has no config.json"),
         (["tuned", "--queue", "feedmil"], "--queue: no worker has served 'feedmil' yet"),
-        (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "Redis at 127.0.0.1:1/0 does not answer"),
+        (["tuned", "--redis-url", "redis://127.0.0.1:1/0"], "Redis at 127.0.0.1:1/0 is unreachable"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

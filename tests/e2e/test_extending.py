@@ -34,7 +34,7 @@ def test_a_source(redis: RedisServer, tmp_path: Path) -> None:
         said = run(command, tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url}, json.dumps(STORIES))
         return said.stdout, said.stderr
 
-    bad = "hn-3: neither title nor body holds any text\n"
+    bad = "hn-3: title or body must contain text\n"
     assert send() == ("2 sent, 0 skipped as sent before\n", bad)
     assert queue_depth(redis.client, "feedmill").waiting == 1
     assert send() == ("0 sent, 2 skipped as sent before\n", bad)

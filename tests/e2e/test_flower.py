@@ -142,7 +142,7 @@ def test_the_list_of_messages_in_a_browser(stack: Stack, tmp_path: Path) -> None
     assert re.search(r"RECEIVED \{'posts': <1 post: t3_one>, 'labels': <2 labels: food, sports>\}", page)
     failed = visitor.see("/tasks?state=FAILURE", tmp_path)
     assert "Showing 1 to 1 of 1 tasks" in failed
-    reason = "MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')"
+    reason = "MessageFailed('1 of 1 posts failed: t3_bad: title or body must contain text')"
     assert f"FAILURE {{'posts': <1 post: t3_bad>}} {reason}" in failed
     for shown in (page, failed):
         assert WORDS not in shown
@@ -152,7 +152,7 @@ def test_a_failed_message_in_a_browser(stack: Stack, tmp_path: Path) -> None:
     visitor = visitor_of(stack)
     (failed,) = [task for task in visitor.tasks() if task["state"] == "FAILURE"]
     page = visitor.see(f"/task/{failed['uuid']}", tmp_path)
-    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')" in page
+    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: title or body must contain text')" in page
     assert re.search(r"Runtime [\d.]+ m?s ", page)
 
 

@@ -140,7 +140,7 @@ def test_health_without_redis(tmp_path: Path) -> None:
     assert (said.returncode, said.stderr) == (1, "")
     found = json.loads(said.stdout)
     assert [check["check"] for check in found["checks"]] == ["redis"]
-    assert "does not answer" in found["checks"][0]["said"]
+    assert "is unreachable" in found["checks"][0]["said"]
     assert "hunter2" not in said.stdout
 
 
@@ -219,7 +219,7 @@ def test_watching_in_a_terminal_ends_quietly(watching: Terminal, how: signal.Sig
 def test_watching_what_was_never_there_is_a_mistake(tmp_path: Path) -> None:
     said = feedmill("status", "--watch", cwd=tmp_path, FEEDMILL_REDIS_URL="redis://127.0.0.1:1/0")
     assert said.returncode == 2
-    assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+    assert "Redis at 127.0.0.1:1/0 is unreachable" in said.stderr
 
 
 def test_watching_in_a_dumb_terminal_is_a_block_a_look(served: RedisServer, tmp_path: Path) -> None:

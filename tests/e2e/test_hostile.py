@@ -130,19 +130,19 @@ def test_at_the_memory_limit_results_wait_and_nothing_accepted_is_lost(
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
     with standing_in(redis, tmp_path) as (worker, said):
-        wait_until(lambda: said().count("results wait for Redis") == 1, "a result waits")
+        wait_until(lambda: said().count("cannot store results (") == 1, "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        waited = said().count("results wait for Redis")
+        waited = said().count("cannot store results (")
         worker.send_signal(signal.SIGSTOP)
         # Its classification is stored: Celery's result is all that there is to write.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
         another = app.send_task("celery.accumulate", (5, 7), {"index": 1})
         redis.client.config_set("maxmemory", 1)
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: said().count("results wait for Redis") > waited, "Celery's result waits")
+        wait_until(lambda: said().count("cannot store results (") > waited, "Celery's result waits")
         wait_until(lambda: "the task will run again" in said(), "another task's is given up for now")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)

@@ -173,7 +173,7 @@ def test_no_secret_is_told_even_at_the_finest_log_level(
         ({"FEEDMILL_REDDIT_SITE": "elsewhere"}, "praw.ini has no section [elsewhere]"),
         ({"FEEDMILL_REDDIT_URL": "ftp://x"}, "FEEDMILL_REDDIT_URL: should be a URL"),
         ({"FEEDMILL_REDDIT_TOPICS": "nothere.toml"}, "nothere.toml: No such file"),
-        ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 does not answer"),
+        ({"FEEDMILL_REDIS_URL": "redis://127.0.0.1:1"}, "Redis at 127.0.0.1:1/0 is unreachable"),
     ],
 )
 @pytest.mark.parametrize("once", [True, False])

@@ -38,7 +38,7 @@ def test_entailment_in_a_worker(redis: RedisServer, tmp_path: Path, engine: str)
         (first, *_) = ask(redis, labels=LABELS, multi_label=True)
         assert worker.says(" (nli) loaded in")
         assert worker.says("device cpu in float32")
-    assert bad == {"id": "b", "error": "neither title nor body holds any text"}
+    assert bad == {"id": "b", "error": "title or body must contain text"}
     zero_shot = pipeline("zero-shot-classification", model=str(folder))
     for found, text in ((one, POSTS[0]["title"]), (other, f"{POSTS[2]['title']}\n\n{POSTS[2]['body'].strip()}")):
         expected = zero_shot(text, candidate_labels=LABELS)
@@ -119,8 +119,8 @@ def test_classify_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.jsonl",), "File none.jsonl does not exist. To classify it as a text"),
-        ((" ",), "Cannot classify the text: neither title nor body holds any text."),
+        (("none.jsonl",), "There is no file none.jsonl."),
+        ((" ",), "Cannot classify the text: title or body must contain text."),
         (("a text", "--labels", "{"), "--labels"),
         (("a text", "--template", "no place"), "--template"),
         (("a text", "--classifier", "odd"), "--classifier"),

@@ -278,7 +278,7 @@ def test_without_a_redis_nothing_is_followed(tmp_path: Path) -> None:
     for arguments in (["--follow"], ["--group", "g"]):
         said = feedmill("results", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL="redis://:hunter2@127.0.0.1:1/0")
         assert said.returncode == 2
-        assert "Redis at 127.0.0.1:1/0 does not answer" in said.stderr
+        assert "Redis at 127.0.0.1:1/0 is unreachable" in said.stderr
         assert "hunter2" not in said.stderr
 
 

@@ -290,7 +290,7 @@ def test_the_last_one_wins(house: House, caplog: pytest.LogCaptureFixture) -> No
     wait_until(lambda: asks, "the first one is being loaded")
     assert house.report(asks[0]).stage is Stage.DONE
     assert asks[0] != first
-    assert "another model is wanted by now." in caplog.text
+    assert "another model was deployed meanwhile." in caplog.text
     assert house.at_work() == "last"
     assert house.replaced == 1
 

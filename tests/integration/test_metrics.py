@@ -121,7 +121,7 @@ def test_without_redis_that_is_all_there_is_to_tell() -> None:
     away = Settings.model_validate({"redis_url": "redis://:hunter2@127.0.0.1:1/0"})
     assert told(away) == {"feedmill_redis_up": 0}
     (sentence,) = RedisFigures(away).away()
-    assert sentence.startswith("Redis at 127.0.0.1:1/0 does not answer (")
+    assert sentence.startswith("Redis at 127.0.0.1:1/0 is unreachable (")
     assert "hunter2" not in sentence
 
 
@@ -222,7 +222,7 @@ def test_workers_are_asked_only_where_it_matters(settings: Settings, monkeypatch
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("redis://127.0.0.1:1/0", "Redis at 127.0.0.1:1/0 does not answer"),
+        ("redis://127.0.0.1:1/0", "Redis at 127.0.0.1:1/0 is unreachable"),
         ("redis://:wrong@", "password"),
     ],
 )
@@ -354,6 +354,6 @@ def test_redis_may_go_and_come_while_somebody_watches(
     looks = status_commands._snapshots(settings)
     assert list(next(looks).status.workers) == list(workers)  # type: ignore[union-attr]
     away = next(looks)
-    assert away == f"Redis at {settings.redis_address} does not answer (gone)"
-    assert "does not answer (gone)" in screen(away, settings)
+    assert away == f"Redis at {settings.redis_address} is unreachable (gone)"
+    assert "is unreachable (gone)" in screen(away, settings)
     assert json.dumps(next(looks).status.as_json())  # type: ignore[union-attr]

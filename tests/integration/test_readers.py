@@ -497,7 +497,7 @@ def test_a_connection_that_stays_lost_is_told_once(
     with caplog.at_level(logging.WARNING):
         assert ids_of(next(follow)) == ["1"]
     assert [record.getMessage() for record in caplog.records] == [
-        "Redis does not answer (gone); retrying until it does",
+        "Redis is unreachable (gone); retrying until it answers",
         "Redis answers again; continuing at the same position",
     ]
 

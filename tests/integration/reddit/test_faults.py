@@ -189,7 +189,7 @@ def test_a_redis_that_is_away_is_told_once(house: House, caplog: pytest.LogCaptu
         house.run(daemon, HOUR / 2)
     finally:
         house.redis.client.config_set("maxmemory", 0)
-    assert len([record for record in caplog.records if "does not answer" in record.message]) == 1
+    assert len([record for record in caplog.records if "is unreachable" in record.message]) == 1
     house.run(daemon, 5 * MINUTE)
     assert daemon.hindrance == ""
 
