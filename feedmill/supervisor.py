@@ -282,7 +282,7 @@ class Supervisor:
                 worker.process.kill()
 
     def _exited(self, worker: Worker, status: int) -> None:
-        """Forward the rest of the output, then restart the worker, give it up, or stop all workers."""
+        """Forward the rest of the output, then restart the worker, leave it stopped, or stop all workers."""
         while self._forward_output(worker):
             pass
         with suppress(KeyError):

@@ -150,7 +150,7 @@ class Leases:
                     self.bytes_later -= found.size
 
     def unclaim(self, tag: str) -> None:
-        """Give up a claim: the message returns to its list when its connection ends."""
+        """Drop a claim: the message returns to its list when its connection ends."""
         if found := self.held.get(tag):
             found.claimed = False
 

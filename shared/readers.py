@@ -390,7 +390,7 @@ def open_reader(
 ) -> Reader:
     """Create a follower, or a member of a group. Raises UserError for invalid values.
 
-    consumer: the member's name; the default is made of the host's name and the process id.
+    consumer: the member's name; default: host name and process id.
     """
     if wanted.min_score is not None and not math.isfinite(wanted.min_score):
         raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")

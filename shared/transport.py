@@ -106,7 +106,7 @@ def decoded(message: bytes) -> dict[str, Any]:
 
 
 def needs_isolation(message: Mapping[str, Any]) -> bool:
-    """Return whether a message was held by so many vanished workers that it may be the cause."""
+    """Return whether enough workers vanished while holding this message that it may be the cause."""
     return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
 
 
@@ -148,7 +148,7 @@ def is_alone(message: Any) -> bool:
 
 
 def end_alone(message: Any) -> None:
-    """Record that the message delivered in isolation proved harmless; ignore others. Raises redis-py's errors."""
+    """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
     if leases := getattr(message.channel, "leases", None):
         leases.end_alone(message.delivery_tag)
 
@@ -161,7 +161,7 @@ def queued_size(message: Any) -> int:
 
 
 def unclaim(message: Any) -> None:
-    """Give up a claim: the message returns to its queue when its connection ends."""
+    """Drop a claim: the message returns to its queue when its connection ends."""
     if leases := getattr(message.channel, "leases", None):
         leases.unclaim(message.delivery_tag)
 

@@ -1,9 +1,9 @@
 """Hot swap: load the model wanted for a worker's queue and activate it while the previous one keeps running.
 
 `feedmill deploy` stores a folder and the hash of its weights in Redis (shared/serving.py) and tells the workers to
-check. Workers trust only what they read there. A worker that misses the command checks every minute and at each
-connection. It loads the new model beside the active one, on a separate thread, and tests it. The pipeline then switches
-between two micro-batches. Any failure on the way leaves the active model in place.
+check. Workers trust only what they read there. They also check every minute and at each connection, in
+case they missed the command. A worker loads the new model beside the active one, on a separate thread, and tests it.
+The pipeline then switches between two micro-batches. Any failure on the way leaves the active model in place.
 
 A deployment can only select a folder on this machine, below `models_folder` if that is set, with safetensors of that
 hash. Code in the folder never runs. Independent of Celery.

@@ -284,9 +284,7 @@ def _silent_bar(progress: Progress | None) -> type[Any]:
 
 
 def _refuse_unreadable_token() -> None:
-    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote it when it becomes a
-    header.
-    """
+    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote the token."""
     token = os.environ.get("HF_TOKEN", "").strip()
     if not (token.isascii() and token.isprintable()):
         raise ModelError(

@@ -45,7 +45,7 @@ class Track:
 class Walk(NamedTuple):
     """Result of a walk. items: oldest first. missed: subreddits whose known posts were not met.
 
-    oldest: creation time of the listing's last item that is not pinned: how far the walk came.
+    oldest: creation time of the last item read, pinned ones excluded.
     """
 
     items: list[Item]
