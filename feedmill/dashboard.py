@@ -155,8 +155,8 @@ def _with_reason(task: Any) -> Any:
 class MessageEvents(Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called on the loop's thread at a worker's first heartbeat. The earlier worker-online event comes before the
-        worker can answer an inspection.
+    met: called on the loop's thread at a worker's first heartbeat, when the worker can answer an inspection. It cannot
+        yet at the earlier worker-online event.
     """
 
     met: Callable[[], object]
@@ -227,7 +227,7 @@ class MessageEvents(Events):  # type: ignore[misc]
             written.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
             written.replace(self._path)
         except OSError as error:
-            logger.warning("cannot save Flower's state to %s: %s", self._path, error.strerror)
+            logger.warning("cannot save Flower's state to %s (%s)", self._path, error.strerror)
 
 
 def _fields(task: Task) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _locked(folder: Path) -> Any:
     except BlockingIOError:
         logger.warning("another Flower uses %s: not saving the state of this one (see --data-folder)", folder)
     except OSError as error:
-        logger.warning("not saving Flower's state: cannot use %s: %s", folder, error.strerror)
+        logger.warning("cannot write Flower's state to %s (%s): not saving it", folder, error.strerror)
     else:
         return lock
     return None

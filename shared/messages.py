@@ -160,7 +160,7 @@ def _parse_labels(value: object) -> object:
     for label in value[: MAX_LABELS + 1]:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
-            raise ValueError(f"expected names, got {type(label).__name__}")
+            raise ValueError(f"each label must be text, not {type(label).__name__}")
         if name in described:
             raise ValueError(f"the label {cut(name)!r} is named twice")
         described[name] = (name,)

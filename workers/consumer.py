@@ -293,7 +293,7 @@ def _quotes_no_body(record: logging.LogRecord) -> bool:
 def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
     """Return a dead letter for each post found in a kombu message.
 
-    If there are none, or if unread, return a single one with the message's body.
+    Without posts, or with `unread`, return a single dead letter with the message's body.
     """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None
