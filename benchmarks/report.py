@@ -63,13 +63,13 @@ def disagreeing(record: Record) -> dict[str, str]:
 
 
 def comparable(record: Record) -> Record:
-    """Return the record without the variants that do different work."""
+    """Return the record without the variants whose labels differ from the ideal's."""
     left_out = disagreeing(record)
     return {name: rounds for name, rounds in record.items() if name not in left_out}
 
 
 def print_round(console: Console, record: Record, number: int, rounds: int) -> None:
-    """Print the table of the last round, with a warning for each variant that does different work."""
+    """Print the table of the last round, with a warning for each variant whose labels differ from the ideal's."""
     table = Table(title=f"round {number} of {rounds}", title_justify="left")
     table.add_column("variant")
     for column in ("posts/s", "share of ideal", "agreement with ideal"):
@@ -93,7 +93,7 @@ def print_round(console: Console, record: Record, number: int, rounds: int) -> N
 def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
     """Return the JSON figures of each variant: medians of the rates and of the ratios to the ideal.
 
-    A variant that does different work has no figures; `left_out` holds the reason.
+    A variant whose labels differ from the ideal's has no figures; `left_out` holds the reason.
     """
     compared = comparable(record)
     found: dict[str, object] = {name: middle(rates(compared, name), 1) for name in names}

@@ -60,7 +60,7 @@ LARGE, USUAL = 64, 32
 SIZES, STAGED = (1, 8, USUAL, LARGE), 8000
 #: Seconds per row of the stand-in: 1,000 posts/s, and a fifth of that.
 FAST, SLOW = 0.001, 0.005
-#: Redis list in which a backlog waits until the workers are ready.
+#: Redis list that holds a backlog until the workers are ready.
 ASIDE = "aside"
 #: Start and end of the measurement as shares of a run's posts; ramp-up and ramp-down are left out.
 BEGIN, END = 0.1, 0.9
@@ -142,7 +142,7 @@ class House:
         return [Post.model_validate(post.model_dump() | {"id": f"p{number}"}) for number, post in found]
 
     def fill(self, count: int, size: int) -> None:
-        """Put a backlog of `count` posts aside, `size` per message, without checking whether they were sent before."""
+        """Fill the list ASIDE with `count` posts, `size` per message. Do not check whether they were sent before."""
         for start in range(0, count, 1000 * size):
             posts = self.posts(min(1000 * size, count - start))
             publish(self.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
@@ -153,7 +153,10 @@ class House:
 
     @contextmanager
     def workers(self, row_seconds: Sequence[float]) -> Iterator[list[Child]]:
-        """Run one stand-in worker for each time per row; enter the block once all of them answer."""
+        """Run one stand-in worker per entry of `row_seconds` (its time per row).
+
+        Yield the workers once all answer, and stop them afterwards.
+        """
         environment = (
             os.environ
             | variables(self.settings)
@@ -453,7 +456,7 @@ def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _topped_up(house: House, messages: int) -> Iterator[None]:
-    """Inside the block, keep `messages` messages in the queue, as long as there are any aside."""
+    """While the block runs, keep `messages` messages in the queue, refilled from the list ASIDE until that is empty."""
     done = threading.Event()
     script = house.redis.register_script(TOP_UP)
 

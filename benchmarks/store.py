@@ -89,7 +89,7 @@ def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, An
 
 
 def _seconds(call: Any, items: Sequence[Any], together: int) -> float:
-    """Return the seconds per item of calling `call` with slices of `together` items."""
+    """Call `call` with each slice of `together` items; return the mean seconds per item."""
     began = perf_counter()
     for start in range(0, len(items), together):
         call(items[start : start + together])

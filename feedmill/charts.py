@@ -22,7 +22,7 @@ def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ModuleNotFoundError:
-        notes.print("No chart: install matplotlib with `pip install 'feedmill\\[charts]'`.")
+        notes.print("A chart requires the package matplotlib: run `pip install 'feedmill\\[charts]'`.")
         return False
     # A Figure made without pyplot opens no window; saving it as PNG uses the Agg backend.
     figure = Figure(layout="constrained")

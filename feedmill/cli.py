@@ -218,7 +218,9 @@ def worker(
     try:
         from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     except ModuleNotFoundError as missing:
-        raise UserError(f"A worker needs the package {missing.name}. Run `pip install 'feedmill[worker]'`.") from None
+        raise UserError(
+            f"A worker requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
+        ) from None
     raise typer.Exit(run_worker(settings, name))
 
 

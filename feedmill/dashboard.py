@@ -124,7 +124,7 @@ def _configure(settings: Settings, address: str, port: int, password: str | None
     try:
         options.parse_command_line(["", *(f"--{name}={value}" for name, value in given.items() if value)], final=False)
     except (tornado.options.Error, ValueError) as error:
-        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}.") from None
+        raise UserError(f"Invalid FLOWER_ environment variable: {clause(error)}. Correct or unset it.") from None
     options.address, options.port = address, port
     options.basic_auth = [] if password is None else [f"{settings.flower_user}:{password}"]
     options.format_task = _with_reason
@@ -143,7 +143,7 @@ def _start_errors(address: str, port: int) -> Iterator[None]:
             f"Flower cannot listen on {address}:{port}: {error.strerror}. Choose another --port or --address."
         ) from None
     except ValueError as error:  # a missing certificate file
-        raise UserError(f"Flower cannot start: {clause(error)}.") from None
+        raise UserError(f"Flower cannot start: {clause(error)}. Correct the FLOWER_ environment variables.") from None
 
 
 def _with_reason(task: Any) -> Any:
@@ -155,8 +155,8 @@ def _with_reason(task: Any) -> Any:
 class MessageEvents(Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called on the loop's thread at a worker's first heartbeat. The earlier worker-online event comes before the
-        worker can answer an inspection.
+    met: called on the loop's thread at a worker's first heartbeat, when the worker can answer an inspection. It cannot
+        yet at the earlier worker-online event.
     """
 
     met: Callable[[], object]
@@ -227,7 +227,7 @@ class MessageEvents(Events):  # type: ignore[misc]
             written.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
             written.replace(self._path)
         except OSError as error:
-            logger.warning("cannot save Flower's state to %s: %s", self._path, error.strerror)
+            logger.warning("cannot save Flower's state to %s (%s)", self._path, error.strerror)
 
 
 def _fields(task: Task) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Queues:
         self._asked = -math.inf
 
     def names(self) -> set[str]:
-        """Return the queue names: the last known ones while Redis does not answer."""
+        """Return the queue names: the last known ones while Redis is unreachable."""
         if time.monotonic() - self._asked > PERIOD:
             self._asked = time.monotonic()
             try:
@@ -324,7 +324,7 @@ def _locked(folder: Path) -> Any:
     except BlockingIOError:
         logger.warning("another Flower uses %s: not saving the state of this one (see --data-folder)", folder)
     except OSError as error:
-        logger.warning("not saving Flower's state: cannot use %s: %s", folder, error.strerror)
+        logger.warning("cannot write Flower's state to %s (%s): not saving it", folder, error.strerror)
     else:
         return lock
     return None

@@ -88,7 +88,7 @@ def _report(
     results = ResultsStore(connect(stack.settings), stack.settings).latest(len(posts))
     statistics = worker_statistics(make_app(stack.settings)).get(WORKER_NODE)
     if statistics is None:
-        raise StackError(f"the worker does not answer. See its log in {stack.settings.data_folder}.")
+        raise StackError(f"The worker does not answer. See its log in {stack.settings.data_folder}.")
     efficiency = statistics["padding_efficiency"]
     results = sorted(results, key=lambda result: result.post.id)
     title = f"All {len(results)} posts: {_share_right(results)}"

@@ -77,14 +77,14 @@ def deploy(
 
 
 def _requested(folder: Path | None) -> Wanted:
-    """Return the deployment to store, for the workers' own model without a folder. Raises UserError without a model."""
+    """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
     if folder is None:
         return Wanted(None, None, time.time())
     try:
         from workers.weights import locate  # noqa: PLC0415 - needs packages that only workers have
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"Reading a model needs the package {missing.name}. Run `pip install 'feedmill[worker]'`."
+            f"Deploying a model requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
         ) from None
     place = folder.expanduser().absolute()
     if not place.is_dir():
@@ -125,7 +125,7 @@ def _is_done(report: Report | None) -> bool:
 
 
 def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
-    """Ask the workers to check for a deployment; return each one's report on the latest deployment it knows."""
+    """Ask the workers to check for a deployment; return each one's report on the latest deployment it has read."""
     answers = watch.ask(celery, "feedmill_deploy", nodes, ANSWER_TIMEOUT_S) if nodes else {}
     return [
         (node, Report(found["at"], Stage(found["stage"]), found["said"]))

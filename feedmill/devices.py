@@ -85,11 +85,14 @@ def _gpus(wanted: str) -> list[Share]:
 def _visible() -> list[str]:
     """Return the GPUs that torch sees, named by number or UUID as in CUDA_VISIBLE_DEVICES. Raises UserError."""
     if find_spec("torch") is None:
-        raise UserError("A worker needs torch. Install it with `pip install 'feedmill[worker]'`.")
+        raise UserError("A worker requires the package torch: run `pip install 'feedmill[worker]'`.")
     counted = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True, check=False)
     if counted.returncode:
         why = counted.stderr.strip().splitlines()[-1:]
-        raise UserError(f"Cannot count the GPUs, because torch fails: {''.join(why):.300}")
+        raise UserError(
+            f"Cannot count the GPUs, because torch fails: {''.join(why):.300}. "
+            "Reinstall torch, or set FEEDMILL_DEVICES=cpu."
+        )
     count = int(counted.stdout.split()[-1])
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",")][:count]

@@ -31,7 +31,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, labels: Sequence[str], pairs: Iterable[tuple[str, str]]) -> "Evaluation":
-        """Count (true label, predicted label) pairs, one per post: at least one, with labels out of `labels`."""
+        """Count pairs of true and predicted label, one per post; at least one, with labels that are in `labels`."""
         place = {label: number for number, label in enumerate(labels)}
         confusion = np.zeros((len(place), len(place)), np.int64)
         for truth, predicted in pairs:
@@ -73,7 +73,7 @@ class Evaluation:
 
 
 class Bin(NamedTuple):
-    """The posts whose best score lies in one tenth: their mean score (confidence) and the share that is right."""
+    """The posts whose best score lies in one tenth: their mean score (confidence) and the share labelled correctly."""
 
     #: Lower bound of the scores.
     least: float
@@ -83,7 +83,7 @@ class Bin(NamedTuple):
 
 
 def bins_of(scored: Iterable[tuple[float, bool]]) -> list[Bin]:
-    """Group posts into tenths by their best score; empty tenths are left out. scored: (best score, label is right)."""
+    """Group posts into tenths by their best score, without empty tenths. scored: (best score, label is correct)."""
     found: dict[int, list[tuple[float, bool]]] = {}
     for score, right in scored:
         found.setdefault(min(max(int(score * BINS), 0), BINS - 1), []).append((score, right))

@@ -89,7 +89,10 @@ def measure(
     ]
     failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
     if not predictions:
-        raise UserError(f"None of the {len(known):,} posts can be classified. First error: {failures[0]}")
+        raise UserError(
+            f"None of the {len(known):,} posts can be classified: {failures[0]}. "
+            "Correct the posts, or use another model."
+        )
     labels = loaded.label_set(ClassifyOptions()).labels
     return Measured(
         loaded.weights.name,

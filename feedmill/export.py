@@ -89,7 +89,7 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
     except ModuleNotFoundError as missing:
         if missing.name != "pyarrow":
             raise
-        raise UserError("Parquet needs pyarrow. Install it with `pip install 'feedmill[export]'`.") from None
+        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
     return Parquet(columns)
 
 
@@ -375,7 +375,9 @@ def purge(out: Path, reader: RowReader) -> int:
     if out.is_dir():
         state = out / STATE
         if not state.is_file():
-            raise UserError(f"{out} is not a folder of `feedmill export`: it has no {STATE}.")
+            raise UserError(
+                f"{out} is not a folder of `feedmill export`: it has no {STATE}. Give the OUT of an earlier export."
+            )
         try:
             form = format_of(str(json.loads(state.read_bytes())["format"]))
         except (ValueError, KeyError, TypeError):
@@ -383,7 +385,7 @@ def purge(out: Path, reader: RowReader) -> int:
         with _locked(out):
             return _sweep(out, form, reader)
     if not out.is_file():
-        raise UserError(f"{out} does not exist.")
+        raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
     form = _format_of_file(out)
     temporary = _temporary(out)
     removed, left = _without_purged(out, temporary, form, reader)
@@ -401,7 +403,9 @@ def _format_of_file(path: Path) -> Format:
             return Jsonl()
         if _are_ours(line.decode().strip().split(",")):
             return Csv()
-    raise UserError(f"{printable(str(path))} is not an export of results: its columns differ from those of an export.")
+    raise UserError(
+        f"{printable(str(path))} is not an export of results: it has other columns. Give the OUT of an earlier export."
+    )
 
 
 def _are_ours(columns: Collection[str]) -> bool:

@@ -13,12 +13,14 @@ from shared.messages import Post
 
 #: Bad records to print; the rest are only counted.
 BAD_RECORDS_SHOWN = 20
-#: Maximum number of records that one batch of `trips` reads: the filters may leave few posts of a dump of millions.
+#: Maximum records read for one batch: filters may drop nearly all posts of a large dump.
 TRIP_RECORDS = 100_000
 
 
 class Reading:
-    """A reader of one file that keeps its counts. An error in the file keeps the posts before it; `end` raises it.
+    """Read one file's posts and count its records.
+
+    If reading fails, the posts read before the error are still yielded, and `end` raises the error.
 
     filters: which posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
     the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id.
@@ -54,7 +56,7 @@ class Reading:
         return (found for found in self._each(self.source.labelled()) if found)
 
     def trips(self, posts: int) -> Iterator[list[Post]]:
-        """Yield batches of at most `posts` valid posts. At each batch, `records` counts the records read so far."""
+        """Yield batches of at most `posts` valid posts. When a batch is yielded, `records` includes its records."""
         trip: list[Post] = []
         begun = self.records
         for post in self._each(self.source.items()):

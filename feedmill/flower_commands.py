@@ -35,7 +35,7 @@ def flower(
     prints it once.
     """
     if find_spec("flower") is None:
-        raise UserError("Flower is not installed. Run `pip install 'feedmill[monitor]'`.")
+        raise UserError("Flower requires the package flower: run `pip install 'feedmill[monitor]'`.")
     settings = settings_of(redis_url=redis_url, data_folder=data_folder)
     if no_auth and not is_loopback(address):
         raise UserError(

@@ -120,7 +120,7 @@ def reddit(
     )
     options = options_of(settings, labels, template, multi_label)
     if find_spec("praw") is None:
-        raise UserError("Reading Reddit needs the package praw. Run `pip install 'feedmill[reddit]'`.")
+        raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
     clock = Clock()
     with _stopping_on_signals(clock), told_plainly(settings):
         redis = connect(settings)

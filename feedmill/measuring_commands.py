@@ -17,7 +17,7 @@ from feedmill import charts
 from feedmill.file_reading import Reading
 from feedmill.flags import Device, Dtype, Engine, IdColumn, Kind, Labels, Model, Template, settings_of
 from feedmill.offline_commands import load_model
-from shared.errors import DeviceLost, InputError, ModelError, UserError, json_line, printable
+from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 
@@ -75,7 +75,10 @@ def tune(
             for done, size in enumerate(tuning.run()):
                 progress.update(bar, completed=done, description=f"{NAMES[size.kind]} {size.value}")
         except DeviceLost as lost:
-            raise ModelError(f"The device failed, so larger batches were not measured: {lost}") from None
+            raise ModelError(
+                f"The device failed: {clause(lost)}. Nothing was stored; check the device and run "
+                "`feedmill tune` again."
+            ) from None
     report = TuningReport(tuning, loaded, len(posts))
     report.show(console)
     curve = report.curves[TOKEN_BUDGET]
@@ -223,7 +226,7 @@ def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
     posts = list(islice(reading.posts(), limit))
     if not posts:
         reading.end()
-        raise InputError(f"{file} contains no valid post.")
+        raise InputError(f"{file} contains no valid post. Give another file.")
     return posts
 
 

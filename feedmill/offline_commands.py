@@ -33,6 +33,7 @@ from shared.errors import (
     PostRefused,
     RequestRefused,
     UserError,
+    clause,
     json_line,
     printable,
 )
@@ -113,7 +114,7 @@ def load_model(settings: Settings) -> "Classifier":
         from workers.classifiers.choose import load_classifier  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"This command needs the package {missing.name}. Run `pip install 'feedmill[worker]'`."
+            f"This command requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
         ) from None
     return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
 
@@ -137,9 +138,13 @@ def refusals_told(settings: Settings) -> Iterator[None]:
     try:
         yield
     except RequestRefused as refused:
-        raise UserError(f"{settings.model} cannot serve this request: {refused}.") from None
+        raise UserError(
+            f"{settings.model} cannot serve this request: {refused}. Correct the option, or use another model."
+        ) from None
     except (DeviceFull, DeviceLost) as error:
-        raise UserError(f"The device failed: {error}") from None
+        raise UserError(
+            f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+        ) from None
 
 
 def _is_file(what: str) -> bool:
@@ -150,7 +155,10 @@ def _is_file(what: str) -> bool:
     except OSError:  # too long for a file name
         return False
     if FILE_NAME.fullmatch(what):
-        raise InputError(f"File {what} does not exist. To classify it as a text, write a sentence.")
+        raise InputError(
+            f"There is no file {what}. A single word with an extension or a slash is read as a file name; "
+            "to classify text, give at least two words."
+        )
     return False
 
 

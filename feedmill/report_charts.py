@@ -127,6 +127,6 @@ def _line(axes: Any, values: Sequence[float | None], colour: str, name: str) -> 
 
 
 def _name(label: str) -> str:
-    """Return the label as matplotlib can show it: no leading underscore (hidden in legends), no control characters."""
+    """Return the label for a legend: no control characters, and a space before an underscore, which hides a label."""
     shown = "".join(character if character.isprintable() else "?" for character in label[:40])
     return f" {shown}" if shown.startswith("_") else shown

@@ -48,7 +48,7 @@ def report(
         beside.replace(out)
         pictures = report_charts.save(found, png, notes) if png else []
     except OSError as error:
-        raise UserError(f"Cannot write the report: {error}.") from None
+        raise UserError(f"Cannot write the report: {error}. Give a writable --out and --png.") from None
     more = f" and {len(pictures)} images in {png}" if pictures else ""
     what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {hours:,} hour{'' if hours == 1 else 's'}"
     typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")

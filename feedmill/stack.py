@@ -56,7 +56,9 @@ class Stack:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise StackError(f"Cannot create the data folder {folder}: {error.strerror}.") from None
+            raise StackError(
+                f"Cannot create the data folder {folder}: {error.strerror}. Set another --data-folder."
+            ) from None
         self._folder = folder
         self._durable = durable
         self._port = free_port()

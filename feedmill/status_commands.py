@@ -147,14 +147,14 @@ def _watch(settings: Settings, as_json: bool) -> None:
 
 
 def _snapshots(settings: Settings) -> Iterator[Seen | str]:
-    """Yield a snapshot every two seconds without end, or an error message while Redis does not answer."""
+    """Yield a snapshot every two seconds without end, or an error message while Redis is unreachable."""
     lookout = Lookout(settings)
     while True:
         began = time.monotonic()
         try:
             yield lookout.look()
         except (RedisFault, OperationalError) as fault:
-            yield f"Redis at {settings.redis_address} does not answer ({clause(fault)})"
+            yield f"Redis at {settings.redis_address} is unreachable ({clause(fault)})"
         time.sleep(max(0.0, began + REFRESH_INTERVAL_S - time.monotonic()))
 
 

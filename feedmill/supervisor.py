@@ -94,7 +94,7 @@ class Worker:
         #: File descriptor of the pipe with its output.
         self.output = -1
         self.failures = Failures()
-        #: Time of the next start, by time.monotonic; None while it runs and after it was given up.
+        #: Time of the next start, by time.monotonic; None while it runs, and once it is no longer restarted.
         self.due: float | None = 0.0
         self.restarts = 0
         #: Latest statistics of its pool; None while it does not answer.
@@ -195,7 +195,7 @@ class Supervisor:
         self._status = 0
 
     def run(self) -> int:
-        """Run until a signal stops the workers or all are given up. Return the exit status.
+        """Run until a signal stops the workers or none of them is restarted any more. Return the exit status.
 
         Raises UserError with a worker's message if a worker exits because of a user error.
         """
@@ -282,7 +282,7 @@ class Supervisor:
                 worker.process.kill()
 
     def _exited(self, worker: Worker, status: int) -> None:
-        """Forward the rest of the output, then restart the worker, give it up, or stop all workers."""
+        """Forward the rest of the output, then restart the worker, leave it stopped, or stop all workers."""
         while self._forward_output(worker):
             pass
         with suppress(KeyError):
@@ -306,7 +306,7 @@ class Supervisor:
         delay = worker.failures.ended()
         if delay is None:
             logger.critical(
-                "giving up worker %s after %d failures in a row, the last with status %d. Its log ends:\n  %s",
+                "worker %s failed %d times in a row, last with status %d: not restarting it. Its log ends:\n  %s",
                 worker.node,
                 MAX_FAILURES,
                 status,
@@ -365,7 +365,7 @@ class Supervisor:
                 self._waker.send(bytes([ANSWERED]))
 
     def _all_answer(self) -> bool:
-        """Return True if every worker answers, except those that were given up."""
+        """Return True if every worker answers, except those that are no longer restarted."""
         return all(worker.statistics or worker.is_over for worker in self._workers)
 
     def _update_statistics(self, found: dict[str, dict[str, Any]]) -> None:
@@ -392,7 +392,7 @@ class Supervisor:
                 recent = worker.statistics["recent"]
                 how = f"{recent['posts_per_second']:,.0f} posts/s, busy {recent['device_busy']:.2f}"
             else:
-                how = "given up" if worker.is_over else "not answering"
+                how = "stopped" if worker.is_over else "not answering"
             parts.append(f"{worker.share.name} {how}")
         return " · ".join(parts)
 

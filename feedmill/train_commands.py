@@ -61,8 +61,10 @@ def train(
     head_rate: Annotated[
         float | None, _option("Learning rate of the head, as a multiple of --learning-rate (default: 10).")
     ] = None,
-    warmup: Annotated[float | None, _option("Share of the steps during which the rate rises (default: 0.1).")] = None,
-    schedule: Annotated[str | None, _option("Decay of the rate: linear, cosine or constant (default: linear).")] = None,
+    warmup: Annotated[float | None, _option("Share of the steps with a rising learning rate (default: 0.1).")] = None,
+    schedule: Annotated[
+        str | None, _option("Learning-rate schedule: linear, cosine or constant (default: linear).")
+    ] = None,
     weight_decay: Annotated[float | None, _option("Weight decay of AdamW (default: 0.01).")] = None,
     fit_head: Annotated[
         bool | None, _option("Fit the classification head first (default: on).", "--fit-head/--no-fit-head")
@@ -143,10 +145,10 @@ def trainer(
 
 
 def _check_packages() -> None:
-    """Raises UserError if a package that trainings import is missing."""
+    """Raise UserError if a package that trainings import is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise UserError(f"Training needs the package {package}. Run `pip install 'feedmill[worker,train]'`.")
+            raise UserError(f"Training requires the package {package}: run `pip install 'feedmill[worker,train]'`.")
 
 
 def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
@@ -198,7 +200,7 @@ def check_folder(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot create {folder}: {error.strerror}.") from None
+        raise UserError(f"Cannot create {folder}: {error.strerror}. Set another --out.") from None
 
 
 def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:

@@ -134,7 +134,9 @@ def _of_path(path: str, notes: Console) -> Iterator[Post | Labelled]:
         return
     parts = sorted(folder.glob("*/part-*"))
     if not parts:
-        raise InputError(f"The folder {printable(path)} holds no parts of an export. Name a file or an export folder.")
+        raise InputError(
+            f"The folder {printable(path)} contains no parts of an export. Name a file or an export folder."
+        )
     for part in parts:
         yield from _of_file(str(part), notes)
 
@@ -153,7 +155,7 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
         import pyarrow as pa  # noqa: PLC0415 - an extra
         import pyarrow.parquet as pq  # noqa: PLC0415
     except ModuleNotFoundError:
-        raise UserError("Parquet needs pyarrow. Install it with `pip install 'feedmill[export]'`.") from None
+        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(BATCH_ROWS):
@@ -161,14 +163,18 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
                     record = {column.lower(): value for column, value in row.items()}
                     for found in labelled_of(record, f"{printable(path)}:{number}"):
                         if isinstance(found, BadRecord):
-                            raise InputError(f"{found.where} is not a row of an export: {found.reason}.")
+                            raise InputError(
+                                f"{found.where} is not a row of an export: {found.reason}. Export the results again."
+                            )
                         yield found
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(f"Cannot read {printable(path)} as a Parquet export: {clause(error)}.") from None
+        raise InputError(
+            f"Cannot read {printable(path)} as a Parquet export: {clause(error)}. Export the results again."
+        ) from None
 
 
 def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
-    """Return the ids of purged posts; None, with a note, if Redis does not answer."""
+    """Return the ids of purged posts; None, with a note, if Redis is unreachable."""
     try:
         with told_plainly(settings):
             return RowReader(connect(settings)).gone(ids)

@@ -109,7 +109,9 @@ class Trainings:
         if found is None:
             message = last.removeprefix("feedmill: ")
             raise UserError(
-                message if process.returncode == 2 else f"The training failed, see the trainer's log: {message}"
+                message
+                if process.returncode == 2
+                else f"The training failed: {message.rstrip('.')}. See the trainer's log."
             )
         return found
 
@@ -149,7 +151,9 @@ def within(options: TrainOptions, settings: Settings) -> TrainOptions:
         changed["test"] = _inside(folder, options.test, "test")
     if options.base not in (EMBEDDED, settings.model):
         if options.base.startswith(("/", ".", "~")) or ".." in Path(options.base).parts:
-            raise UserError(f"base: {printable(options.base)!r:.200} is outside of the training folder.")
+            raise UserError(
+                f"base: {printable(options.base)!r:.200} is outside of the training folder. Give a path inside it."
+            )
         if (folder / options.base).is_dir():
             changed["base"] = _inside(folder, options.base, "base")
     return options.model_copy(update=changed)

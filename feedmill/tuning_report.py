@@ -76,7 +76,7 @@ class TuningReport:
         return f"{found}: {knee.posts_per_s / compared.posts_per_s:.2f} times the posts/s of {against}."
 
     def _compared(self, kind: str) -> Measured | None:
-        """Return the point to compare a knee with: the smallest batch size, or the knee of the batch sizes."""
+        """Return the baseline of a curve's speed-up: the smallest batch size or, for token budgets, the best one."""
         sizes = self.measured.get(BATCH_SIZE)
         if sizes is None:
             return None

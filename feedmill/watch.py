@@ -254,7 +254,7 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
-    """Check the health of these parts. If Redis does not answer, that is the only finding."""
+    """Check the health of these parts. If Redis is unreachable, that is the only finding."""
     redis = connect_briefly(settings)
     try:
         with told_plainly(settings):

@@ -1,8 +1,8 @@
 """Read posts back from rows of an export of results.
 
 Exports have fixed column names, so they bypass the name guessing that other files need (records.py). In an export,
-`label` is a model's prediction, not a topic, and `permalink` is not `url`. This module knows neither file formats nor
-how exports are written.
+`label` is a model's prediction, not a topic, and `permalink` is not `url`. This module depends neither on file formats
+nor on the code that writes exports.
 """
 
 import re

@@ -118,9 +118,11 @@ class Source:
                             else:
                                 yield from post_of(fields, place_of_it, self._id_column)
         except FileNotFoundError:
-            raise InputError(f"There is no file {self._path}.") from None
+            raise InputError(f"There is no file {self._path}. Check the path.") from None
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"Cannot read {self.name} to the end: {error}.") from None
+            raise InputError(
+                f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."
+            ) from None
 
     def _look_for_ids(self, first: dict[str, Any]) -> None:
         """Find the id column. Raises InputError if the first record lacks the requested one."""
@@ -140,7 +142,7 @@ class Source:
         binary = unpacked(self._open(opened), self.name, opened)
         head = binary.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if head.startswith(b"PAR1"):
-            raise InputError(f"{self.name} is Parquet: convert it to JSONL or CSV, as docs/export.md shows.")
+            raise InputError(f"{self.name} is a Parquet file. Convert it to JSONL or CSV, as docs/export.md shows.")
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
         if not is_array and not is_lines:
             beginning = head.decode(errors="replace")
@@ -259,7 +261,7 @@ def _object(value: object) -> dict[str, Any] | str:
 def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
     header_line = text.readline(CHUNK_BYTES)
     if not header_line.strip():
-        raise InputError(f"{name} is empty.")
+        raise InputError(f"{name} is empty. Give another file.")
     delimiter, header = _columns(header_line)
     if not _posts_columns(header_line):
         raise InputError(

@@ -73,7 +73,10 @@ class Mark(NamedTuple):
 
 
 def purpose(settings: Settings, options: ClassifyOptions) -> str:
-    """Return a text that identifies options and queue: a post sent to one queue is still unsent to another."""
+    """Return the key under which sent posts and file positions are recorded.
+
+    Contains the options and the queue, because a post sent to one queue can still be sent to another.
+    """
     text = options.model_dump_json()
     return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
 
@@ -81,8 +84,8 @@ def purpose(settings: Settings, options: ClassifyOptions) -> str:
 class QueueGate:
     """Backpressure: closes when `queue_limit` messages wait, and opens again below `queue_resume`.
 
-    Bounds the queue's memory in Redis, except for what producers send that check at the same moment. Two thresholds
-    are used because with one, a producer would check the queue for every message or two.
+    Bounds the queue's memory in Redis. Producers that check at the same moment can exceed the limit slightly. With a
+    single threshold, a producer would check the queue for every message or two.
 
     `queue_resume` defaults to half of `queue_limit`. Raises SettingsError if it is larger.
     """
@@ -267,9 +270,9 @@ class Pusher:
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
-    """Group posts into round trips: full ones, or smaller ones if the source is slow.
+    """Group posts into batches, one per round trip; smaller ones if the source is slow.
 
-    size: posts per message. All groups but the last are a multiple of it.
+    size: posts per message. The length of every batch but the last is a multiple of it.
     """
     trip: list[Post] = []
     limit = size * max(1, POSTS_PER_ROUND_TRIP // size)

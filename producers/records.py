@@ -1,4 +1,4 @@
-"""Convert records of any origin to posts, and filter them. Knows nothing of files.
+"""Convert records of any origin to posts, and filter them. Independent of file formats.
 
 Recognizes common field names, and those of Reddit's API, which dumps (Pushshift, Arctic Shift) also use.
 """

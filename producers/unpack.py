@@ -79,7 +79,9 @@ def _unzstd(packed: BufferedReader, name: str) -> Iterator[bytes]:
     try:
         import zstandard  # noqa: PLC0415 - optional dependency
     except ModuleNotFoundError:
-        raise UserError(f"{name} is compressed with zstd: run `pip install 'feedmill[dumps]'` to read it.") from None
+        raise UserError(
+            f"Reading {name} requires the package zstandard: run `pip install 'feedmill[dumps]'`."
+        ) from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj(read_across_frames=True)
     for block in _zstd_blocks(packed):
         try:

@@ -185,7 +185,7 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
         hint = f"If it requires TLS, {PREFIX}REDIS_URL must begin with rediss://."
     elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
         hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port."
-    return f"does not answer ({clause(fault)}). {hint}"
+    return f"is unreachable ({clause(fault)}). {hint}"
 
 
 def _refusal(fault: BaseException, causes: Mapping[type, Any], settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""Lua scripts for leases: reserve, renew and find expired ones, return, set aside, replace.
+"""Lua scripts for leases: reserve, renew, find expired, return, replace; and move undecodable messages.
 
 shared/leases.py describes the keys. At `maxmemory` Redis rejects a script at its first write that can use memory, but
 lets it continue after a write that cannot. So each script starts with a deletion, even of nothing. This also makes

@@ -2,7 +2,7 @@
 
     `reserved`         hash: tag -> the message as it was in its list
     `reserved_index`   sorted set: tag -> expiry of its lease, by Redis' clock
-    `undecodable`      list, newest first, bounded: undecodable messages that were set aside
+    `undecodable`      list, newest first, bounded: messages that could not be decoded
 
 A *tag* names one reservation of one message: `<process>-<lease seconds>-<reservation>-<position> <list>`. Tags sort in
 order of reservation and name the list that the message returns to. A late acknowledgement cannot remove a later
@@ -12,7 +12,7 @@ never redeliver each other's messages.
 A message is held until it is acknowledged or returned. The lease thread renews leases meanwhile, and returns the
 messages of other processes whose leases expired. When a connection ends, its messages return to their lists, except
 those that are *claimed*: work on them continues, and their acknowledgements are sent over the next connection. The code
-that claims a message must acknowledge it, reject it or give up the claim. References and garbage collection play no
+that claims a message must acknowledge it, reject it or drop the claim. References and garbage collection play no
 role.
 
 A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
@@ -146,7 +146,7 @@ class Leases:
                     self.bytes_later -= found.size
 
     def unclaim(self, tag: str) -> None:
-        """Give up a claim: the message returns to its list when its connection ends."""
+        """Drop a claim: the message returns to its list when its connection ends."""
         if found := self.held.get(tag):
             found.claimed = False
 
@@ -292,7 +292,7 @@ class Leases:
             try:
                 more, warned = self._run_once(), False
             except Exception as fault:  # any error: leases must be renewed as long as the process lives
-                logger.log(logging.DEBUG if warned else logging.WARNING, "cannot renew leases, will retry: %s", fault)
+                logger.log(logging.DEBUG if warned else logging.WARNING, "cannot renew leases (%s); retrying", fault)
                 self._renew_at, warned = 0.0, True
                 if is_replica(fault):  # after a failover, a new connection may reach the new master
                     self.client.connection_pool.disconnect(inuse_connections=False)

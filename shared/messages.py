@@ -1,7 +1,7 @@
 """The message format: posts, the options of a request, and one outcome per post.
 
 These models are the public contract. Other applications send `feedmill.classify` with these fields as JSON, and read
-the outcomes. The models define what is valid; they know nothing of Celery, Redis or the classification model.
+the outcomes. The models define what is valid; they do not depend on Celery, Redis or the classification model.
 """
 
 import html
@@ -123,7 +123,7 @@ class Post(BaseModel):
     @model_validator(mode="after")
     def _has_text(self) -> "Post":
         if not self.text:
-            raise PostRefused(self.id, "", "neither title nor body holds any text")
+            raise PostRefused(self.id, "", "title or body must contain text")
         return self
 
     @cached_property
@@ -160,7 +160,7 @@ def _parse_labels(value: object) -> object:
     for label in value[: MAX_LABELS + 1]:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
-            raise ValueError(f"expected names, got {type(label).__name__}")
+            raise ValueError(f"each label must be text, not {type(label).__name__}")
         if name in described:
             raise ValueError(f"the label {cut(name)!r} is named twice")
         described[name] = (name,)

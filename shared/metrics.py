@@ -196,11 +196,11 @@ class RedisFigures:
             yield Sample(figure, counters[field])
 
     def away(self) -> list[str]:
-        """Return a sentence if Redis does not answer, else an empty list."""
+        """Return a sentence if Redis is unreachable, else an empty list."""
         try:
             self._redis.ping()
         except RedisFault as fault:
-            return [f"Redis at {self._settings.redis_address} does not answer ({clause(fault)})"]
+            return [f"Redis at {self._settings.redis_address} is unreachable ({clause(fault)})"]
         return []
 
 
@@ -213,7 +213,7 @@ def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready:
         from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
         raise UserError(
-            "Metrics require prometheus-client. Install it with `pip install 'feedmill[monitor]'`."
+            "Serving metrics requires the package prometheus-client: run `pip install 'feedmill[monitor]'`."
         ) from None
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

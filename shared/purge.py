@@ -268,7 +268,10 @@ def _is_outcome(item: object, posts: Collection[str]) -> bool:
 
 
 def _text_before_reasons(message: object, posts: Collection[str]) -> str:
-    """Return the start of an error's text, before the quoted reasons, if any of these posts is quoted; else ""."""
+    """Return the part of a failed message's error text before its list of reasons.
+
+    Return "" unless a reason names one of `posts`.
+    """
     text, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS_PREFIX)
     if not found:
         return ""

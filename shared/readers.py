@@ -6,7 +6,7 @@ counters (shared/results.py): entries written, trimmed and present. Entries that
 purged, and are not reported. XREAD is used only to wait. Redis 7 has similar figures (`entries-added`, a group's
 `entries-read`), but Redis 6.2 does not, and they cannot distinguish purged from trimmed entries.
 
-Knows nothing of the command line or of Celery's tasks.
+Independent of the command line and of Celery's tasks.
 """
 
 import logging
@@ -390,7 +390,7 @@ def open_reader(
 ) -> Reader:
     """Create a follower, or a member of a group. Raises UserError for invalid values.
 
-    consumer: the member's name; the default is made of the host's name and the process id.
+    consumer: the member's name; default: host name and process id.
     """
     if wanted.min_score is not None and not math.isfinite(wanted.min_score):
         raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
@@ -430,7 +430,7 @@ def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator
             if not answered or isinstance(fault, AuthenticationError):
                 raise
             if not failures:
-                logger.warning("Redis does not answer (%s); retrying until it does", fault)
+                logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
             time.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
             failures += 1
             continue

@@ -1,4 +1,4 @@
-"""Classify Redis errors as transient or permanent. Knows nothing of Celery."""
+"""Classify Redis errors as transient or permanent. Independent of Celery."""
 
 from collections.abc import Iterator
 

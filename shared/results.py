@@ -2,7 +2,7 @@
 
 One script writes a micro-batch. It sets each classification if absent, and appends only new ones to the stream. So a
 message that is delivered twice, or to two workers at once, leaves one result and one stream entry. A post has at most
-one dead letter per request while the first one exists. Knows nothing of models or of Celery.
+one dead letter per request while the first one exists. Independent of models and Celery.
 """
 
 import json

@@ -237,7 +237,10 @@ def want(redis: Redis, queue: str, asked: Wanted | None) -> None:
         redis.hdel(WANTED, queue)
         return
     if not redis.hexists(WANTED, queue) and redis.hlen(WANTED) >= MOST:
-        raise UserError(f"Models are deployed to {MOST} queues, the maximum. List them with `feedmill deploy --show`.")
+        raise UserError(
+            f"Models are deployed to {MOST} queues, the maximum. List them with `feedmill deploy --show`, and "
+            "remove one with `feedmill deploy --own`."
+        )
     redis.hset(WANTED, queue, json.dumps(asked._asdict()))
 
 

@@ -80,7 +80,7 @@ class TrainOptions(BaseModel):
     #: AdamW's weight decay.
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.01
     #: Fit the head first, on the frozen base model's outputs; takes one pass. Training then starts near a solution and
-    #: changes less of what the base model knows (arXiv 2202.10054).
+    #: changes less of the base model's features (arXiv 2202.10054).
     fit_head: bool = True
     #: Weight labels by their rarity. Improves macro-F1 rather than accuracy.
     class_weights: bool = False

@@ -82,7 +82,7 @@ PARTS = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class UndecodableError(ValueError):
-    """An element of a queue's list is not a valid message. The text gives the reason."""
+    """A message in a queue cannot be decoded. The text gives the reason."""
 
 
 def decoded(message: bytes) -> dict[str, Any]:
@@ -99,15 +99,15 @@ def decoded(message: bytes) -> dict[str, Any]:
     except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
         raise UndecodableError(f"malformed message ({type(error).__name__})") from error
     if not isinstance(body, str) or not isinstance(delivery, dict):
-        raise UndecodableError("body or delivery_info is missing, or of the wrong type")
+        raise UndecodableError("body must be a string, and delivery_info an object")
     if wrong := [name for name, part in parts.items() if not isinstance(part, PARTS[name] | None)]:
-        raise UndecodableError(f"{wrong[0]} is of the wrong type")
+        raise UndecodableError(f"{wrong[0]} must be {PARTS[wrong[0]].__name__}, not {type(parts[wrong[0]]).__name__}")
     delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
     return found  # type: ignore[no-any-return]  # the sender controls its content
 
 
 def needs_isolation(message: Mapping[str, Any]) -> bool:
-    """Return whether a message was held by so many vanished workers that it may be the cause."""
+    """Return whether enough workers vanished while holding this message that it may be the cause."""
     return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
 
 
@@ -149,7 +149,7 @@ def is_alone(message: Any) -> bool:
 
 
 def end_alone(message: Any) -> None:
-    """Record that the message delivered in isolation proved harmless; ignore others. Raises redis-py's errors."""
+    """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
     if leases := getattr(message.channel, "leases", None):
         leases.end_alone(message.delivery_tag)
 
@@ -162,7 +162,7 @@ def queued_size(message: Any) -> int:
 
 
 def unclaim(message: Any) -> None:
-    """Give up a claim: the message returns to its queue when its connection ends."""
+    """Drop a claim: the message returns to its queue when its connection ends."""
     if leases := getattr(message.channel, "leases", None):
         leases.unclaim(message.delivery_tag)
 
@@ -590,7 +590,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             queue, tag, message, found = self._buffer[0]
             alone = queue in self.connection._callbacks and needs_isolation(found)
             if alone:
-                self.leases.begin_isolation(tag, message)  # raises if Redis does not answer; the message stays buffered
+                self.leases.begin_isolation(tag, message)  # raises if Redis is unreachable; the message stays buffered
             self._buffer.popleft()
             if queue not in self.connection._callbacks:  # the consumer was cancelled
                 self.leases.return_unclaimed([tag])

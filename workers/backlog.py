@@ -122,7 +122,7 @@ class Backlog:
 
     @property
     def latest(self) -> Loaded:
-        """The model for which new rows are to wait."""
+        """The model that was loaded last. New rows wait for it."""
         return self._models[-1]
 
     def oldest_age(self) -> float:

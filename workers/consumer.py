@@ -230,7 +230,7 @@ class Consumer(consumer.Consumer):
                 raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
 
     def _refuse_fatal(self, message: Any) -> None:
-        """Write a dead letter, without decoding the body, for a message that several workers died with."""
+        """Write a dead letter, without decoding the body, for a message that killed several workers."""
         fatal = f"{times_fatal(message)} workers died while handling it in isolation"
         what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
@@ -293,7 +293,7 @@ def _quotes_no_body(record: logging.LogRecord) -> bool:
 def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
     """Return a dead letter for each post found in a kombu message.
 
-    If there are none, or if unread, return a single one with the message's body.
+    Without posts, or with `unread`, return a single dead letter with the message's body.
     """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
     traceback = traced(error) if error else None

@@ -40,7 +40,7 @@ def times_fatal(message: Any) -> int:
 
 
 def came_from(message: Any) -> str | None:
-    """Return the queue that a kombu message was taken from, or None. Its reservation (shared/leases.py), not its
-    sender, names it.
+    """Return the queue that a kombu message was taken from, or None. Trust the lease's tag (shared/leases.py), not the
+    sender.
     """
     return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None

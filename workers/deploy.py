@@ -1,9 +1,9 @@
 """Hot swap: load the model wanted for a worker's queue and activate it while the previous one keeps running.
 
 `feedmill deploy` stores a folder and the hash of its weights in Redis (shared/serving.py) and tells the workers to
-check. Workers trust only what they read there. A worker that misses the command checks every minute and at each
-connection. It loads the new model beside the active one, on a separate thread, and tests it. The pipeline then switches
-between two micro-batches. Any failure on the way leaves the active model in place.
+check. Workers trust only what they read there. They also check every minute and at each connection, in
+case they missed the command. A worker loads the new model beside the active one, on a separate thread, and tests it.
+The pipeline then switches between two micro-batches. Any failure on the way leaves the active model in place.
 
 A deployment can only select a folder on this machine, below `models_folder` if that is set, with safetensors of that
 hash. Code in the folder never runs. Independent of Celery.
@@ -163,7 +163,7 @@ class Deployer:
             budget = self._validate(classifier)
             if self._read_wanted() != asked:
                 self._wake.set()
-                raise UserError("another model is wanted by now.")
+                raise UserError("another model was deployed meanwhile.")
             self._report(asked, Stage.SWITCHING, f"to {name}, once earlier messages are finished")
             replaced: Future[None] = Future()
             self._pipeline.replace(classifier, budget, partial(replaced.set_result, None))
@@ -214,7 +214,9 @@ class Deployer:
         while rows := window.take(tokens, self._settings.batch_rows):
             for _, scores in self._compute(classifier, rows):
                 if set(scores) != set(label_set.labels) or not all(map(math.isfinite, scores.values())):
-                    raise ModelError(f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}")
+                    raise ModelError(
+                        f"{name} gives invalid scores for {len(scores)} labels: {scores!r:.200}. Deploy another model."
+                    )
         budget.share(tokens)
         return budget
 

@@ -81,7 +81,9 @@ def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> 
     if engine == "onnx":
         precision, why_dtype = _onnx_precision(found, dtype)
     elif dtype == "int8":
-        raise SettingsError("FEEDMILL_DTYPE: int8 requires FEEDMILL_ENGINE=onnx on a CPU.")
+        raise SettingsError(
+            "FEEDMILL_DTYPE: int8 requires ONNX Runtime on a CPU. Set FEEDMILL_ENGINE=onnx and FEEDMILL_DEVICE=cpu."
+        )
     elif dtype == "auto":
         precision, why_dtype = _half_precision(found)
     else:
@@ -136,9 +138,13 @@ def _processor() -> str:
 def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]:
     possible = ONNX_DTYPES.get(device.type)
     if possible is None:
-        raise SettingsError(f"FEEDMILL_ENGINE: onnx supports CUDA GPUs and the CPU, not {device}.")
+        raise SettingsError(
+            f"FEEDMILL_ENGINE: onnx does not support {device}. Set FEEDMILL_ENGINE=torch, or FEEDMILL_DEVICE=cpu."
+        )
     if dtype not in ("auto", *possible):
-        raise SettingsError(f"FEEDMILL_DTYPE: ONNX Runtime supports {' or '.join(possible)} on {device}, not {dtype}.")
+        raise SettingsError(
+            f"FEEDMILL_DTYPE: ONNX Runtime does not support {dtype} on {device}. Set {' or '.join(possible)}."
+        )
     return (DTYPES[possible[0]], "ONNX Runtime") if dtype == "auto" else (DTYPES[dtype], "precision as set")
 
 

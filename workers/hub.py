@@ -1,8 +1,8 @@
 """Models on the Hugging Face hub: download one commit of a repository into the hub's cache.
 
 huggingface_hub does the work: it reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads, and manages the cache, which every
-program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. It does
-not know which files a model needs.
+program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. The
+caller chooses the files to download.
 """
 
 import errno
@@ -284,9 +284,7 @@ def _silent_bar(progress: Progress | None) -> type[Any]:
 
 
 def _refuse_unreadable_token() -> None:
-    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote it when it becomes a
-    header.
-    """
+    """Raise ModelError for a malformed HF_TOKEN. The library's errors and log would quote the token."""
     token = os.environ.get("HF_TOKEN", "").strip()
     if not (token.isascii() and token.isprintable()):
         raise ModelError(

@@ -9,7 +9,7 @@ import threading
 from typing import ClassVar
 
 from shared.broker import connect
-from shared.errors import DeviceFull, DeviceLost, ModelError
+from shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from shared.results import ResultsStore
 from shared.settings import Settings
 from workers import device
@@ -66,7 +66,9 @@ class InProcess:
             classifier = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
             budget = calibrate(classifier, settings)
         except (DeviceFull, DeviceLost) as error:
-            raise ModelError(f"The device failed: {error}") from None
+            raise ModelError(
+                f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+            ) from None
         self._submitting = threading.Lock()
         self._pipeline = Pipeline(
             classifier,

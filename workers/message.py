@@ -42,7 +42,7 @@ class Message:
     task_id: Celery's task id, for dead letters.
     priority: 0 (first) to 9 (last).
     redelivered: whether a worker had the message before.
-    ticket: anything its owner needs to reply to it.
+    ticket: anything the caller needs to reply to it.
     attempts: number of deliveries, including this one.
     queue: the queue it was taken from, if any.
     """
@@ -82,11 +82,11 @@ class Message:
         self.fault: Exception | None = None
         #: True once one of its rows has entered a forward pass, or none needs to.
         self.started = False
-        #: True once its owner has its outcomes.
+        #: True once its outcomes were reported to the caller.
         self.finished = False
         #: True once nothing more of it is computed, because it was revoked or timed out.
         self.dropped = False
-        #: True once its owner has sent it again, as a new message. Its failed posts are then not dead letters yet.
+        #: True once a retry was sent as a new message. Its failed posts are then not dead letters yet.
         self.sent_again = False
 
     def read(self) -> list[Post | PostError]:
@@ -169,8 +169,7 @@ class Message:
         ]
 
     def check(self) -> None:
-        """Raise the reason for which the message was given up or refused, if any. Raise MessageFailed if its posts
-        failed.
+        """Raise the message's fault or refusal, or MessageFailed if its posts failed.
 
         A message fails when all of its posts failed. With the option `strict`, one failed post is enough.
         """

@@ -91,4 +91,4 @@ def classify(
 
 def lost(pipeline: Pipeline) -> ModelError:
     """Return the error for callers that wait for a failed pipeline."""
-    return ModelError(f"The device failed: {pipeline.failure}. See the log above.")
+    return ModelError(f"The device failed: {pipeline.failure}. Try again; the log above shows the cause.")

@@ -5,7 +5,8 @@
            → [writer]    workers/recording.py:   outputs → outcomes → stored → on_finished → on_recorded
 
 This module connects the parts and monitors them. A hung step (workers/watch.py), such as a forward pass, ends the
-worker, and so does a thread that dies. Independent of Celery. The pipeline calls its owner on its own threads:
+worker, and so does a thread that dies. Independent of Celery. The pool passes these callbacks, which the pipeline calls
+on its own threads:
 
 - `admits` returns whether a message is still wanted; called under the backlog's lock when its first row is taken.
 - `on_started` is called when the first row of a message enters a forward pass.
@@ -118,7 +119,7 @@ class Pipeline:
             )
         }
 
-    # Called by the owner, on its own thread.
+    # Called by the pool, on the consumer thread.
 
     def start(self) -> None:
         """Start the threads."""
@@ -165,7 +166,7 @@ class Pipeline:
         self._recording.run(job)
 
     def until_taken(self, write: Callable[[], object]) -> bool:
-        """Retry the owner's write to Redis until it succeeds; see Recording.until_taken."""
+        """Retry a write to Redis until it succeeds; see Recording.until_taken."""
         return self._recording.until_taken(write)
 
     def stop(self, seconds: float = 5.0) -> None:
@@ -259,7 +260,7 @@ class Pipeline:
         self._fail(ForwardHangs(what), what)
 
     def _on_replaced(self, loaded: Loaded) -> None:
-        """Reset the speed and notify the owner, once the writer thread has stored the old model's results."""
+        """Reset the speed and call `on_replaced`, once the writer thread has stored the old model's results."""
 
         def switch() -> None:
             self.statistics.forget_speed()

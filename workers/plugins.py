@@ -17,7 +17,8 @@ def plugin(name: str, setting: str) -> Any:
         return getattr(found, attribute)
     except AttributeError:
         raise SettingsError(
-            f"{PREFIX}{setting.upper()}: the module {module} ({found.__file__}) has no {attribute}."
+            f"{PREFIX}{setting.upper()}: the module {module} ({found.__file__}) has no {attribute}. "
+            "Set the name of a class in the module."
         ) from None
 
 

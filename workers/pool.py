@@ -6,8 +6,8 @@ acknowledges the whole batch. Here the default strategy, the Request class and t
 only decides *when* a request's task runs: once the device has its answer. Celery sees a busy pool that holds many
 messages and finishes them one by one.
 
-For what happens in between, this module knows only `Pipeline`. Celery is known here and in consumer.py, events.py,
-request.py, ticket.py, delivery.py, task.py and shared/broker.py.
+The pool hands messages to `Pipeline` and does not depend on its parts. Only this module, consumer.py, events.py,
+request.py, ticket.py, delivery.py, task.py and shared/broker.py depend on Celery.
 
 Relies on these internals of Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
@@ -200,13 +200,13 @@ class DevicePool(BasePool):
         try:
             register(self._redis, self._node)
         except RedisFault as fault:
-            logger.warning("cannot register worker %s as alive: %s", self._node, fault)
+            logger.warning("cannot register worker %s (%s); retrying in a minute", self._node, fault)
             return
         for name in self._queues():
             try:
                 other = announce(self._redis, name, model)
             except RedisFault as fault:
-                logger.warning("cannot register queue %s as served: %s", name, fault)
+                logger.warning("cannot register queue %s as served (%s); retrying in a minute", name, fault)
                 return
             if other and not self._deployer.report:  # expected during a deployment
                 logger.warning(
@@ -387,9 +387,7 @@ class DevicePool(BasePool):
             ticket.timed_out(True, limit)  # logs the soft time limit
 
     def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
-        """Finish a request. If Redis does not accept its ending, retry later. If Celery fails, return the message to
-        the queue.
-        """
+        """Finish a request. If Redis rejects a write, retry later. If Celery fails, return the message to the queue."""
         for timer in ticket.timers:
             timer.cancel()
         alone = is_alone(ticket.request.message)

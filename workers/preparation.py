@@ -1,8 +1,8 @@
 """Preparation: read each post of a message, look up its stored result, and turn it into token rows.
 
 This is the tokenizer thread's part of the pipeline. Posts that need no forward pass get their outcome here: malformed
-posts, posts with a stored result, and poison posts. It knows nothing of the device, and of Redis only the results
-store.
+posts, posts with a stored result, and poison posts. It does not depend on the device, and uses Redis only
+through the results store.
 """
 
 import logging

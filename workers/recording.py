@@ -1,8 +1,8 @@
 """Recording: turn outputs into stored results, set each post's outcome, and finish complete messages.
 
 This is the writer thread's part of the pipeline. Results are stored before their message is finished, and dead letters
-before its owner releases the message, so that anyone who sees a message end can rely on both. While Redis is
-unreachable the writer thread waits, and after a few micro-batches so does the device: nothing computed is lost.
+before it is acknowledged, so a finished message always has both. While Redis is unreachable, the writer thread waits;
+after a few micro-batches the device waits too. No computed result is lost.
 """
 
 import logging
@@ -147,7 +147,7 @@ class Recording:
             except RedisFault as fault:
                 if why := hopeless(fault):
                     raise RedisError(f"Redis permanently rejects results: {why}") from None
-                logger.warning("results wait for Redis (%s); retrying in %.1f s", fault, delay)
+                logger.warning("cannot store results (%s); retrying in %.1f s", fault, delay)
                 self._stopping.wait(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY_S)
         return False
@@ -169,7 +169,7 @@ class Recording:
         results, complete = [], []
         for work, outcome in outcomes:
             if work.message.fault:
-                continue  # given up: its posts already have outcomes
+                continue  # the whole message failed: its posts already have outcomes
             if isinstance(outcome, Classification):
                 results.append(Result(work.post, outcome))
             if work.message.settle(work.index, outcome):
@@ -198,7 +198,7 @@ class Recording:
         )
 
     def _record(self, results: Sequence[Result], complete: Sequence[Message]) -> None:
-        """Store results, let the owner finish the messages they complete, and store those messages' dead letters."""
+        """Store results, finish the messages that they complete, and store those messages' dead letters."""
         if not self._write(results, []):
             return
         self._statistics.totals.posts += len(results)
@@ -216,7 +216,7 @@ class Recording:
         self._write_dead_letters([message])
 
     def _write_dead_letters(self, done: Sequence[Message]) -> None:
-        """Store the dead letters of finished messages, then let the owner release the messages."""
+        """Store the dead letters of finished messages, then call `on_recorded`, so that the pool acknowledges them."""
         now = time.time()
         dead = [letter for message in done for letter in message.dead_letters(self._worker, now)]
         if not self._write([], dead):

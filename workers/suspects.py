@@ -77,9 +77,7 @@ class Suspects:
         self._worker = uuid4().hex
 
     def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
-        """Record the posts, as (message id, index), of the pass that this lane starts now. Skip the record on a Redis
-        error.
-        """
+        """Record the posts of the forward pass that this lane starts, as (message id, index). Ignore Redis errors."""
         noted: dict[str | None, list[int]] = {}
         for message, index in dict.fromkeys(posts):
             noted.setdefault(message, []).append(index)

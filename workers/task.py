@@ -86,8 +86,8 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
             from workers.in_process import InProcess  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
             raise UserError(
-                f"Classifying in this process needs {missing.name}: run `pip install 'feedmill[worker]'`. To use a "
-                f"worker instead, send the task with {self.name}.delay(…)."
+                f"Classifying in this process requires the package {missing.name}: run `pip install "
+                f"'feedmill[worker]'`. To use a worker instead, send the task with {self.name}.delay(…)."
             ) from None
         settings = self.app.settings if isinstance(self.app, Application) else load()
         by_worker = not (request.called_directly or request.is_eager)

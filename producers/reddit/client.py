@@ -331,7 +331,7 @@ def _praw(settings: Settings, budget: Budget, session: requests.Session) -> praw
             f"praw.ini has no section [{settings.reddit_site}]. Set {PREFIX}REDDIT_SITE to one of its sections."
         ) from None
     except (configparser.Error, ValueError) as error:
-        raise CredentialsError(f"Cannot read praw.ini: {str(error).splitlines()[0]}") from None
+        raise CredentialsError(f"Cannot read praw.ini: {str(error).splitlines()[0]}. Correct the file.") from None
     reddit.read_only = True  # even if praw.ini contains an account
     return reddit
 

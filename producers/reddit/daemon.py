@@ -177,8 +177,10 @@ class Daemon:
 
     def _redis_failed(self, error: Exception) -> float:
         if not self._redis_backoff.failures:
-            logger.error("Redis at %s does not answer (%s): retrying", self._settings.redis_address, error)
-        self._redis_trouble = "Redis does not answer"
+            logger.error(
+                "Redis at %s is unreachable (%s); retrying until it answers", self._settings.redis_address, error
+            )
+        self._redis_trouble = "Redis is unreachable"
         return self._redis_backoff.next()
 
     def _reddit_failed(self, fault: Outage) -> float:

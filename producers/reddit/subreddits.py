@@ -67,7 +67,7 @@ class Roster:
         return {lower: entry for lower, entry in self._replaced.items() if lower in names}
 
     def _choose(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return (names to read, reasons for the others). Sleeping subreddits are chosen last."""
+        """Return (names to read, reasons for the others). Inactive subreddits are chosen last."""
         about = self._about
         awake: list[str] = []
         asleep: list[str] = []

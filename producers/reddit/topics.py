@@ -64,9 +64,11 @@ def read(path: Path | None) -> Topics:
     try:
         return Topics.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise SettingsError(f"Cannot read the topics file {path}: {error.strerror}.") from None
+        raise SettingsError(f"Cannot read the topics file {path}: {error.strerror}. Give another --topics.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"The topics file {path} is not valid TOML: {error}.") from None
+        raise SettingsError(
+            f"The topics file {path} is not valid TOML: {error}. Run `feedmill ingest topics` for a valid example."
+        ) from None
     except ValidationError as error:
         field, reason = first_problem(error)
         raise SettingsError(f"{path}: {field}: {reason}. Run `feedmill ingest topics` for a valid example.") from None

@@ -3,7 +3,7 @@
 The obvious approach, remembering the newest post and requesting everything before it, silently loses posts once that
 post is deleted. A walk therefore reads page by page until, for each subreddit, it meets one of *many* known posts or
 passes the watermark, and continues a little below the watermark, because posts can appear late. Pages come from a
-function: this module knows neither Reddit nor Redis.
+function: this module depends neither on Reddit nor on Redis.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class Track:
 class Walk(NamedTuple):
     """Result of a walk. items: oldest first. missed: subreddits whose known posts were not met.
 
-    oldest: creation time of the listing's last item that is not pinned: how far the walk came.
+    oldest: creation time of the last item read, pinned ones excluded.
     """
 
     items: list[Item]

@@ -42,7 +42,7 @@ APPLICATION = """
 app = Celery("mine", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
 app.conf.task_default_queue = "of-mine"
 """
-NO_TEXT = "neither title nor body holds any text"
+NO_TEXT = "title or body must contain text"
 
 
 class Caller:

@@ -104,7 +104,7 @@ def test_retry_all_reports_letters_that_cannot_be_resent(house: House) -> None:
     assert (status, re.findall(r"\d+", said)) == (1, ["1", "5"])
     for line, (name, reason) in zip(
         complaints.splitlines(),
-        [(raw, ""), (kept_none, ""), (empty, "neither title nor body"), (newer, "99"), (purged, "gone")],
+        [(raw, ""), (kept_none, ""), (empty, "title or body"), (newer, "99"), (purged, "gone")],
         strict=True,
     ):
         assert line.startswith(f"feedmill: {name} ")

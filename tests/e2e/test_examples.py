@@ -61,7 +61,7 @@ def test_plain_python_example(served: RedisServer, tmp_path: Path) -> None:
     assert said.stdout.splitlines() == [
         "a1: sport",
         "a2: kitchen",
-        "a3: no label: neither title nor body holds any text",
+        "a3: no label: title or body must contain text",
     ], said.stderr
 
 
@@ -88,7 +88,7 @@ def test_endpoint_returns_outcomes(endpoint: str) -> None:
     status, answer, _ = fetch(f"{endpoint}/classify", {"posts": POSTS, "labels": ["tea", "football"]})
     assert status == 200
     good, bad = answer["outcomes"]
-    assert (good["label"], bad["error"]) == ("football", "neither title nor body holds any text")
+    assert (good["label"], bad["error"]) == ("football", "title or body must contain text")
     assert fetch(f"{endpoint}/results/{answer['id']}")[:2] == (200, answer)
 
 
@@ -108,7 +108,7 @@ def test_endpoint_serves_concurrent_requests(endpoint: str) -> None:
         ({"posts": POSTS, "lables": "a"}, "RequestRefused: lables: extra inputs are not permitted"),
         (
             {"posts": POSTS, "strict": True},
-            "MessageFailed: 1 of 2 posts failed: x: neither title nor body holds any text",
+            "MessageFailed: 1 of 2 posts failed: x: title or body must contain text",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_curl_example_without_a_password(unguarded: str, tmp_path: Path) -> None
     said = curl(unguarded, tmp_path, json.dumps({"posts": POSTS}))
     assert said.returncode == 0, said
     good, bad = json.loads(said.stdout)["result"]
-    assert (good["label"], bad["error"]) == ("sports", "neither title nor body holds any text")
+    assert (good["label"], bad["error"]) == ("sports", "title or body must contain text")
 
 
 def test_curl_example_shows_why_a_message_failed(unguarded: str, tmp_path: Path) -> None:

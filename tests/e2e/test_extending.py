@@ -35,7 +35,7 @@ def test_custom_source_sends_posts(redis: RedisServer, tmp_path: Path) -> None:
         said = run(command, tmp_path, os.environ | {"FEEDMILL_REDIS_URL": redis.url}, json.dumps(STORIES))
         return said.stdout, said.stderr
 
-    bad = "hn-3: neither title nor body holds any text\n"
+    bad = "hn-3: title or body must contain text\n"
     first, second = send(), send()
     assert [(re.findall(r"\d+", said), errors) for said, errors in (first, second)] == [
         (["2", "0"], bad),

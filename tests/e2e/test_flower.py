@@ -146,7 +146,7 @@ def test_browser_lists_messages_with_their_outcomes(stack: Stack, tmp_path: Path
     assert re.search(r"RECEIVED \{'posts': <1 post: t3_one>, 'labels': <2 labels: food, sports>\}", page)
     failed = visitor.see("/tasks?state=FAILURE", tmp_path)
     assert "Showing 1 to 1 of 1 tasks" in failed
-    reason = "MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')"
+    reason = "MessageFailed('1 of 1 posts failed: t3_bad: title or body must contain text')"
     assert f"FAILURE {{'posts': <1 post: t3_bad>}} {reason}" in failed
     for shown in (page, failed):
         assert WORDS not in shown
@@ -156,7 +156,7 @@ def test_browser_shows_why_a_message_failed(stack: Stack, tmp_path: Path) -> Non
     visitor = visitor_of(stack)
     (failed,) = [task for task in visitor.tasks() if task["state"] == "FAILURE"]
     page = visitor.see(f"/task/{failed['uuid']}", tmp_path)
-    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: neither title nor body holds any text')" in page
+    assert "Exception MessageFailed('1 of 1 posts failed: t3_bad: title or body must contain text')" in page
     assert re.search(r"Runtime [\d.]+ m?s ", page)
 
 

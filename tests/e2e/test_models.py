@@ -38,7 +38,7 @@ def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, eng
         (first, *_) = ask(redis, labels=LABELS, multi_label=True)
         assert worker.says("nli")
         assert worker.says("cpu in float32")
-    assert bad == {"id": "b", "error": "neither title nor body holds any text"}
+    assert bad == {"id": "b", "error": "title or body must contain text"}
     zero_shot = pipeline("zero-shot-classification", model=str(folder))
     for found, text in ((one, POSTS[0]["title"]), (other, f"{POSTS[2]['title']}\n\n{POSTS[2]['body'].strip()}")):
         expected = zero_shot(text, candidate_labels=LABELS)
@@ -120,7 +120,7 @@ def test_classify_a_file(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("none.jsonl",), "none.jsonl"),
-        ((" ",), "neither title nor body holds any text"),
+        ((" ",), "title or body must contain text"),
         (("a text", "--labels", "{"), "--labels"),
         (("a text", "--template", "no place"), "--template"),
         (("a text", "--classifier", "odd"), "--classifier"),

@@ -33,7 +33,7 @@ POSTS: list[dict[str, Any]] = [
 ]
 NEXT = MESSAGE_VERSION + 1
 OF_TOMORROW = f"version: .*{NEXT}.*{MESSAGE_VERSION}"
-NO_TEXT = "neither title nor body holds any text"
+NO_TEXT = "title or body must contain text"
 
 CLIENT = """
 import json, os, sys

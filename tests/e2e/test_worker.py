@@ -44,7 +44,7 @@ def test_returns_one_outcome_per_post(client: Celery) -> None:
     good, bad, other = ask(client, posts=[POSTS[0], {"id": "x"}, POSTS[1]])
     assert (good["id"], good["label"]) == ("1", "sports")
     assert (other["id"], other["label"]) == ("2", "food")
-    assert bad == {"id": "x", "error": "neither title nor body holds any text"}
+    assert bad == {"id": "x", "error": "title or body must contain text"}
     assert len(good["scores"]) == 16
     assert good["label"] == max(good["scores"], key=good["scores"].get)
     assert sum(good["scores"].values()) == pytest.approx(1, abs=1e-3)

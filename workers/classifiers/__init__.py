@@ -3,8 +3,8 @@
 `similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `choose.py` picks one from the model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
-label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier knows nothing of
-messages, Celery or Redis.
+label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
+depend on messages, Celery or Redis.
 """
 
 import json

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ModelError, RequestRefused, SettingsError
+from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import Settings
 from workers.classifiers import Classifier
 from workers.classifiers.nli import Entailment, entailment_of
@@ -36,11 +36,15 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     try:
         classifier.warm_up()
     except RequestRefused as refused:
-        raise SettingsError(f"{weights.name} cannot serve the configured labels or template: {refused}.") from None
+        raise SettingsError(
+            f"{weights.name} cannot serve the configured labels or template: {refused}. Change "
+            "FEEDMILL_LABELS or the template, or use another model."
+        ) from None
     except Exception as error:  # a first forward pass can fail in any way
         first = str(error).partition("\n")[0]
         raise ModelError(
-            f"{weights.name} does not run on {device.name}: {type(error).__name__}: {first:.300}"
+            f"{weights.name} does not run on {device.name} ({type(error).__name__}: {first:.300}). Use another model, "
+            "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
         ) from error
     return classifier
 
@@ -53,7 +57,7 @@ def kind_of(weights: Weights) -> str:
         names = [str(name) for name in config.get("architectures") or ()]
         labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelError(f"Cannot read {path}: {error}") from None
+        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "sequence" if entailment_of(labels) is None else "nli"
     if (weights.folder / "modules.json").is_file():

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from shared.messages import digest
 from workers.engines.network import POOLINGS
 from workers.weights import Weights
@@ -59,12 +59,12 @@ def read_layout(weights: Weights) -> Layout:
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         raise ModelError(
-            f"{folder} is not a sentence-transformers model: modules.json is missing. The similarity classifier needs "
-            "such a model."
+            f"{folder} is not a sentence-transformers model: modules.json is missing. Use one, or set another "
+            "FEEDMILL_CLASSIFIER."
         )
     listed = _json(modules_file)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ModelError(f"{modules_file} must contain a list of modules.")
+        raise ModelError(f"{modules_file} must contain a list of modules. Download the model again.")
     modules = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
     if unsupported := [kind for kind, _ in modules if kind not in SUPPORTED_MODULES]:
         raise ModelError(f"{modules_file} has an unsupported module: {unsupported[0]}. Use a model without it.")
@@ -127,7 +127,9 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
         tensors = load_file(folder / "model.safetensors")
         linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in tensors.items()})
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(f"Cannot read the dense layer in {folder} (model.safetensors is required): {error}") from error
+        raise ModelError(
+            f"Cannot read the dense layer in {folder / 'model.safetensors'}: {clause(error)}. Download the model again."
+        ) from error
     written = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     return torch.nn.Sequential(linear, activation()).eval(), f"{written} {name}"
 
@@ -142,4 +144,4 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot read {path}: {error}") from None
+        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None

@@ -38,7 +38,10 @@ class SequenceClassifier:
         config = read_config(weights, settings.trust_remote_code)
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
         if "" in names or len(set(names)) < len(names):
-            raise ModelError(f"id2label in the config.json of {weights.name} must give each label a distinct name.")
+            raise ModelError(
+                f"id2label in the config.json of {weights.name} must give each label a distinct name. "
+                "Correct it, or use another model."
+            )
         if len(names) > MAX_LABELS_OF_A_MODEL:
             raise ModelError(
                 f"{weights.name} has {len(names):,} labels; the maximum is {MAX_LABELS_OF_A_MODEL:,}. "

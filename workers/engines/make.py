@@ -49,5 +49,7 @@ def make_engine(
                 remote_code=remote_code,
             )
     except DeviceFull as full:
-        raise ModelError(f"{weights.name} does not fit {device.name}; use a smaller model: {full}") from None
+        raise ModelError(
+            f"{weights.name} does not fit in the memory of {device.name} ({full}). Use a smaller model."
+        ) from None
     return engine, tokenizer

@@ -1,8 +1,8 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
-Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Only this module knows
-architectures: which can be packed, which take a ready-made mask, and what to avoid in each. It does not know how
-batches are laid out (torch_engine.py) or about other runtimes (onnx_engine.py).
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Only this module
+depends on model architectures: which can be packed, which take a ready-made mask, and what to avoid in each. Batch
+layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from workers.weights import Weights
 
 #: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
@@ -124,7 +124,9 @@ class Network(torch.nn.Module):
                 output_loading_info=True,
             )
         except Exception as error:  # a broken folder can fail in any way
-            raise ModelError(f"transformers cannot load the model in {weights.folder}: {error}") from error
+            raise ModelError(
+                f"Cannot load the model in {weights.folder}: {clause(error)}. Download it again, or use another model."
+            ) from error
         # transformers initializes missing weights at random, so the model would run but return noise.
         if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
             raise ModelError(
@@ -213,7 +215,9 @@ def read_config(weights: Weights, remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:
-        raise ModelError(f"transformers cannot read {weights.folder}/config.json: {error}") from error
+        raise ModelError(
+            f"Cannot read {weights.folder}/config.json: {clause(error)}. Download the model again, or use another one."
+        ) from error
 
 
 def filler(config: Any, pad_id: int) -> int:

@@ -36,7 +36,7 @@ try:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 except ModuleNotFoundError as missing:
     raise SettingsError(
-        f"FEEDMILL_ENGINE=onnx requires {missing.name}: run `pip install 'feedmill[onnx]'` "
+        f"FEEDMILL_ENGINE=onnx requires the package {missing.name}: run `pip install 'feedmill[onnx]'` "
         "(with a GPU, replace onnxruntime by onnxruntime-gpu)."
     ) from None
 

@@ -141,7 +141,8 @@ def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
         return tuple(sorted(train[0].scores or ()))
     if len(counts) < 2:
         raise InputError(
-            f"All posts have the label {printable(next(iter(counts)))!r}; training needs at least two labels."
+            f"All posts have the label {printable(next(iter(counts)))!r}; training needs at least two. "
+            "Add posts of another label."
         )
     if few := sorted((count, label) for label, count in counts.items() if count < options.min_posts):
         named = ", ".join(f"{printable(label)} ({count})" for count, label in few[:MAX_QUOTED_LABELS])

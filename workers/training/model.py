@@ -13,7 +13,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from shared.errors import ModelError
+from shared.errors import ModelError, clause
 from workers.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
 from workers.weights import Weights
 
@@ -31,7 +31,10 @@ def load_tokenizer(weights: Weights, most: int, remote_code: bool = False) -> An
             weights.folder, local_files_only=True, trust_remote_code=remote_code
         )
     except Exception as error:  # a broken tokenizer can fail in any way
-        raise ModelError(f"transformers cannot load the tokenizer in {weights.folder}: {error}") from error
+        raise ModelError(
+            f"Cannot load the tokenizer in {weights.folder}: {clause(error)}. Download the model again, or "
+            "use another base."
+        ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     takes = most_tokens(read_config(weights, remote_code))
@@ -67,7 +70,9 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
             trust_remote_code=remote_code,
         )
     except Exception as error:  # a broken folder can fail in any way
-        raise ModelError(f"transformers cannot load {weights.name} for classification: {error}") from error
+        raise ModelError(
+            f"Cannot load {weights.name} for classification: {clause(error)}. Download it again, or use another base."
+        ) from error
     model.config.pad_token_id = filler(model.config, pad_id)
     return model
 

@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
-from shared.errors import DeviceFull, DeviceLost, ModelError, UserError
+from shared.errors import DeviceFull, DeviceLost, ModelError, UserError, clause
 from shared.settings import Settings
 from shared.training import CHECKPOINTS, RUNS, TrainOptions
 from workers import device
@@ -164,7 +164,9 @@ class Training:
                 if self._device.torch.type == "cuda":
                     torch.cuda.empty_cache()
             except DeviceLost as lost:
-                raise ModelError(f"The device failed; continue the training with --resume: {lost}") from None
+                raise ModelError(
+                    f"The device failed: {clause(lost)}. Check the device, then continue the training with --resume."
+                ) from None
 
     def _rows(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         if not examples:
@@ -327,7 +329,9 @@ class Training:
                 os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(self._options.out) / RUNS)
                 callbacks.append(integration_utils.TensorBoardCallback())  # type: ignore[no-untyped-call]
             except RuntimeError:
-                raise UserError("--tensorboard requires tensorboard: run `pip install 'feedmill[train]'`.") from None
+                raise UserError(
+                    "--tensorboard requires the package tensorboard: run `pip install 'feedmill[train]'`."
+                ) from None
         return callbacks
 
     def _loss_of_step(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
