@@ -86,8 +86,8 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: neither title"),
-        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: neither title"),
+        ({"posts": [{"id": "x"}]}, "1 of 1 posts failed: x: title or body"),
+        ({"posts": [*POSTS, {"id": "x"}], "strict": True}, "1 of 3 posts failed: x: title or body"),
         ({"posts": POSTS, "labels": ""}, "labels: "),
         ({"posts": 7}, "posts: "),
         ({"posts": POSTS, "bogus": 1}, "bogus: "),
