@@ -68,7 +68,7 @@ clean: ## Remove .venv, builds and caches
 # Stamp files: an installation is repeated when pyproject.toml or constraints.txt has changed.
 $(VENV)/base:
 	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 or 3.12 with venv found. Install it, or set PYTHON=/path/to/python3.11." >&2; exit 1; }
-	@$(PYTHON) feedmill/prerequisites.py
+	@$(PYTHON) feedmill/stack/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

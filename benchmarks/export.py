@@ -24,8 +24,8 @@ from rich.console import Console
 
 from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
-from feedmill.processes import python_command
-from feedmill.stack import Stack
+from feedmill.stack.embedded import Stack
+from feedmill.stack.processes import python_command
 from shared.broker import connect
 from shared.errors import StackError
 from shared.messages import Classification, Post, digest

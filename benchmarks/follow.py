@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running import own_folder
-from feedmill.prerequisites import server_version
-from feedmill.processes import Child, free_port, python_command
-from feedmill.stack import find_redis_server
+from feedmill.stack.embedded import find_redis_server
+from feedmill.stack.prerequisites import server_version
+from feedmill.stack.processes import Child, free_port, python_command
 from shared.broker import connect
 from shared.errors import StackError
 from shared.messages import Classification, Post

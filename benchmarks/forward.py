@@ -28,14 +28,14 @@ from benchmarks.throughput import read_posts
 from shared.errors import UserError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings, load
-from workers import device
-from workers.classifiers import Row
-from workers.classifiers.choose import load_classifier
-from workers.device import Device
-from workers.engines.torch_engine import TorchEngine
-from workers.tokenizer import Tokens
-from workers.weights import Weights, locate
-from workers.window import Window
+from workers.models import device
+from workers.models.classifiers import Row
+from workers.models.classifiers.registry import load_classifier
+from workers.models.device import Device
+from workers.models.engines.torch_engine import TorchEngine
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights, locate
+from workers.pipeline.window import Window
 
 #: Tokens per batch; row lengths, in tokens, of the batches of one length.
 TOKENS, LENGTHS = 2048, (16, 32, 64, 128, 256)

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from workers.device import Device
+from workers.models.device import Device
 
 
 def describe(device: Device) -> str:

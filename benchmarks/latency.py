@@ -26,15 +26,15 @@ from rich.table import Table
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
-from feedmill.stack import Stack
+from feedmill.stack.embedded import Stack
 from shared.broker import connect, make_app, publish
 from shared.errors import StackError
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings, load
-from workers import device
-from workers.classifiers import Classifier
-from workers.classifiers.choose import load_classifier
+from workers.models import device
+from workers.models.classifiers import Classifier
+from workers.models.classifiers.registry import load_classifier
 
 #: Loads as shares of the maximum rate.
 LOADS = (0.25, 0.5, 0.75, 0.9)

@@ -9,8 +9,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.rivals import Job
-from feedmill.stack import WORKER_NODE, Stack
-from feedmill.watch import worker_statistics
+from feedmill.monitoring.watch import worker_statistics
+from feedmill.stack.embedded import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError
@@ -18,8 +18,8 @@ from shared.keys import result_key
 from shared.messages import ClassifyOptions, Post
 from shared.results import ResultsStore
 from shared.settings import Settings
-from workers.classifiers import Classifier, LabelSet, Row
-from workers.classifiers.choose import load_classifier
+from workers.models.classifiers import Classifier, LabelSet, Row
+from workers.models.classifiers.registry import load_classifier
 
 #: Token budgets that the ideal tries on a CPU and on other devices.
 CPU_BUDGETS = (512, 1024, 2048, 3072, 4096, 8192)

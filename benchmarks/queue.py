@@ -32,12 +32,12 @@ from celery import Celery
 from kombu import Connection, Consumer, Exchange, Producer, Queue
 from redis import Redis, RedisError
 
-from feedmill.prerequisites import server_version
-from feedmill.processes import Child, free_port
-from feedmill.stack import find_redis_server
+from feedmill.stack.embedded import find_redis_server
+from feedmill.stack.prerequisites import server_version
+from feedmill.stack.processes import Child, free_port
 
 KOMBU, OURS = "kombu", "ours"
-TRANSPORTS = {KOMBU: "redis", OURS: "shared.transport:Transport"}
+TRANSPORTS = {KOMBU: "redis", OURS: "workers.transport.redis_transport:Transport"}
 #: Share of the messages that each transport gets, so that their rounds take a similar time.
 SHARE = {KOMBU: 0.2, OURS: 1.0}
 #: Redis hash with the messages in flight.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from feedmill.processes import ended_by_signals
+from feedmill.stack.processes import ended_by_signals
 from shared.errors import UserError
 
 

@@ -42,10 +42,10 @@ from redis.exceptions import RedisError as RedisFault
 from rich.console import Console
 
 from benchmarks.throughput import read_posts
-from feedmill.prerequisites import server_version
-from feedmill.processes import Child, free_port, python_command
-from feedmill.stack import find_redis_server
-from feedmill.watch import worker_statistics
+from feedmill.monitoring.watch import worker_statistics
+from feedmill.stack.embedded import find_redis_server
+from feedmill.stack.prerequisites import server_version
+from feedmill.stack.processes import Child, free_port, python_command
 from producers.push import Pusher
 from shared.broker import connect, make_app, publish
 from shared.errors import UserError
@@ -340,8 +340,8 @@ def measure_stages(house: House, given: argparse.Namespace) -> dict[str, Any]:
 
 def _tokenizing(house: House) -> float:
     """Return the CPU time that the embedded model's tokenizer takes per post, in microseconds."""
-    from workers.classifiers.choose import load_classifier  # noqa: PLC0415 - torch
-    from workers.device import choose  # noqa: PLC0415
+    from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415 - torch
+    from workers.models.device import choose  # noqa: PLC0415
 
     classifier = load_classifier(house.settings, choose("cpu"))
     label_set, texts = classifier.label_set(ClassifyOptions()), [post.text for post in house.posts(6400)]

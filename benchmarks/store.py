@@ -20,16 +20,17 @@ from rich.console import Console
 from benchmarks.hardware import describe
 from benchmarks.running import own_folder
 from benchmarks.throughput import read_posts
-from feedmill.stack import Stack
+from feedmill.stack.embedded import Stack
 from shared.broker import connect
 from shared.errors import StackError
 from shared.keys import result_key
 from shared.messages import Classification
 from shared.results import Result, ResultsStore
 from shared.settings import load
-from workers import device, offline
-from workers.calibration import calibrate
-from workers.classifiers.choose import load_classifier
+from workers.models import device
+from workers.models.classifiers.registry import load_classifier
+from workers.pipeline import offline
+from workers.pipeline.calibration import calibrate
 
 #: Posts per write, about the size of the default model's micro-batch on a CPU.
 WRITE_SIZE = 40

@@ -27,7 +27,7 @@ from benchmarks.throughput import read_posts
 from shared.errors import UserError
 from shared.settings import Settings, load
 from shared.training import TrainOptions
-from workers import device
+from workers.models import device
 from workers.training.examples import Dataset, Example
 from workers.training.run import Progress, Training
 

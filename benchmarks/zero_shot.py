@@ -50,10 +50,10 @@ from shared.errors import StackError
 from shared.messages import Post
 from shared.settings import Settings, load
 from shared.topics import TOPICS
-from workers import device
-from workers.device import Device
-from workers.tokenizer import Tokenizer as RowTokenizer
-from workers.weights import EMBEDDED, locate
+from workers.models import device
+from workers.models.device import Device
+from workers.models.tokenizer import Tokenizer as RowTokenizer
+from workers.models.weights import EMBEDDED, locate
 
 #: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8

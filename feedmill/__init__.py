@@ -46,13 +46,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from feedmill.reading.results import Missed as Missed
+    from feedmill.reading.results import Reader
     from shared.errors import MessageFailed as MessageFailed
-    from shared.readers import Missed as Missed
-    from shared.readers import Reader
     from shared.results import Result as Result
     from shared.settings import Settings
-    from workers.task import ClassifyTask as ClassifyTask
-    from workers.task import classify as classify
+    from workers.runtime.task import ClassifyTask as ClassifyTask
+    from workers.runtime.task import classify as classify
 
 __version__ = "0.1.0"
 __all__ = ["ClassifyTask", "MessageFailed", "Missed", "Result", "__version__", "classify", "results"]
@@ -108,8 +108,8 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
+    from feedmill.reading.results import Wanted, open_reader  # noqa: PLC0415
     from shared.broker import connect  # noqa: PLC0415
-    from shared.readers import Wanted, open_reader  # noqa: PLC0415
     from shared.settings import load  # noqa: PLC0415
 
     settings = load(redis_url=redis_url)
@@ -123,7 +123,7 @@ def results(
 
 def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> "Generator[Result | Missed]":
     """Yield the reader's items, and close the connection when the generator ends."""
-    from shared.readers import items, told_plainly  # noqa: PLC0415
+    from feedmill.reading.results import items, told_plainly  # noqa: PLC0415
 
     try:
         with told_plainly(settings):
@@ -134,11 +134,11 @@ def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> 
 
 #: Public names of other packages, each with its module.
 _LAZY_NAMES = {
-    "ClassifyTask": "workers.task",
+    "ClassifyTask": "workers.runtime.task",
     "MessageFailed": "shared.errors",
-    "Missed": "shared.readers",
+    "Missed": "feedmill.reading.results",
     "Result": "shared.results",
-    "classify": "workers.task",
+    "classify": "workers.runtime.task",
 }
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the `feedmill` command: verify that Python imports our packages, then run feedmill/cli.py."""
+"""Entry point of the `feedmill` command: verify that Python imports our packages, then run feedmill/cli/main.py."""
 
 import sys
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ def main() -> None:
     if problem := mixed_up():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
-    from feedmill.cli import run  # noqa: PLC0415 - imports the packages checked above
+    from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above
 
     run()
 

@@ -23,7 +23,7 @@ from shared import broker
 from shared.errors import QueueFull, SettingsError
 from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
-from shared.refusals import is_full
+from shared.redis_errors import is_full
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)

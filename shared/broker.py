@@ -26,7 +26,7 @@ from shared import encoding
 from shared.errors import RedisError, clause, printable
 from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.refusals import cannot_save, causes_of, is_denied, is_full, is_replica
+from shared.redis_errors import cannot_save, causes_of, is_denied, is_full, is_replica
 from shared.replay import Connections
 from shared.settings import PREFIX, Settings
 

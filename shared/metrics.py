@@ -23,8 +23,8 @@ from redis.retry import Retry
 
 from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError, clause
+from shared.model_routing import queues
 from shared.results import ResultsStore
-from shared.serving import queues
 from shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared import queued, serving
+from shared import model_routing, queue_redaction
 from shared.broker import HELD
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
@@ -191,7 +191,7 @@ def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> N
 
 def _remove_from_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
     """Remove the posts from messages in all queues. Return the number of changed messages."""
-    return queued.remove(redis, serving.queues(redis, settings), frozenset(posts)) if posts else 0
+    return queue_redaction.remove(redis, model_routing.queues(redis, settings), frozenset(posts)) if posts else 0
 
 
 def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:

@@ -51,7 +51,7 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.processes import Child
+from feedmill.stack.processes import Child
 from producers.push import Pusher
 from shared.broker import HELD, connect, make_app, queue_depth, queue_lists
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM

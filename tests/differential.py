@@ -44,7 +44,7 @@ WORKERS = {
               "--loglevel", "INFO"],
     "feedmill": [str(BIN / "feedmill"), "worker", "--name", "feedmill@differs"],
 }  # fmt: skip
-POOLS = {"stock": "celery.concurrency.prefork:TaskPool", "feedmill": "workers.pool:DevicePool"}
+POOLS = {"stock": "celery.concurrency.prefork:TaskPool", "feedmill": "workers.runtime.pool:DevicePool"}
 ENVIRONMENT = {
     "FEEDMILL_INCLUDE": "tests.fakes.differential_tasks",
     "FEEDMILL_LABELS": "sports, technology, food",

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from feedmill.processes import die_with
+from feedmill.stack.processes import die_with
 
 #: Maximum size of a request in bytes. Most of it is the environment.
 MAX_REQUEST_BYTES = 1 << 20
@@ -210,7 +210,7 @@ def _become(request: tuple[list[str], str, dict[str, str]], files: Sequence[int]
 def _compute_on(threads: int) -> None:
     import torch  # noqa: PLC0415 - not needed in the client
 
-    from workers import device  # noqa: PLC0415
+    from workers.models import device  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     device.CORES = threads
@@ -219,7 +219,7 @@ def _compute_on(threads: int) -> None:
 def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401, PLC0415 - imported for forked processes
 
-    import feedmill.cli  # noqa: F401, PLC0415
+    import feedmill.cli.main  # noqa: F401, PLC0415
     import workers.run  # noqa: F401, PLC0415
 
     del sys.path[0]  # the working directory, added by `-m`

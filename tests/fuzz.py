@@ -38,12 +38,12 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from shared.broker import HELD, SENT_AT, shown_arguments
 from shared.errors import RequestRefused
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
-from shared.leases import MAX_UNDECODABLE_BYTES, lapsed
-from shared.transport import Channel, UndecodableError, decoded
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
-from workers.message import Message
-from workers.task import named
+from workers.pipeline.message import Message
+from workers.runtime.task import named
+from workers.transport.leases import MAX_UNDECODABLE_BYTES, lapsed
+from workers.transport.redis_transport import Channel, UndecodableError, decoded
 
 ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.

@@ -19,12 +19,12 @@ from pydantic import AfterValidator, SecretStr
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from feedmill.cli import app
+from feedmill.cli.main import app
 from producers.reddit import metrics as reddit_metrics
 from shared import errors, keys, schema
 from shared.metrics import REDIS_FIGURES
 from shared.settings import DAY, PREFIX, Settings
-from workers import metrics as worker_metrics
+from workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- Written by `make docs`. -->\n\n", "\n<!-- End of the generated part. -->\n"

@@ -18,7 +18,9 @@ DIST = ROOT / "dist"
 #: Maximum size of the wheel and its dependencies with bytecode, in bytes.
 MAX_INSTALLED_BYTES = 60 * 10**6
 #: Imports the whole command and prints the large packages that were imported with it.
-PRINT_LARGE_IMPORTS = "import sys, feedmill.cli; print(*{'torch', 'transformers', 'praw', 'flower'} & set(sys.modules))"
+PRINT_LARGE_IMPORTS = (
+    "import sys, feedmill.cli.main; print(*{'torch', 'transformers', 'praw', 'flower'} & set(sys.modules))"
+)
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from feedmill.stack import Stack
+from feedmill.stack.embedded import Stack
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions, Post

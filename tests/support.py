@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from redis import Redis
 
-from feedmill.prerequisites import installed_redis_server, server_version
-from feedmill.processes import Child, free_port
+from feedmill.stack.prerequisites import installed_redis_server, server_version
+from feedmill.stack.processes import Child, free_port
 from shared.messages import Post
 from shared.settings import LOCK_FILE, STACK_FILE
 from tests.forkserver import Forked, Forks, ForkServer

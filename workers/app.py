@@ -8,9 +8,9 @@ from typing import Any
 from shared.broker import Application, make_app
 from shared.errors import SettingsError
 from shared.settings import Settings, load
-from shared.transport import reserve
-from workers import task  # noqa: F401 - registers the shared task with every application
-from workers.plugins import imported
+from workers.models.plugins import imported
+from workers.runtime import task  # noqa: F401 - registers the shared task with every application
+from workers.transport.redis_transport import reserve
 
 
 def make_worker_app(settings: Settings) -> Application:
@@ -21,19 +21,19 @@ def make_worker_app(settings: Settings) -> Application:
     app = make_app(settings)
     reserve(app)
     app.conf.update(
-        worker_pool="workers.pool:DevicePool",
+        worker_pool="workers.runtime.pool:DevicePool",
         worker_concurrency=1,
-        worker_consumer="workers.consumer:Consumer",
-        worker_autoscaler="workers.consumer:Scaler",
+        worker_consumer="workers.runtime.consumer:Consumer",
+        worker_autoscaler="workers.runtime.consumer:Scaler",
         # Counts messages, as if each held one row. The pool's own limit counts rows and is reached first.
         worker_prefetch_multiplier=settings.window_rows,
         # Messages with an ETA are prefetched on top of that. Without a limit, a worker would take the whole queue; at
-        # the limit, it stops prefetching altogether. So the limit is high, and workers/consumer.py bounds the memory of
+        # the limit, it stops prefetching altogether. So the limit is high, and consumer.py bounds the memory of
         # these messages.
         worker_eta_task_limit=20 * settings.window_rows,
         task_track_started=settings.track_started,
     )
-    app.steps["consumer"].add("workers.consumer:ConsumerFit")
+    app.steps["consumer"].add("workers.runtime.consumer:ConsumerFit")
     for module in settings.include:
         imported(module, "include")
     app.finalize()

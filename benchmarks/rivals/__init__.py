@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from shared.errors import UserError
 from shared.messages import Post
 from shared.settings import Settings
-from workers.device import Device
+from workers.models.device import Device
 
 #: Maximum number of posts per forward pass of a rival that batches.
 BATCH_SIZE = 32

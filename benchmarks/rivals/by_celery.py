@@ -20,8 +20,8 @@ from redis.exceptions import RedisError as RedisFault
 from benchmarks.rivals import Job, NotInstalled
 from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
 from benchmarks.rivals.processes import Processes
-from feedmill.processes import Child, free_port
-from feedmill.stack import find_redis_server
+from feedmill.stack.embedded import find_redis_server
+from feedmill.stack.processes import Child, free_port
 from shared.errors import StackError
 from shared.messages import Post
 

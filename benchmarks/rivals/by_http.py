@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from benchmarks.rivals import Job, NotInstalled
 from benchmarks.rivals.processes import Processes
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from shared.messages import Post
 
 #: Concurrent requests: three batches, one on the device while the next two fill.

@@ -12,7 +12,7 @@ import litserve
 from benchmarks.rivals import BATCH_SIZE
 from benchmarks.rivals.plain_model import Answer, PlainModel
 from shared.settings import load
-from workers import device
+from workers.models import device
 
 #: Seconds to wait for a batch to fill.
 BATCH_TIMEOUT_S = 0.01

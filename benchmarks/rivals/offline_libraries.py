@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 from benchmarks.rivals import BATCH_SIZE, Job, NotInstalled
 from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_vectors, mean_pooled
 from shared.messages import Post
-from workers.weights import locate
+from workers.models.weights import locate
 
 
 class MeanPooling(FeatureExtractionPipeline):

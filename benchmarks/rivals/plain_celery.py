@@ -17,8 +17,8 @@ from benchmarks.rivals.celery_app import TASK, work, worker_app
 from benchmarks.rivals.plain_model import Answer, cores
 from shared.messages import ClassifyOptions
 from shared.settings import load
-from workers import device
-from workers.classifiers.choose import load_classifier
+from workers.models import device
+from workers.models.classifiers.registry import load_classifier
 
 #: Prefetched messages per process.
 PREFETCH = 64

@@ -13,9 +13,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from workers import device
-from workers.classifiers.similarity import TEMPLATE
-from workers.weights import locate
+from workers.models import device
+from workers.models.classifiers.similarity import TEMPLATE
+from workers.models.weights import locate
 
 #: Factor that turns cosines into logits; the model was trained with it.
 SCALE = 20.0

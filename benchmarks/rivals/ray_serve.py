@@ -16,7 +16,7 @@ from starlette.requests import Request
 from benchmarks.rivals import BATCH_SIZE
 from benchmarks.rivals.plain_model import Answer, PlainModel, cores
 from shared.settings import Settings, load
-from workers import device
+from workers.models import device
 
 #: Seconds to wait for a batch to fill. This is Ray's default; it has no effect while the clients keep batches full.
 BATCH_WAIT_S = 0.01

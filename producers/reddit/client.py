@@ -30,7 +30,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 
 from producers.records import BadRecord, post_of
 from producers.reddit.budget import Budget, number
-from producers.reddit.things import (
+from producers.reddit.listing import (
     PAGE_SIZE,
     About,
     CredentialsRefused,

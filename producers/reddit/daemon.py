@@ -23,11 +23,11 @@ from producers.reddit.backoff import Backoff
 from producers.reddit.budget import Budget
 from producers.reddit.client import Reddit, refused_credentials
 from producers.reddit.clock import Clock
-from producers.reddit.looks import Looks
-from producers.reddit.outbox import Batch, Outbox
+from producers.reddit.listing import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
+from producers.reddit.rechecks import Looks
+from producers.reddit.send_buffer import Batch, Outbox
 from producers.reddit.state import Gap, State
 from producers.reddit.subreddits import Roster
-from producers.reddit.things import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
 from producers.reddit.topics import Topics
 from producers.reddit.walk import Track, Walk, walk
 from shared.errors import CredentialsError

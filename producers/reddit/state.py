@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from producers.reddit.things import Item
+from producers.reddit.listing import Item
 from producers.reddit.walk import KNOWN, Track
 from shared.keys import (
     REDDIT_BEGINNINGS,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from producers.reddit.client import Reddit
 from producers.reddit.clock import Clock
+from producers.reddit.listing import PAGE_SIZE, About, Fault, Unreadable
 from producers.reddit.state import Replaced, State
-from producers.reddit.things import PAGE_SIZE, About, Fault, Unreadable
 from producers.reddit.topics import Topics
 
 logger = logging.getLogger(__name__)

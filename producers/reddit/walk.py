@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.things import PAGE_SIZE, Fault, Item, Page
+from producers.reddit.listing import PAGE_SIZE, Fault, Item, Page
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from tests.support import RedisServer, working
 
 #: Runs one program per line; answers with the program's `said`, or the exception that it raised.

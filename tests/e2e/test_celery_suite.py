@@ -881,7 +881,7 @@ def test_inspect_what_the_worker_is() -> None:
     assert inspect.clock()[name]["clock"] > 0
     assert inspect.conf()[name]["task_default_queue"] == "feedmill"
     assert "software -> celery" in inspect.report()[name]["ok"]
-    assert inspect.stats()[name]["pool"]["implementation"] == "workers.pool:DevicePool"
+    assert inspect.stats()[name]["pool"]["implementation"] == "workers.runtime.pool:DevicePool"
 
 
 def test_many_commands_that_are_refused(worker: Feedmill) -> None:

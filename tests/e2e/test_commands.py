@@ -17,8 +17,8 @@ from celery import Celery
 from feedmill import __version__
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
+from shared.model_routing import announce
 from shared.results import Result, ResultsStore
-from shared.serving import announce
 from shared.settings import Settings
 from tests.support import RedisServer, as_jsonl, body_of, feedmill, make_posts, running, wait_until
 

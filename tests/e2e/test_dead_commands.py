@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from feedmill.cli import app
+from feedmill.cli.main import app
+from feedmill.reading.dead_letters import DeadLetters, Entry
 from shared import logs
 from shared.broker import queue_depth
-from shared.dead import DeadLetters, Entry
 from shared.errors import UserError
 from shared.keys import DEAD_LETTERS, UNDECODABLE
 from shared.messages import DeadLetter

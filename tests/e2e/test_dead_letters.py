@@ -10,8 +10,8 @@ import pytest
 from celery import Celery
 from celery.exceptions import InvalidTaskError, NotRegistered
 
+from feedmill.reading.dead_letters import DeadLetters, Element
 from shared.broker import make_app, queue_depth
-from shared.dead import DeadLetters, Element
 from shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from shared.results import ResultsStore
 from shared.settings import Settings

@@ -13,18 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
+from shared.model_routing import known, wanted
 from shared.results import ResultsStore
-from shared.serving import known, wanted
 from shared.settings import Settings
 from tests.e2e.test_ending import standin
 from tests.fakes.models import make_model
 from tests.support import Feedmill, RedisServer, feedmill, make_posts, redis_servers, running, wait_until, working
-from workers.weights import locate
+from workers.models.weights import locate
 
 POSTS = 5000
 

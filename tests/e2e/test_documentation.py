@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from tests.support import RedisServer, announced, feedmill, redis_servers, run, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from feedmill.processes import Child, free_port
+from feedmill.stack.processes import Child, free_port
 from tests.support import RedisServer, run, running, wait_until
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"

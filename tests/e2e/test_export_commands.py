@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from feedmill import export_commands
-from feedmill.export import STATE, Wanted, format_of, opened, parts
-from feedmill.result_rows import RowReader
+from feedmill.cli import export
+from feedmill.export.writer import STATE, Wanted, format_of, opened, parts
+from feedmill.reading.rows import RowReader
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
 from shared.results import Result, ResultsStore
@@ -141,17 +141,17 @@ def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Pa
 def test_interrupted_export_resumes_later(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("feedmill.result_rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
     wanted = [str(number) for number in range(180)]
     fill(redis, *wanted)
     reader, out = RowReader(redis.client), tmp_path / "out"
     told = []
     for yet in (True, True, False):
-        stop = export_commands._StopRequest()
+        stop = export._StopRequest()
         stop.is_set = yet
         with opened(out, format_of(name), Wanted(), reader) as target:
             notes = Console(stderr=True)
-            run = export_commands._Run(reader, target, Wanted(), stop, notes, False, 1.0)
+            run = export._Run(reader, target, Wanted(), stop, notes, False, 1.0)
             run.all()
         told.append(run.report(out, as_json=False))
     assert told == [1, 1, 0]

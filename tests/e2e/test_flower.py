@@ -22,12 +22,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
 
-from feedmill.demo import sample_posts
-from feedmill.stack import WORKER_NODE, Stack
+from feedmill.stack.demo import sample_posts
+from feedmill.stack.embedded import WORKER_NODE, Stack
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app
 from shared.messages import ClassifyOptions
-from shared.serving import announce
+from shared.model_routing import announce
 from shared.settings import Settings, load
 from tests.e2e.test_acl import rules
 from tests.e2e.test_tls import SecureRedis, plain_connections

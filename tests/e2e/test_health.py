@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.keys import WORKERS

@@ -28,7 +28,7 @@ from tests import fuzz
 from tests.fakes.hostile_messages import Hostile, good
 from tests.fakes.standin_worker import KILLS_EARLY
 from tests.support import Process, RedisServer, make_posts, start, wait_until
-from workers import wellformed
+from workers.runtime import validation
 
 
 def rejected(log: str, logger: str) -> int:
@@ -77,7 +77,7 @@ def test_rejects_messages_with_invalid_links(links: dict[str, Any]) -> None:
     whole["body"][2] |= links
     message = SimpleNamespace(payload=whole["body"], headers=whole["headers"])
     with pytest.raises(InvalidTaskError, match=next(iter(links))):
-        wellformed.check(message)
+        validation.check(message)
 
 
 @pytest.mark.parametrize("posts", [[{"id": "a", "title": "A title"}], [{"id": "a"}]], ids=["good", "failing"])
@@ -135,12 +135,12 @@ def test_results_wait_at_redis_memory_limit(
     asked = app.send_task("feedmill.classify", kwargs=kwargs)
     redis.client.config_set("maxmemory", 1)
     with standing_in(redis, tmp_path) as (worker, said):
-        wait_until(lambda: rejected(said(), "workers.recording") == 1, "a result waits")
+        wait_until(lambda: rejected(said(), "workers.pipeline.recording") == 1, "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        waited = rejected(said(), "workers.recording") + rejected(said(), "workers.consumer")
+        waited = rejected(said(), "workers.pipeline.recording") + rejected(said(), "workers.runtime.consumer")
         worker.send_signal(signal.SIGSTOP)
         # The classification is already stored: only Celery's result remains to be written.
         asked = app.send_task("feedmill.classify", kwargs=kwargs)
@@ -148,10 +148,12 @@ def test_results_wait_at_redis_memory_limit(
         redis.client.config_set("maxmemory", 1)
         worker.send_signal(signal.SIGCONT)
         wait_until(
-            lambda: rejected(said(), "workers.recording") + rejected(said(), "workers.consumer") > waited,
+            lambda: (
+                rejected(said(), "workers.pipeline.recording") + rejected(said(), "workers.runtime.consumer") > waited
+            ),
             "Celery's result waits",
         )
-        wait_until(lambda: rejected(said(), "workers.pool"), "the other task is postponed")
+        wait_until(lambda: rejected(said(), "workers.runtime.pool"), "the other task is postponed")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
         assert asked.get(timeout=60)[0]["id"] == "asked"
@@ -177,7 +179,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         late = send(1, expires=2)
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "the second message waits for its turn")
         redis.client.config_set("maxmemory", 1)
-        wait_until(lambda: rejected(said(), "workers.pool"), "Redis rejects the result of the expired message")
+        wait_until(lambda: rejected(said(), "workers.runtime.pool"), "Redis rejects the result of the expired message")
         redis.client.config_set("maxmemory", 0)
         worker.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 0.2
@@ -185,7 +187,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         redis.client.config_set("maxmemory", 1)
         wait_until(lambda: time.monotonic() > until, "the second message has expired")
         worker.send_signal(signal.SIGCONT)
-        wait_until(lambda: rejected(said(), "workers.consumer"), "Redis rejects the result on arrival")
+        wait_until(lambda: rejected(said(), "workers.runtime.consumer"), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert len(busy.get(timeout=10)) == 10

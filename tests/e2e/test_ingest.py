@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from feedmill import ingest_commands
-from feedmill.processes import free_port
+from feedmill.cli import ingest
+from feedmill.stack.processes import free_port
 from producers.reddit import topics
 from producers.reddit.state import Gap, State
 from shared.broker import queue_depth
@@ -219,7 +219,7 @@ def test_daemon_rejects_listings_other_than_new(tmp_path: Path, environment: dic
 def test_without_praw_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "praw", None)
     with pytest.raises(UserError, match=r"pip install 'feedmill\[reddit\]'"):
-        ingest_commands.reddit()
+        ingest.reddit()
 
 
 def test_gaps_are_listed_and_cleared(redis: RedisServer, tmp_path: Path, environment: dict[str, str]) -> None:

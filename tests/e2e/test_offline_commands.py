@@ -10,8 +10,8 @@ import pytest
 from shared.topics import TOPICS
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
-from workers.calibration import CANDIDATES
-from workers.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Measured
+from workers.pipeline.calibration import CANDIDATES
+from workers.pipeline.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Measured
 
 SAMPLES = str(Path(__file__).parent.parent.parent / "feedmill" / "samples.jsonl")
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from feedmill.processes import Child
+from feedmill.stack.processes import Child
 from shared.broker import connect, make_app, publish, queue_depth
 from shared.messages import MESSAGE_VERSION, ClassifyOptions
 from shared.results import ResultsStore

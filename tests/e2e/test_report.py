@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.report import gather
-from feedmill.report_page import page
+from feedmill.report.data import gather
+from feedmill.report.page import page
 from producers.reddit.state import Gap, State
 from shared.messages import Classification, DeadLetter, Post
 from shared.purge import purge

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from feedmill.processes import Child, free_port
+from feedmill.stack.processes import Child, free_port
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore

@@ -22,8 +22,8 @@ from celery import Celery
 from celery.exceptions import SecurityError
 from kombu.exceptions import DecodeError
 
-from feedmill.processes import free_port
-from feedmill.stack import WORKER_NODE
+from feedmill.stack.embedded import WORKER_NODE
+from feedmill.stack.processes import free_port
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.settings import STACK_FILE, Settings

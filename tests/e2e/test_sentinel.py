@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.processes import Child, free_port
+from feedmill.stack.processes import Child, free_port
 from producers.push import Pusher
 from shared.broker import HELD, connect, make_app, queue_depth, told_plainly
 from shared.errors import RedisError

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from feedmill.reading.dead_letters import DeadLetters, Entry
 from shared.broker import queue_depth
-from shared.dead import DeadLetters, Entry
 from shared.keys import MODELS, RESULTS_STREAM
 from shared.messages import Classification
+from shared.model_routing import announce, known
 from shared.results import ResultsStore
-from shared.serving import announce, known
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, as_jsonl, feedmill, last_json, make_posts, running, wait_until

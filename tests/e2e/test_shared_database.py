@@ -20,7 +20,7 @@ from celery import Celery, group
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from feedmill.processes import Child
+from feedmill.stack.processes import Child
 from shared.broker import HELD
 from tests.support import Feedmill, RedisServer, redis_servers, running, wait_until
 

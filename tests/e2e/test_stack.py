@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from feedmill import processes
-from feedmill import stack as stack_module
-from feedmill.processes import Child
-from feedmill.stack import Stack
+from feedmill.stack import embedded as stack_module
+from feedmill.stack import processes
+from feedmill.stack.embedded import Stack
+from feedmill.stack.processes import Child
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError

@@ -24,16 +24,16 @@ from celery.bin.base import CLIContext
 from celery.bin.worker import WorkersPool
 from celery.bin.worker import worker as worker_command
 
-from feedmill.supervisor import KILL_GRACE_S
+from feedmill.stack.supervisor import KILL_GRACE_S
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
-from shared.service import tell
 from shared.settings import Settings
+from shared.systemd import tell
 from tests.support import RedisServer, make_posts, processes_in, start, wait_until
 from workers.app import make_worker_app
-from workers.pool import DevicePool
+from workers.runtime.pool import DevicePool
 
 UNITS = Path(__file__).parent.parent.parent / "docker" / "systemd"
 UNIT, UNIT_OF_ALL = UNITS / "feedmill-worker@.service", UNITS / "feedmill-workers.service"
@@ -123,7 +123,7 @@ def test_celery_worker_starts_classifies_and_stops(
     with started(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}) as worker:
         wait_until(worker.ready, "the worker is ready")
         pool = classifies(redis)
-        assert (pool["implementation"], pool["max-concurrency"]) == ("workers.pool:DevicePool", 1)
+        assert (pool["implementation"], pool["max-concurrency"]) == ("workers.runtime.pool:DevicePool", 1)
         assert re.search(r"WARNING.*\b4\b", worker.output.read_text())
         is_stopped_while_it_works(redis, settings, worker.end)
 
@@ -199,7 +199,7 @@ def test_unit_settings_suit_the_worker(file: Path, beyond: float) -> None:
     unit = told_by(file)
     assert unit["Type"] == ["notify"]
     assert int(unit["TimeoutStopSec"][0]) > Settings().drain + beyond
-    assert unit["RestartPreventExitStatus"] == ["2"]  # a user's mistake, see feedmill/cli.py
+    assert unit["RestartPreventExitStatus"] == ["2"]  # a user's mistake, see feedmill/cli/main.py
     for variable in re.findall(r"FEEDMILL_[A-Z_]+", file.read_text()):
         assert variable.removeprefix("FEEDMILL_").lower() in Settings.model_fields
     # These settings would hide the GPU, or keep torch from compiling.

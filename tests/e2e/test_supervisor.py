@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from feedmill.watch import worker_statistics
+from feedmill.monitoring.watch import worker_statistics
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.keys import RESULTS_STREAM

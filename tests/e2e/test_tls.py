@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from feedmill.processes import free_port
+from feedmill.stack.processes import free_port
 from shared.broker import connect, make_app, publish, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.metrics import connect_briefly
 from shared.settings import Settings, load
-from shared.transport import reserve
 from tests.support import (
     PASSWORD,
     Authority,
@@ -27,6 +26,7 @@ from tests.support import (
     running,
     wait_until,
 )
+from workers.transport.redis_transport import reserve
 
 
 class SecureRedis(RedisServer):

@@ -21,7 +21,7 @@ from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, feedmill, last_json, run, running, wait_until
-from workers.pool import DevicePool
+from workers.runtime.pool import DevicePool
 
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from celery import Celery, chord, group, signature
 
-from feedmill.stack import MEASURING
-from feedmill.watch import worker_statistics
+from feedmill.monitoring.watch import worker_statistics
+from feedmill.stack.embedded import MEASURING
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM, find
@@ -133,7 +133,7 @@ def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisSe
 def test_worker_reports_pool_statistics(client: Celery) -> None:
     ask(client, POSTS)
     (pool,) = worker_statistics(client).values()
-    assert pool["implementation"] == "workers.pool:DevicePool"
+    assert pool["implementation"] == "workers.runtime.pool:DevicePool"
     assert pool["max-concurrency"] == 1
     assert pool["posts"] >= 2
     assert 0 < pool["padding_efficiency"] <= 1

@@ -16,7 +16,7 @@ from redis import Redis
 from shared.broker import connect
 from shared.errors import MessageFailed
 from shared.settings import load
-from workers.task import ClassifyTask
+from workers.runtime.task import ClassifyTask
 
 #: Prefix of the lists that record what callbacks and handlers, which have no result, were called with.
 TOLD = "differential:told:"

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from feedmill.processes import Child, ended_by_signals
+from feedmill.stack.processes import Child, ended_by_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
 #: Seconds that a worker may take to stop gracefully.

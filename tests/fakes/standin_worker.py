@@ -65,8 +65,8 @@ class StandIn:
     hangs = full = ahead = False
 
     def __init__(self, model: str = "stand-in", sha256: str = "00") -> None:
-        from workers.classifiers import LabelSet  # noqa: PLC0415 - when what it imports has its stand-ins
-        from workers.weights import Weights  # noqa: PLC0415
+        from workers.models.classifiers import LabelSet  # noqa: PLC0415 - when what it imports has its stand-ins
+        from workers.models.weights import Weights  # noqa: PLC0415
 
         self._row_seconds = 0.0 if model != "stand-in" else float(os.environ.get("STANDIN_ROW_SECONDS", "0"))
         self._labels = LabelSet(("good", "bad"), False, model)
@@ -78,8 +78,8 @@ class StandIn:
         return self._labels
 
     def prepare(self, texts: Sequence[str], label_set: Any) -> list[list[Any]]:
-        from workers.classifiers import Row  # noqa: PLC0415
-        from workers.tokenizer import Tokens  # noqa: PLC0415
+        from workers.models.classifiers import Row  # noqa: PLC0415
+        from workers.models.tokenizer import Tokens  # noqa: PLC0415
 
         if any(KILLS_EARLY in text for text in texts):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,14 +120,15 @@ def load(settings: Any, _: Any) -> StandIn:
 
 
 def main(name: str) -> int:
-    for absent in ("torch", "transformers", "workers.hub", "workers.classifiers.choose"):
+    for absent in ("torch", "transformers", "workers.models.hub", "workers.models.classifiers.registry"):
         sys.modules.setdefault(absent, MagicMock())
     listen()
     from shared import settings  # noqa: PLC0415
-    from workers import deploy, device  # noqa: PLC0415
+    from workers.models import device  # noqa: PLC0415
     from workers.run import run_worker  # noqa: PLC0415
+    from workers.runtime import hot_swap  # noqa: PLC0415
 
-    deploy.load_classifier = load  # type: ignore[assignment, attr-defined]
+    hot_swap.load_classifier = load  # type: ignore[assignment, attr-defined]
     device.choose = lambda *_: StandIn.device  # type: ignore[assignment]
     return run_worker(settings.load(), name)
 

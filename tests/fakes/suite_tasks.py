@@ -10,7 +10,7 @@ from typing import Any
 from celery import Task, chain, group, shared_task
 from redis import Redis
 
-from workers.task import ClassifyTask
+from workers.runtime.task import ClassifyTask
 
 Posts = list[dict[str, Any]]
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)

@@ -7,9 +7,9 @@ The command is run for each, with `--name NODE` at its end.
 
 import sys
 
-from feedmill import supervisor
-from feedmill.devices import shares
-from feedmill.flags import settings_of
+from feedmill.cli.options import settings_of
+from feedmill.stack import supervisor
+from feedmill.stack.devices import shares
 from shared.errors import UserError
 
 
@@ -17,7 +17,7 @@ def main(command: list[str]) -> int:
     supervisor.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
     try:
         return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
-    except UserError as error:  # as feedmill/cli.py tells it
+    except UserError as error:  # as feedmill/cli/main.py tells it
         sys.stderr.write(f"feedmill: {error}\n")
         return supervisor.USER_ERROR_STATUS
 

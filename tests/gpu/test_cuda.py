@@ -14,11 +14,11 @@ from shared.errors import DeviceFull
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
-from workers.classifiers import Row
-from workers.classifiers.choose import load_classifier
-from workers.device import Device, choose
-from workers.engines.onnx_engine import PROVIDERS
-from workers.engines.outputs import device_errors
+from workers.models.classifiers import Row
+from workers.models.classifiers.registry import load_classifier
+from workers.models.device import Device, choose
+from workers.models.engines.onnx_engine import PROVIDERS
+from workers.models.engines.outputs import device_errors
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""feedmill/watch.py queries workers over a real Redis that workers of other applications share."""
+"""feedmill/monitoring/watch.py queries workers over a real Redis that workers of other applications share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from feedmill.watch import FEEDMILL_POOL, worker_statistics
+from feedmill.monitoring.watch import FEEDMILL_POOL, worker_statistics
 from shared.broker import make_app
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until

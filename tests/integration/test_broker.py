@@ -6,11 +6,11 @@ import pytest
 from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 from redis.exceptions import RedisError as RedisFault
 
-from feedmill.stack import EXTERNAL_REDIS_SETTINGS, Stack
+from feedmill.stack.embedded import EXTERNAL_REDIS_SETTINGS, Stack
 from shared.broker import connect, make_app, told_plainly
 from shared.errors import RedisError, SettingsError
 from shared.settings import load
-from shared.transport import reserve
+from workers.transport.redis_transport import reserve
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 
@@ -98,7 +98,7 @@ def test_sentinel_settings_reach_every_connection() -> None:
         assert options["master_name"] == "posts"
         assert options["sentinel_kwargs"]["password"] == "theirs"
     reserve(app)
-    assert app.conf.broker_transport == "shared.transport:SentinelTransport"
+    assert app.conf.broker_transport == "workers.transport.redis_transport:SentinelTransport"
     assert app.conf.broker_transport_options["master_name"] == "posts"
     assert app.conf.broker_transport_options["reserved_key"] == "feedmill:reserved"
 
@@ -110,7 +110,7 @@ def test_every_rediss_connection_verifies_certificates() -> None:
     assert app.conf.broker_use_ssl == app.conf.redis_backend_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
     reserve(app)
     assert app.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
-    assert app.conf.broker_transport == "shared.transport:Transport"
+    assert app.conf.broker_transport == "workers.transport.redis_transport:Transport"
     assert connect(settings).connection_pool.connection_kwargs["ssl_cert_reqs"] == ssl.CERT_REQUIRED
 
 

@@ -1,12 +1,12 @@
-"""feedmill/capacity.py on every redis-server of this machine: forecasting when Redis' memory is full."""
+"""feedmill/monitoring/capacity.py on every redis-server of this machine: forecasting when Redis' memory is full."""
 
 import time
 from typing import Any
 
 import pytest
 
-from feedmill import capacity, watch
-from feedmill.capacity import HORIZON_HOURS, Memory, look, span
+from feedmill.monitoring import capacity, watch
+from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, look, span
 from shared.keys import labels_key, sent_key
 from shared.results import HOUR, ResultsStore
 from shared.settings import DAY, Settings

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from feedmill import cli
-from feedmill.dead_commands import _named
-from feedmill.report import gather
-from shared.dead import DeadLetters
+from feedmill.cli import main
+from feedmill.cli.dead import _named
+from feedmill.reading.dead_letters import DeadLetters
+from feedmill.report.data import gather
 from shared.errors import UserError
 from shared.keys import DEAD_LETTERS
 from shared.messages import DeadLetter
@@ -74,7 +74,7 @@ def test_lists_dead_letters_in_bounded_memory(
 
     def run() -> None:
         with pytest.raises(SystemExit):
-            cli.run()
+            main.run()
 
     assert peak(run) < MEMORY
     lines = capsys.readouterr().out.splitlines()

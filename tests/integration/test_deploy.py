@@ -1,4 +1,4 @@
-"""workers/deploy.py on a real Redis: the requested model is loaded, tested and activated, or the reason is reported."""
+"""hot_swap.py on a real Redis: the requested model is loaded, tested and activated, or the reason is reported."""
 
 import json
 import re
@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from feedmill import deploy_commands
+from feedmill.cli import deploy as deploy_commands
 from shared.broker import connect
 from shared.errors import DeviceFull, ModelError, SettingsError, UserError
 from shared.keys import WANTED, find
 from shared.metrics import connect_briefly
-from shared.serving import MOST, Report, Stage, Wanted, want, wanted
+from shared.model_routing import MOST, Report, Stage, Wanted, want, wanted
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner
 from tests.unit.test_replacing import Model
-from workers import deploy
-from workers.deploy import Deployer, load_wanted
-from workers.device import choose
-from workers.weights import locate
+from workers.models.device import choose
+from workers.models.weights import locate
+from workers.runtime import hot_swap
+from workers.runtime.hot_swap import Deployer, load_wanted
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
 CPU = choose("cpu", "float32")
@@ -129,7 +129,7 @@ class House:
         #: Factories of the models to load, by requested name.
         self.models: dict[str, Callable[[], Model]] = {}
         self.loaded: list[weakref.ref[Model]] = []
-        monkeypatch.setattr(deploy, "load_wanted", lambda ask, *_: self._load(ask.model or "own"))
+        monkeypatch.setattr(hot_swap, "load_wanted", lambda ask, *_: self._load(ask.model or "own"))
         self.deployer = Deployer(self.owner.pipeline, settings, connect(settings), None, self._on_replaced)
         self.deployer.start()
 
@@ -294,16 +294,16 @@ def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixtu
     wait_until(lambda: asks, "the first model is being loaded")
     assert house.report(asks[0]).stage is Stage.DONE
     assert asks[0] != first
-    assert any("old " in record.getMessage() for record in caplog.records if record.name == deploy.__name__)
+    assert any("old " in record.getMessage() for record in caplog.records if record.name == hot_swap.__name__)
     assert house.at_work() == "last"
     assert house.replaced == 1
 
 
 def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "workers.deploy")
+    caplog.set_level("DEBUG", "workers.runtime.hot_swap")
     there, house.deployer._redis = house.deployer._redis, connect_briefly(Settings(redis_url="redis://127.0.0.1:1/0"))
     ask = house.deploy("/new", lambda: Candidate("new"))
-    wait_until(lambda: any(record.name == deploy.__name__ for record in caplog.records), "the failed read is logged")
+    wait_until(lambda: any(record.name == hot_swap.__name__ for record in caplog.records), "the failed read is logged")
     assert house.at_work() == "old"
     house.deployer._redis = there
     house.deployer.look()

@@ -1,4 +1,4 @@
-"""feedmill/result_rows.py and feedmill/export.py on a real Redis: rows, formats, resuming and purging."""
+"""feedmill/reading/rows.py and feedmill/export/writer.py on a real Redis: rows, formats, resuming and purging."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow.dataset as ds
 import pytest
 
-from feedmill import export
-from feedmill.export import STATE, Folder, Wanted, format_of, opened, parts, purge
-from feedmill.result_rows import Place, RowReader, just_before
+from feedmill.export import writer
+from feedmill.export.writer import STATE, Folder, Wanted, format_of, opened, parts, purge
+from feedmill.reading.rows import Place, RowReader, just_before
 from producers.files import read
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
@@ -82,7 +82,7 @@ def form_of(out: Path, path: Path) -> Any:
 
 @pytest.fixture
 def small_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("feedmill.result_rows.FETCH_BYTES", 1)
+    monkeypatch.setattr("feedmill.reading.rows.FETCH_BYTES", 1)
 
 
 # Rows.
@@ -161,7 +161,7 @@ def test_exports_to_one_file(tmp_path: Path, store: ResultsStore, reader: RowRea
 def test_resumes_an_interrupted_single_file_export(
     tmp_path: Path, store: ResultsStore, reader: RowReader, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(export, "SAVE_INTERVAL_ROWS", 60)
+    monkeypatch.setattr(writer, "SAVE_INTERVAL_ROWS", 60)
     out = tmp_path / f"out.{name}"
     wanted = [str(number) for number in range(230)]
     store.write([result(post_id) for post_id in wanted])

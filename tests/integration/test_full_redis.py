@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from feedmill import watch
-from feedmill.watch import Part
+from feedmill.monitoring import watch
+from feedmill.monitoring.watch import Part
 from shared.broker import make_app, publish
 from shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
 from shared.messages import ClassifyOptions, Post
+from shared.model_routing import EXPECTED_S, announce, deregister, register
 from shared.results import ResultsStore
-from shared.serving import EXPECTED_S, announce, deregister, register
 from shared.settings import Settings
 from tests.integration.test_results import letter, result
 from tests.support import RedisServer, feedmill

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from feedmill import cli, status_commands, watch
-from feedmill.watch import Lookout
+from feedmill.cli import main, status
+from feedmill.monitoring import watch
+from feedmill.monitoring.watch import Lookout
 from shared.errors import UNPRINTABLE, json_line, printable, printable_lines
 from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, UNDECODABLE, WANTED, WORKERS, result_key
 from shared.logs import JsonFormatter, TextFormatter
@@ -127,7 +128,7 @@ def test_commands_print_no_control_characters(
     arguments = [each.replace("HOSTILE", hostile).replace("ID", f"x{hostile}x") for each in command]
     monkeypatch.setattr(sys, "argv", ["feedmill", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.run()
+        main.run()
     assert ended.value.code in (0, 1, 2, None)
     said = "".join(capsys.readouterr())
     assert "Traceback" not in said
@@ -143,7 +144,7 @@ def test_commands_print_no_control_characters(
 @pytest.mark.usefixtures("hostile")
 def test_status_screen_shows_no_control_characters(settings: Settings) -> None:
     shown = io.StringIO()
-    Console(file=shown, width=80).print(status_commands._screen(Lookout(settings).look(), settings))
+    Console(file=shown, width=80).print(status._screen(Lookout(settings).look(), settings))
     assert not UNPRINTABLE.search(ALLOWED.sub("", shown.getvalue()))
 
 

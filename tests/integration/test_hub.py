@@ -1,4 +1,4 @@
-"""workers/hub.py against a stand-in hub; each `locate` runs in its own process."""
+"""workers/models/hub.py against a stand-in hub; each `locate` runs in its own process."""
 
 import errno
 import hashlib
@@ -23,8 +23,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 
 from shared.errors import ModelError
 from tests.fakes.hub import Hub
-from workers import hub as hub_module
-from workers.hub import Progress, Repository
+from workers.models import hub as hub_module
+from workers.models.hub import Progress, Repository
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
@@ -173,10 +173,10 @@ def test_a_cached_model_requests_no_files(hub: Hub, locate: Locate) -> None:
 
 def test_logs_the_download(hub: Hub, locate: Locate) -> None:
     log = locate(hub).log
-    assert re.search(rf"INFO workers.hub: .*{NAME}.*{hub.url}", log)
-    assert re.search(rf"INFO workers.hub: .*{NAME}.*{hub.commit(NAME)}.*: 0.5 MB", log)
-    assert re.search(rf"INFO workers.hub: .*{NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
-    assert re.search(rf"INFO workers.hub: .*{NAME}: 0.5 MB in \d+ s\n", log)
+    assert re.search(rf"INFO workers.models.hub: .*{NAME}.*{hub.url}", log)
+    assert re.search(rf"INFO workers.models.hub: .*{NAME}.*{hub.commit(NAME)}.*: 0.5 MB", log)
+    assert re.search(rf"INFO workers.models.hub: .*{NAME}: \d\d% of 0.5 MB, [\d,.]+ MB/s\n", log)
+    assert re.search(rf"INFO workers.models.hub: .*{NAME}: 0.5 MB in \d+ s\n", log)
     assert "\r" not in log
     assert "it/s" not in log
 
@@ -349,8 +349,10 @@ def test_resumes_a_cut_download(hub: Hub, locate: Locate, folder: Path) -> None:
     assert found.sha256 == sha256(folder / "model.safetensors")
     assert hub.cuts == {"model.safetensors": []}
     assert re.search(rf"{NAME}: 0.5 MB in \d+ s", found.log)
-    assert re.search("^WARNING workers.hub: Error while downloading .* Trying to resume", found.log, re.MULTILINE)
-    assert all(re.match("(INFO|WARNING) workers.hub: ", line) for line in found.log.splitlines())
+    assert re.search(
+        "^WARNING workers.models.hub: Error while downloading .* Trying to resume", found.log, re.MULTILINE
+    )
+    assert all(re.match("(INFO|WARNING) workers.models.hub: ", line) for line in found.log.splitlines())
 
 
 def test_incomplete_download_fails_and_can_be_retried(hub: Hub, locate: Locate) -> None:

@@ -13,7 +13,7 @@ from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.support import Restartable, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
-from workers.classifiers import Row
+from workers.models.classifiers import Row
 
 
 class TurnByTurn(StandIn):

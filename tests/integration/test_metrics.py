@@ -12,15 +12,16 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError as RedisFault
 from rich.console import Console
 
-from feedmill import status_commands, watch
-from feedmill.watch import RATE_WINDOW_S, Lookout, Pace, Part, examine
+from feedmill.cli import status
+from feedmill.monitoring import watch
+from feedmill.monitoring.watch import RATE_WINDOW_S, Lookout, Pace, Part, examine
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
 from shared.broker import make_app, queue_depth
 from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
 from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
-from shared.serving import announce, register
+from shared.model_routing import announce, register
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts
 
@@ -284,7 +285,7 @@ def test_lookout_computes_rates_between_readings(
 def screen(seen: Any, settings: Settings) -> str:
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(status_commands._screen(seen, settings))
+        console.print(status._screen(seen, settings))
     return captured.get()
 
 
@@ -315,7 +316,7 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
     seen = Lookout(settings).look()
-    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
         assert numbers(lines["queue"]) == [2, 0, 50]
         assert numbers(lines["results"]) == [22, 22]
@@ -332,7 +333,7 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     assert seen.status.oldest_seconds
     assert seen.status.oldest_seconds >= 90
     assert json.loads(json.dumps(seen.status.as_json()))["queues"]["other"]["waiting"] == 1
-    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status)):
         assert re.search("feedmill: 2 ", shown)
         assert re.search(r"other: 1 .*a model \\x1b \(no worker\)", shown)
 
@@ -343,7 +344,7 @@ def test_marks_no_queue_as_unserved_while_workers_are_unknown(
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
     seen = Lookout(settings).look()
-    for shown in (screen(seen, settings), status_commands._summary(seen.status)):
+    for shown in (screen(seen, settings), status._summary(seen.status)):
         assert "other: 0 " in shown
         assert "(no worker)" not in shown
 
@@ -360,8 +361,8 @@ def test_watching_survives_a_lost_redis_connection(
         return depth(*arguments)
 
     monkeypatch.setattr(watch, "queue_depth", flaky)
-    monkeypatch.setattr(status_commands, "REFRESH_INTERVAL_S", 0.0)
-    looks = status_commands._snapshots(settings)
+    monkeypatch.setattr(status, "REFRESH_INTERVAL_S", 0.0)
+    looks = status._snapshots(settings)
     assert list(next(looks).status.workers) == list(workers)  # type: ignore[union-attr]
     away = next(looks)
     assert isinstance(away, str)

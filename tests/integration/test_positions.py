@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from feedmill.enqueue_commands import _position
+from feedmill.cli.enqueue import _position
 from producers.positions import POSITION_TTL, Position
 from producers.records import EVERYTHING
 from shared.broker import connect

@@ -1,4 +1,4 @@
-"""shared/readers.py on every redis-server of this machine: readers repeat no result and report every missed one."""
+"""results.py on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
 import subprocess
@@ -10,12 +10,24 @@ import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
 
 import feedmill
-from shared import readers
+from feedmill.reading import results
+from feedmill.reading.results import (
+    ALL,
+    Follower,
+    GroupReader,
+    Missed,
+    Read,
+    Reader,
+    Wanted,
+    batches,
+    items,
+    newest,
+    open_reader,
+)
 from shared.errors import RedisError, UserError
 from shared.keys import GROUPS, RESULTS_STREAM, find
 from shared.messages import Classification, Post
 from shared.purge import purge
-from shared.readers import ALL, Follower, GroupReader, Missed, Read, Reader, Wanted, batches, items, newest, open_reader
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until
@@ -114,8 +126,8 @@ def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "FOLLOWED_AT_ONCE", 3)
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(results, "FOLLOWED_AT_ONCE", 3)
+    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 3)
     reader.read()
     wanted = write(store, *range(50))
     found = read_all(reader)
@@ -216,7 +228,7 @@ def test_missed_counts_of_a_slow_reader_add_up(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("FOLLOWED_AT_ONCE", "GIVEN_AT_ONCE"):
-        monkeypatch.setattr(readers, name, 7)
+        monkeypatch.setattr(results, name, 7)
     reader.read()
     seen: list[str] = []
     missed = 0
@@ -299,7 +311,7 @@ def test_missed_count_is_unknown_after_a_manual_xgroup_setid(store: ResultsStore
 
 
 def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 2)
+    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 2)
     members = [GroupReader(server.client, "g", name) for name in "ab"]
     for member in members:
         member.read()
@@ -336,14 +348,14 @@ def test_takes_over_more_results_than_one_fetch_returns(
     names = write(store, *range(20))
     dead.read()
     silent(server, "dead")
-    monkeypatch.setattr(readers, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 3)
     assert ids_of(read_all(GroupReader(server.client, "g", "late"))) == names
 
 
 def test_a_slow_consumer_skips_results_taken_over_by_others(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "STALE_FRACTION", 0.0)
+    monkeypatch.setattr(results, "STALE_FRACTION", 0.0)
     slow = items(GroupReader(server.client, "g", "slow", since=0.0), follow=False)
     write(store, 1, 2, 3)
     first = next(slow)
@@ -390,7 +402,7 @@ def test_removes_consumers_that_are_gone_and_owe_nothing(
     owing.read()
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"gone", "me", "owing"}
-    monkeypatch.setattr(readers, "MEMBER_TTL_S", -1)
+    monkeypatch.setattr(results, "MEMBER_TTL_S", -1)
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"me", "owing"}
     assert pending(server) == 1
@@ -489,7 +501,7 @@ def test_reports_missed_results_after_a_lost_connection(
 def test_logs_a_lost_and_a_restored_connection_once(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
-    monkeypatch.setattr(readers, "PAUSES", (0.0, 0.001))
+    monkeypatch.setattr(results, "PAUSES", (0.0, 0.001))
     follow = batches(reader, wait=0.01)
     next(follow)
     faults = iter([ConnectionFault("gone")] * 5)
@@ -504,7 +516,7 @@ def test_logs_a_lost_and_a_restored_connection_once(
     write(store, 1)
     with caplog.at_level(logging.WARNING):
         assert ids_of(next(follow)) == ["1"]
-    lost, back = (record for record in caplog.records if record.name == readers.__name__)
+    lost, back = (record for record in caplog.records if record.name == results.__name__)
     assert "gone" in lost.getMessage()
     assert "gone" not in back.getMessage()
 
@@ -530,7 +542,7 @@ def test_python_api_generates_a_consumer_name(store: ResultsStore, server: Redis
     for item in feedmill.results(server.url, group="g", since=0.0, follow=False):
         assert isinstance(item, Result)
     (name,) = consumers(server)
-    assert readers.NAME.fullmatch(name)
+    assert results.NAME.fullmatch(name)
     assert pending(server) == 0
 
 

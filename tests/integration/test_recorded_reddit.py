@@ -18,7 +18,7 @@ from urllib3 import HTTPResponse
 
 from producers.reddit.budget import Budget
 from producers.reddit.client import Reddit
-from producers.reddit.things import Fault, Unreadable
+from producers.reddit.listing import Fault, Unreadable
 from shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.support import REAL_DATA

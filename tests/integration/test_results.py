@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shared.dead import DeadLetters, Entry
+from feedmill.reading.dead_letters import DeadLetters, Entry
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import SCORES_PER_CALL, Counters, Result, ResultsStore, Score

@@ -1,4 +1,4 @@
-"""shared/serving.py on a real Redis: models announced by workers, and the choice of a queue by model."""
+"""shared/model_routing.py on a real Redis: models announced by workers, and the choice of a queue by model."""
 
 import json
 import subprocess
@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from shared import serving
+from shared import model_routing
 from shared.broker import connect
 from shared.errors import UserError
 from shared.keys import MODELS, WORKERS, find
-from shared.serving import (
+from shared.model_routing import (
     EXPECTED_S,
     KEPT,
     MOST,
@@ -125,7 +125,7 @@ def test_queues_always_include_the_configured_one(settings: Settings) -> None:
 
 def test_ignores_unknown_fields_of_later_versions(redis: RedisServer) -> None:
     redis.client.hset(MODELS, "q", '{"model": "m", "seen": 1, "device": "cuda"}')
-    assert serving.known(redis.client) == {"q": serving.Served("m", 1)}
+    assert model_routing.known(redis.client) == {"q": model_routing.Served("m", 1)}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.
     register(redis.client, "one@here")
     now = time.time()
     with monkeypatch.context() as skewed:
-        skewed.setattr("shared.serving.time.time", lambda: now + ahead)
+        skewed.setattr("shared.model_routing.time.time", lambda: now + ahead)
         register(redis.client, "two@there")
         assert list(expected(redis.client)) == ["one@here", "two@there"]
     assert all(age < EXPECTED_S / 2 for age in expected(redis.client).values())

@@ -15,11 +15,11 @@ from shared.keys import PASSES
 from shared.settings import Settings
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner, StandIn
-from workers.classifiers import Row
-from workers.device import Device
-from workers.message import Message
-from workers.recording import MAX_UNWRITTEN_BATCHES
-from workers.suspects import MAX_DEATHS, Quarantine, Suspects
+from workers.models.classifiers import Row
+from workers.models.device import Device
+from workers.pipeline.message import Message
+from workers.pipeline.poison import MAX_DEATHS, Quarantine, Suspects
+from workers.pipeline.recording import MAX_UNWRITTEN_BATCHES
 
 pytestmark = pytest.mark.each_redis
 
@@ -73,7 +73,7 @@ def test_orderly_shutdown_leaves_no_records(client: Redis) -> None:
 
 def test_removes_stale_records(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("workers.suspects.time.time", lambda: 1_000_000.0)
+        patch.setattr("workers.pipeline.poison.time.time", lambda: 1_000_000.0)
         Suspects(client).note(0, [("a", 0)])
     assert Suspects(client).deaths("b") == {}
     assert client.hlen(PASSES) == 0

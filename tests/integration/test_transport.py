@@ -20,16 +20,16 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as virtual
 from redis import Redis, RedisError, SSLConnection
 
-from feedmill.processes import Child, free_port
-from shared import leases, transport
-from shared.lease_scripts import RENEW, RESERVE
-from shared.leases import counted, lapsed
-from shared.transport import claim, end_alone, settings_for
+from feedmill.stack.processes import Child, free_port
 from tests.support import PASSWORD, RedisServer, wait_until
+from workers.transport import leases, redis_transport
+from workers.transport.lease_scripts import RENEW, RESERVE
+from workers.transport.leases import counted, lapsed
+from workers.transport.redis_transport import claim, end_alone, settings_for
 
 pytestmark = pytest.mark.each_redis
 
-OURS = "shared.transport:Transport"
+OURS = "workers.transport.redis_transport:Transport"
 STOCK = "redis"
 QUEUE = Queue("posts", Exchange("posts"), routing_key="posts")
 LISTS = ("posts", "posts\x06\x163", "posts\x06\x166", "posts\x06\x169")
@@ -274,7 +274,7 @@ def test_moves_undecodable_messages_aside(redis: RedisServer) -> None:
 def test_moves_oversized_messages_aside_truncated_and_unread(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transport, "MAX_MESSAGE", 10_000)
+    monkeypatch.setattr(redis_transport, "MAX_MESSAGE", 10_000)
     monkeypatch.setattr(leases, "MAX_UNDECODABLE_BYTES", 100)
     publish(redis, "x" * 10_000)
     publish(redis, 2)
@@ -336,7 +336,7 @@ def test_decompression_bombs_are_decoded_one_at_a_time(redis: RedisServer) -> No
 
 
 def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_DECODED", 10_000)
+    monkeypatch.setattr(redis_transport, "MAX_DECODED", 10_000)
     publish(redis, "good")
     message = json.loads(str(redis.client.rpop("posts")))
     for count in (0, 1000):
@@ -779,7 +779,7 @@ def test_maps_broker_urls_to_transports_or_rejects_them() -> None:
     with Connection(
         secured["broker_url"], transport=secured["broker_transport"], ssl=secured["broker_use_ssl"]
     ) as connection:
-        channel = object.__new__(transport.Channel)
+        channel = object.__new__(redis_transport.Channel)
         channel.connection = connection.transport
         assert channel._connparams()["ssl_cert_reqs"].name == "CERT_REQUIRED"
         assert issubclass(channel._connparams()["connection_class"], SSLConnection)
@@ -800,10 +800,10 @@ def test_maps_broker_urls_to_transports_or_rejects_them() -> None:
 def test_several_sentinels_are_one_broker_address() -> None:
     settings = settings_for("sentinel://a:1;sentinel://b:2")
     connection = Connection(settings["broker_url"], transport=settings["broker_transport"])
-    assert isinstance(connection.transport, transport.SentinelTransport)
+    assert isinstance(connection.transport, redis_transport.SentinelTransport)
     connection.maybe_switch_next()
-    assert isinstance(connection.transport, transport.SentinelTransport)
-    assert "master_name" in transport.SentinelChannel.from_transport_options
+    assert isinstance(connection.transport, redis_transport.SentinelTransport)
+    assert "master_name" in redis_transport.SentinelChannel.from_transport_options
 
 
 # Dependencies on kombu's internals.
@@ -880,11 +880,11 @@ KOMBU = {
 
 #: Our classes, and the kombu classes whose functions they may override.
 BASES = {
-    transport.QoS: (kombu_redis.QoS, virtual.QoS),
-    transport.Poller: (kombu_redis.MultiChannelPoller,),
-    transport.Channel: (kombu_redis.Channel, virtual.Channel),
-    transport.Transport: (kombu_redis.Transport, virtual.Transport),
-    transport.SentinelTransport: (kombu_redis.SentinelTransport,),
+    redis_transport.QoS: (kombu_redis.QoS, virtual.QoS),
+    redis_transport.Poller: (kombu_redis.MultiChannelPoller,),
+    redis_transport.Channel: (kombu_redis.Channel, virtual.Channel),
+    redis_transport.Transport: (kombu_redis.Transport, virtual.Transport),
+    redis_transport.SentinelTransport: (kombu_redis.SentinelTransport,),
 }
 #: Functions that we do not override, but call, or expect kombu to call.
 LEANED_ON = (
@@ -917,7 +917,7 @@ def overridden() -> Iterator[tuple[type, str]]:
 
 
 def test_kombu_internals_are_unchanged() -> None:
-    """If this fails: read kombu's changes, adapt shared/transport.py, then update the digests."""
+    """If this fails: read kombu's changes, adapt workers/transport/redis_transport.py, then update the digests."""
     found = {
         f"{owner.__module__}.{owner.__qualname__}.{name}": digest(owner, name)
         for owner, name in (*overridden(), *LEANED_ON)
@@ -927,5 +927,5 @@ def test_kombu_internals_are_unchanged() -> None:
 
 
 def test_module_docstring_explains_every_override() -> None:
-    told = transport.__doc__ or ""
+    told = redis_transport.__doc__ or ""
     assert not {name for _, name in overridden() if f"`{name}`" not in told and f".{name}`" not in told} - {"__init__"}

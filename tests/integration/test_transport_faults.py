@@ -73,7 +73,7 @@ def again(self, name):
     return self.request.retries
 """
 
-OURS = "shared.transport:Transport"
+OURS = "workers.transport.redis_transport:Transport"
 STOCK = "redis"
 
 

@@ -14,17 +14,17 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from shared import queued
+from shared import queue_redaction
 from shared.broker import CLASSIFY_TASK, HELD, connect, make_app, publish, queue_lists
 from shared.errors import UserError
 from shared.keys import sent_key
-from shared.lease_scripts import RESERVE
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
+from shared.model_routing import announce
 from shared.purge import purge, rewrite
 from shared.results import Result, ResultsStore
-from shared.serving import announce
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
+from workers.transport.lease_scripts import RESERVE
 
 # A warning of Celery's backend, which stores results in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
@@ -224,7 +224,7 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
     """The message moves from the list to a worker between reading and rewriting, and then back."""
     publish(make_app(kept.settings), [[post("gone", WORDS)]], ClassifyOptions())
     redis = connect(kept.settings)
-    without, steps = queued._without, ["taken", "back"]
+    without, steps = queue_redaction._without, ["taken", "back"]
 
     def moving(message: bytes, posts: Any) -> str | None:
         with suppress(IndexError):
@@ -235,7 +235,7 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
                 kept.raw.hdel(HELD["reserved_key"], "tag feedmill")
         return without(message, posts)
 
-    monkeypatch.setattr(queued, "_without", moving)
+    monkeypatch.setattr(queue_redaction, "_without", moving)
     assert purge(redis, kept.settings, ["gone"]).messages == 1
     assert steps == []
     assert messages(kept)[0][1]["posts"] == [{"id": "gone"}]
@@ -250,7 +250,7 @@ def test_rewrite_fails_while_another_rewrite_runs(kept: Kept, monkeypatch: pytes
 
 
 def test_purge_reads_messages_in_chunks(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued, "MESSAGES_AT_ONCE", 3)
+    monkeypatch.setattr(queue_redaction, "MESSAGES_AT_ONCE", 3)
     publish(make_app(kept.settings), [[post(str(number), WORDS)] for number in range(20)], ClassifyOptions())
     assert purge(connect(kept.settings), kept.settings, map(str, range(0, 20, 2))).messages == 10
     assert [("title" in kwargs["posts"][0]) for _, kwargs, _ in messages(kept)] == [True, False] * 10

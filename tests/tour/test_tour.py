@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
+from feedmill.reading.results import Follower, batches
 from producers import files
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
 from shared.messages import ClassifyOptions, Post
-from shared.readers import Follower, batches
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from shared.transport import reserve
 from tests.support import RedisServer, wait_until
-from workers import device
-from workers.calibration import TokenBudget
-from workers.classifiers import Row
-from workers.classifiers.similarity import Similarity
-from workers.message import Message
-from workers.pipeline import Pipeline
-from workers.task import named
-from workers.weights import locate
-from workers.window import Window
+from workers.models import device
+from workers.models.classifiers import Row
+from workers.models.classifiers.similarity import Similarity
+from workers.models.weights import locate
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.pipeline import Pipeline
+from workers.pipeline.window import Window
+from workers.runtime.task import named
+from workers.transport.redis_transport import reserve
 
 LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
 

@@ -11,11 +11,11 @@ from transformers import BertConfig, BertModel
 from benchmarks.hardware import forward_flops
 from benchmarks.ours import cut, ran
 from benchmarks.report import Measured, Record, agreement, comparable, summary
-from feedmill.stack import Stack
+from feedmill.stack.embedded import Stack
 from shared.settings import Settings, load, variables
-from workers.classifiers import LabelSet, Row
-from workers.device import Device
-from workers.tokenizer import Tokens
+from workers.models.classifiers import LabelSet, Row
+from workers.models.device import Device
+from workers.models.tokenizer import Tokens
 
 
 def test_forward_flops_match_torch() -> None:

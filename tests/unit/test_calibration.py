@@ -1,4 +1,4 @@
-"""workers/calibration.py: measuring, caching and lowering the token budget."""
+"""workers/pipeline/calibration.py: measuring, caching and lowering the token budget."""
 
 import json
 import threading
@@ -14,9 +14,10 @@ from shared.settings import Settings
 from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
 from tests.unit.test_pipeline import Done, StandIn
-from workers import calibration, device
-from workers.calibration import TokenBudget, best, calibrate, remember, sweep
-from workers.classifiers import Row, Scores
+from workers.models import device
+from workers.models.classifiers import Row, Scores
+from workers.pipeline import calibration
+from workers.pipeline.calibration import TokenBudget, best, calibrate, remember, sweep
 
 CPU = device.Device(torch.device("cpu"), torch.float32, "for a test")
 

@@ -1,4 +1,4 @@
-"""workers/classifiers/choose.py: choosing the classifier from a model's files."""
+"""workers/models/classifiers/registry.py: choosing the classifier from a model's files."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from shared.errors import DeviceFull, ModelError, SettingsError
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.support import naming
-from workers.classifiers import choose
-from workers.classifiers.choose import check_size, kind_of, load_classifier
-from workers.classifiers.nli import Entailment
-from workers.device import Device
-from workers.engines import make
-from workers.weights import EMBEDDED, Weights, locate
+from workers.models.classifiers import registry
+from workers.models.classifiers.nli import Entailment
+from workers.models.classifiers.registry import check_size, kind_of, load_classifier
+from workers.models.device import Device
+from workers.models.engines import factory
+from workers.models.weights import EMBEDDED, Weights, locate
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
@@ -91,7 +91,7 @@ def test_first_forward_pass_failure_is_a_model_error(tmp_path: Path, monkeypatch
             patch.setattr(Entailment, "forward", Mock(side_effect=fault))
             with pytest.raises(ModelError, match=naming("cpu", type(fault).__name__)):
                 load_classifier(Settings(model=str(folder)), FP32)
-    monkeypatch.setattr(make, "TorchEngine", Mock(side_effect=DeviceFull("no memory")))
+    monkeypatch.setattr(factory, "TorchEngine", Mock(side_effect=DeviceFull("no memory")))
     with pytest.raises(ModelError, match=naming("cpu", "no memory")):
         load_classifier(Settings(model=str(folder)), FP32)
     monkeypatch.undo()
@@ -102,6 +102,6 @@ def test_first_forward_pass_failure_is_a_model_error(tmp_path: Path, monkeypatch
 def test_rejects_a_model_larger_than_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = locate(str(make_model("bert", tmp_path, NLI)))
     check_size(weights, FP32)
-    monkeypatch.setattr(choose, "_memory", lambda _: 1000)
+    monkeypatch.setattr(registry, "_memory", lambda _: 1000)
     with pytest.raises(ModelError, match=naming("0.0 GB", "float32", "cpu")):
         check_size(weights, FP32)

@@ -17,9 +17,9 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 from typer.main import get_command
 
-from feedmill.cli import app
-from feedmill.dashboard import PASSED_OPTIONS
-from feedmill.processes import free_port
+from feedmill.cli.main import app
+from feedmill.monitoring.dashboard import PASSED_OPTIONS
+from feedmill.stack.processes import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
 from tests.unit.test_images import DOCKERFILES, accept, check_health_script, settings_in, words_of

@@ -1,11 +1,11 @@
-"""workers/device.py: choosing a device and a precision, with reasons."""
+"""workers/models/device.py: choosing a device and a precision, with reasons."""
 
 import pytest
 import torch
 
 from shared.errors import SettingsError
 from tests.support import naming
-from workers.device import Device, choose, for_training
+from workers.models.device import Device, choose, for_training
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:

@@ -1,4 +1,4 @@
-"""feedmill/devices.py: devices and CPU cores of each worker."""
+"""feedmill/stack/devices.py: devices and CPU cores of each worker."""
 
 import os
 import socket
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from feedmill import devices
-from feedmill.devices import Share, divide, find_cores, shares
+from feedmill.stack import devices
+from feedmill.stack.devices import Share, divide, find_cores, shares
 from shared.errors import SettingsError, UserError
 from tests.support import naming
 

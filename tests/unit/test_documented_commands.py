@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from typer.main import get_command
 
-from feedmill.cli import app
+from feedmill.cli.main import app
 from tests.unit.test_images import accept
 
 ROOT = Path(__file__).parent.parent.parent

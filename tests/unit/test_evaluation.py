@@ -1,4 +1,4 @@
-"""feedmill/evaluation.py against figures computed by hand, its invariants, and the printed tables."""
+"""feedmill/evaluation/measures.py against figures computed by hand, its invariants, and the printed tables."""
 
 import csv
 import sys
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console
 
-from feedmill import charts, evaluation_report
-from feedmill.evaluation import Evaluation, LabelFigures, truth_of
+from feedmill.evaluation import report
+from feedmill.evaluation.measures import Evaluation, LabelFigures, truth_of
+from feedmill.report import plots
 from shared.messages import Classification
 from shared.topics import TOPICS
 
@@ -62,7 +63,7 @@ def test_truth_matches_topics_to_labels(topic: str | None, label: str | None) ->
 
 def printed(found: Evaluation, width: int) -> str:
     console = Console(file=StringIO(), width=width, highlight=False)
-    evaluation_report.show(console, found)
+    report.show(console, found)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -96,7 +97,7 @@ def test_writes_predictions_as_csv(tmp_path: Path) -> None:
         id="1", label="food", scores={"food": 0.75, "music": 0.25}, model="m", revision=None, weights="",
         fingerprint="", classified_at=0.0, worker="w", device="cpu", queued_seconds=None,
     )  # fmt: skip
-    evaluation_report.write_csv(tmp_path / "p.csv", [("music, or so", found)])
+    report.write_csv(tmp_path / "p.csv", [("music, or so", found)])
     with (tmp_path / "p.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["id", "topic", "label", "score"], ["1", "music, or so", "food", "0.750000"]]
 
@@ -104,7 +105,7 @@ def test_writes_predictions_as_csv(tmp_path: Path) -> None:
 def test_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     notes = Console(file=StringIO(), width=200)
-    assert not charts.save(tmp_path / "x.png", lambda _: None, notes)
+    assert not plots.save(tmp_path / "x.png", lambda _: None, notes)
     assert isinstance(notes.file, StringIO)
     assert "pip install 'feedmill[charts]'" in notes.file.getvalue()
     assert not (tmp_path / "x.png").exists()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedmill.export import STATE, format_of, purge
-from feedmill.export_parquet import Parquet, batch_of, schema_of
-from feedmill.export_text import COLUMNS, Csv, Jsonl
-from feedmill.result_rows import Row
+from feedmill.export.parquet import Parquet, batch_of, schema_of
+from feedmill.export.text import COLUMNS, Csv, Jsonl
+from feedmill.export.writer import STATE, format_of, purge
+from feedmill.reading.rows import Row
 from producers import exported
 from producers.files import read
 from producers.records import BadRecord

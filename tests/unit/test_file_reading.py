@@ -1,4 +1,4 @@
-"""feedmill/file_reading.py: counting records and reading a file in batches."""
+"""feedmill/cli/file_reading.py: counting records and reading a file in batches."""
 
 import io
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from feedmill import file_reading as reading_module
-from feedmill.file_reading import BAD_RECORDS_SHOWN, Reading
+from feedmill.cli import file_reading as reading_module
+from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, Reading
 from producers.records import Filters
 from shared.errors import InputError
 

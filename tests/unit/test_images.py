@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typer.main import get_command
 
-from feedmill.cli import app
+from feedmill.cli.main import app
 from shared.metrics import serve
 from shared.settings import Settings
 
@@ -172,6 +172,6 @@ def test_command_imports_only_its_dependencies() -> None:
     owners = {module: set(map(canonicalize_name, names)) for module, names in packages_distributions().items()}
     others = [module for module, names in owners.items() if not names & brought]
     assert {"torch", "transformers", "praw"} <= set(others)
-    script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli"
+    script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli.main"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

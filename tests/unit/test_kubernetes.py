@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from typer.main import get_command
 
-from feedmill.cli import app
+from feedmill.cli.main import app
 from shared.settings import Settings
 from tests.unit.test_compose import SERVICES
 from tests.unit.test_images import DOCKERFILES, accept, settings_in, words_of

@@ -1,4 +1,4 @@
-"""workers/message.py: a message's outcomes and dead letters, without threads."""
+"""workers/pipeline/message.py: a message's outcomes and dead letters, without threads."""
 
 import json
 from decimal import Decimal
@@ -17,7 +17,7 @@ from shared.messages import (
     DeadLetter,
     PostError,
 )
-from workers.message import Message, traced, without_posts
+from workers.pipeline.message import Message, traced, without_posts
 
 
 def test_dead_letter_keeps_valid_posts_only() -> None:

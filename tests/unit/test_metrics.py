@@ -25,9 +25,9 @@ from shared.metrics import REDIS_FIGURES, Figure, Kind, Sample, Server, Sum, ser
 from shared.results import Counters
 from shared.settings import Settings, load
 from tests.support import naming
-from workers import metrics as worker_metrics
-from workers.device import Device
-from workers.statistics import Histogram, Statistics
+from workers.models.device import Device
+from workers.pipeline.statistics import Histogram, Statistics
+from workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"

@@ -13,17 +13,18 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from feedmill import cli, demo, deploy_commands, flower_commands, measuring_commands, offline_commands, train_commands
-from feedmill.cli import app
-from feedmill.training_job import within
-from feedmill.tuning_report import TuningReport
+from feedmill.cli import deploy, flower, main, measuring, offline, train
+from feedmill.cli.main import app
+from feedmill.evaluation.tuning_report import TuningReport
+from feedmill.stack import demo
+from feedmill.training.job import within
 from shared import logs
 from shared.errors import DeviceLost, FeedmillError, ModelError, RequestRefused, StackError, UserError
 from shared.messages import Classification, Post, PostError
 from shared.settings import Settings
 from shared.training import TrainOptions
 from tests.support import announced, naming
-from workers import tuning
+from workers.pipeline import tuning
 
 ROOT = Path(__file__).parent.parent.parent
 POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
@@ -33,9 +34,7 @@ POST = '{"id": "a", "title": "A title", "topic": "food"}\n'
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
     """Run a command on a file of one post, with a stand-in model, and return the exception it raises."""
     monkeypatch.setattr(logs, "configure", lambda _: None)
-    monkeypatch.setattr(
-        measuring_commands, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"]))
-    )
+    monkeypatch.setattr(measuring, "load_model", lambda _: Mock(label_set=lambda _: SimpleNamespace(labels=["food"])))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "posts.jsonl").write_text(POST)
     return lambda command: CliRunner().invoke(app, [command, "posts.jsonl"]).exception
@@ -70,29 +69,29 @@ def test_url_needs_a_running_stack_or_a_setting(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_flower_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_commands, "find_spec", lambda _: None)
+    monkeypatch.setattr(flower, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=naming("Flower", "feedmill[monitor]")):
-        flower_commands.flower()
+        flower.flower()
 
 
 def test_reading_a_model_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "workers.weights", None)
-    with pytest.raises(UserError, match=naming("workers.weights", "feedmill[worker]")):
-        deploy_commands._requested(tmp_path)
+    monkeypatch.setitem(sys.modules, "workers.models.weights", None)
+    with pytest.raises(UserError, match=naming("workers.models.weights", "feedmill[worker]")):
+        deploy._requested(tmp_path)
 
 
 def test_training_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_commands, "find_spec", lambda _: None)
+    monkeypatch.setattr(train, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"feedmill\[worker,train\]"):
-        train_commands._check_packages()
+        train._check_packages()
 
 
 def test_training_refuses_a_file_as_output(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UserError, match=naming(tmp_path / "out", "--out")):
-        train_commands.check_folder(tmp_path / "out", resume=False)
+        train.check_folder(tmp_path / "out", resume=False)
     with pytest.raises(UserError, match=r"^Cannot create .*/out/below: Not a directory\..* --out"):
-        train_commands.check_folder(tmp_path / "out" / "below", resume=False)
+        train.check_folder(tmp_path / "out" / "below", resume=False)
 
 
 def test_training_refuses_a_base_outside_its_folder(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_rejects_a_file_without_posts_before_loading_a_model(
     named: str,
     status: int | None,
 ) -> None:
-    monkeypatch.setattr(offline_commands, "load_model", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(offline, "load_model", Mock(side_effect=AssertionError))
     (tmp_path / "posts.jsonl").write_text(data)
     done = CliRunner().invoke(app, ["classify", "posts.jsonl"])
     assert named in f"{done.stderr}{done.exception}"
@@ -126,7 +125,7 @@ def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> Non
     ids = ["1", f"text-{'a' * 32}", "2", "b" * 128]
     posts = [Post(id=post_id, title="Bread") for post_id in ids]
     outcomes: list[Any] = [best, best, PostError(id="2", error="why"), best]
-    assert offline_commands._show_posts(zip(posts, outcomes, strict=True), as_json=False) == 1
+    assert offline._show_posts(zip(posts, outcomes, strict=True), as_json=False) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines] == ids
     shown = [line.partition(" ")[2].lstrip() for line in lines]
@@ -142,9 +141,9 @@ def test_one_chart_needs_one_model() -> None:
 
 
 def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "workers", None)
+    monkeypatch.setitem(sys.modules, "workers.models", None)
     with pytest.raises(UserError, match=naming("workers", "feedmill[worker]")):
-        offline_commands.load_model(Settings())
+        offline.load_model(Settings())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
-    with pytest.raises(UserError, match=named), offline_commands.refusals_told(Settings(model="some/model")):
+    with pytest.raises(UserError, match=named), offline.refusals_told(Settings(model="some/model")):
         raise fault
 
 
@@ -176,8 +175,8 @@ def test_tune_reports_a_device_without_memory() -> None:
 
 def test_evaluate_needs_a_classifiable_post(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [(None, PostError(id="a", error="scores that are not finite"))]
-    monkeypatch.setattr("workers.offline.classify", lambda *_: iter(outcomes))
-    monkeypatch.setattr("workers.calibration.calibrate", lambda *_: None)
+    monkeypatch.setattr("workers.pipeline.offline.classify", lambda *_: iter(outcomes))
+    monkeypatch.setattr("workers.pipeline.calibration.calibrate", lambda *_: None)
     error = run("evaluate")
     assert isinstance(error, FeedmillError)
     assert "scores that are not finite" in str(error)
@@ -206,9 +205,9 @@ def test_up_prints_markup_in_settings_literally(
 
         def stop(self) -> None: ...
 
-    monkeypatch.setattr(cli, "Stack", Stack)
+    monkeypatch.setattr(main, "Stack", Stack)
     folder = tmp_path / "[b]" / "[" / "x]"
-    cli.up(folder)
+    main.up(folder)
     printed = capsys.readouterr().err
     assert "Flower at http://127.0.0.1:1, user [/x]\n" in printed
     assert str(folder) in printed

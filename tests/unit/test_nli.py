@@ -1,4 +1,4 @@
-"""workers/classifiers/nli.py: scores equal those of transformers' zero-shot pipeline on the same weights."""
+"""workers/models/classifiers/nli.py: scores equal those of transformers' zero-shot pipeline on the same weights."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from shared.errors import RequestRefused
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
-from workers.classifiers.nli import Entailment
-from workers.device import Device
-from workers.weights import Weights
+from workers.models.classifiers.nli import Entailment
+from workers.models.device import Device
+from workers.models.weights import Weights
 
 ARCHITECTURES = ("bart", "roberta", "xlm-roberta", "bert", "electra", "distilbert", "deberta-v2", "modernbert")
 LABELS = ["sports", "technology", "food", "climate change"]

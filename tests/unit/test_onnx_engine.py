@@ -1,4 +1,4 @@
-"""workers/engines/onnx_engine.py: the graph's scores equal torch's, and a graph is exported once."""
+"""workers/models/engines/onnx_engine.py: the graph's scores equal torch's, and a graph is exported once."""
 
 import importlib
 import logging
@@ -13,19 +13,19 @@ import onnxruntime
 import pytest
 import torch
 
-from feedmill.demo import sample_posts
+from feedmill.stack.demo import sample_posts
 from shared.errors import ModelError, SettingsError
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import NLI, make_model
 from tests.support import naming
-from workers.classifiers import Classifier
-from workers.classifiers.choose import load_classifier
-from workers.device import Device, choose
-from workers.engines import onnx_engine
-from workers.engines.network import LOGITS
-from workers.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
-from workers.weights import EMBEDDED, locate
+from workers.models.classifiers import Classifier
+from workers.models.classifiers.registry import load_classifier
+from workers.models.device import Device, choose
+from workers.models.engines import onnx_engine
+from workers.models.engines.network import LOGITS
+from workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
+from workers.models.weights import EMBEDDED, locate
 
 LABELS = ["sports", "technology", "food"]
 TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "😀 </s> [SEP]"]

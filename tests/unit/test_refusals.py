@@ -1,9 +1,9 @@
-"""shared/refusals.py: classifying Redis errors, including wrapped ones."""
+"""shared/redis_errors.py: classifying Redis errors, including wrapped ones."""
 
 import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from shared.refusals import causes_of, hopeless, is_denied, is_full, is_replica, takes_no_writes
+from shared.redis_errors import causes_of, hopeless, is_denied, is_full, is_replica, takes_no_writes
 
 
 @pytest.mark.parametrize(

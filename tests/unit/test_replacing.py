@@ -13,11 +13,11 @@ import pytest
 from shared.messages import ClassifyOptions, PostError
 from tests.support import wait_until
 from tests.unit.test_pipeline import Done, Owner, StandIn, TwoCores
-from workers.calibration import TokenBudget
-from workers.classifiers import LabelSet, Row, Scores
-from workers.message import Message
-from workers.suspects import Suspects
-from workers.weights import Weights
+from workers.models.classifiers import LabelSet, Row, Scores
+from workers.models.weights import Weights
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.poison import Suspects
 
 
 class Model(StandIn):

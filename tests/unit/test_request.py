@@ -1,4 +1,4 @@
-"""workers/request.py and `shown_arguments` of shared/broker.py: requests never show a post's text."""
+"""workers/runtime/request.py and `shown_arguments` of shared/broker.py: requests never show a post's text."""
 
 import json
 import time
@@ -12,9 +12,9 @@ from shared.broker import CLASSIFY_TASK, shown_arguments
 from shared.messages import Classification, PostError
 from shared.settings import Settings
 from workers.app import make_worker_app
-from workers.message import Message
-from workers.request import ClassifyRequest, withdrawn
-from workers.task import CURRENT_MESSAGE, classify
+from workers.pipeline.message import Message
+from workers.runtime.request import ClassifyRequest, withdrawn
+from workers.runtime.task import CURRENT_MESSAGE, classify
 
 BODY = "private text"
 
@@ -57,7 +57,7 @@ def request(
     sent = [] if events is None else events
     eventer = SimpleNamespace(enabled=True, send=lambda type, **fields: sent.append((type, fields)))  # noqa: A006
     task = app.tasks[CLASSIFY_TASK]
-    assert task.Request == "workers.request:ClassifyRequest"
+    assert task.Request == "workers.runtime.request:ClassifyRequest"
     return ClassifyRequest(message, app=app, task=task, eventer=eventer, hostname="worker@here")
 
 

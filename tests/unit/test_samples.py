@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from feedmill.demo import SAMPLE_ROWS, random_sample, sample_posts
+from feedmill.stack.demo import SAMPLE_ROWS, random_sample, sample_posts
 from shared.messages import Classification, Post
 from shared.results import Result
 from shared.topics import TOPICS

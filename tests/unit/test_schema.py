@@ -30,7 +30,7 @@ from shared.messages import (
 )
 from shared.schema import BEYOND, FOLDER, Request
 from tests.support import make_posts
-from workers.message import Message
+from workers.pipeline.message import Message
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 REQUEST, RESULT = (Draft202012Validator(SCHEMAS[name]) for name in ("request.json", "result.json"))

@@ -1,4 +1,4 @@
-"""workers/classifiers/sequence.py: scores equal those of transformers' text-classification pipeline."""
+"""workers/models/classifiers/sequence.py: scores equal those of transformers' text-classification pipeline."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import naming
-from workers.classifiers.sequence import SequenceClassifier
-from workers.device import Device
-from workers.weights import Weights
+from workers.models.classifiers.sequence import SequenceClassifier
+from workers.models.device import Device
+from workers.models.weights import Weights
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 LABELS = {0: "NEGATIVE", 1: "POSITIVE", 2: "MIXED"}

@@ -1,4 +1,4 @@
-"""workers/classifiers/similarity.py on the real weights, compared with the model card's recipe."""
+"""workers/models/classifiers/similarity.py on the real weights, compared with the model card's recipe."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,10 @@ from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
-from workers.classifiers import MAX_LABEL_SETS
-from workers.classifiers.similarity import SCALE, Similarity
-from workers.device import Device
-from workers.weights import EMBEDDED, Weights, locate
+from workers.models.classifiers import MAX_LABEL_SETS
+from workers.models.classifiers.similarity import SCALE, Similarity
+from workers.models.device import Device
+from workers.models.weights import EMBEDDED, Weights, locate
 
 TEXTS = [
     "The keeper saved two penalties and the crowd went home happy",

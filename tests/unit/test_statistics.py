@@ -1,4 +1,4 @@
-"""workers/statistics.py: rates per interval, rates before the first interval ends, and histograms."""
+"""workers/pipeline/statistics.py: rates per interval, rates before the first interval ends, and histograms."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.fakes.interleaving import interleavings
-from workers.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
+from workers.pipeline.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
 
 
 def test_rates_between_two_totals() -> None:

@@ -1,4 +1,4 @@
-"""feedmill/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
+"""feedmill/stack/supervisor.py: restarting workers, their environment, and forwarding their log lines."""
 
 import json
 import re
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.devices import Share
-from feedmill.supervisor import MAX_FAILURES, MAX_LINE_BYTES, STABLE_AFTER_S, Failures, Supervisor, Worker
+from feedmill.stack.devices import Share
+from feedmill.stack.supervisor import MAX_FAILURES, MAX_LINE_BYTES, STABLE_AFTER_S, Failures, Supervisor, Worker
 from shared.errors import SettingsError
 from shared.settings import Settings
 

@@ -1,4 +1,4 @@
-"""workers/engines/torch_engine.py: outputs do not depend on other rows or layout; device errors are classified."""
+"""engines/torch_engine.py: outputs do not depend on other rows or layout; device errors are classified."""
 
 import random
 from pathlib import Path
@@ -18,8 +18,8 @@ from transformers import (
 
 from shared.errors import DeviceFull, DeviceLost, ModelError
 from tests.fakes.models import ARCHITECTURES, NLI, make_model
-from workers.device import Device
-from workers.engines.network import (
+from workers.models.device import Device
+from workers.models.engines.network import (
     LOGITS,
     OFFSET_POSITION_TYPES,
     PACKABLE_TYPES,
@@ -29,10 +29,10 @@ from workers.engines.network import (
     pool,
     read_config,
 )
-from workers.engines.outputs import device_errors
-from workers.engines.torch_engine import TorchEngine
-from workers.tokenizer import Tokens
-from workers.weights import Weights
+from workers.models.engines.outputs import device_errors
+from workers.models.engines.torch_engine import TorchEngine
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from feedmill.evaluation import bins_of, calibration_error
-from feedmill.export_text import Csv, Jsonl
-from feedmill.result_rows import Row
-from feedmill.training_data import Collected, collect
+from feedmill.evaluation.measures import bins_of, calibration_error
+from feedmill.export.text import Csv, Jsonl
+from feedmill.reading.rows import Row
+from feedmill.training.data import Collected, collect
 from shared.errors import InputError, UserError
 from shared.messages import Post
 from shared.settings import Settings
@@ -135,7 +135,7 @@ def rows() -> list[Row]:
 def export(folder: Path, how: str) -> Path:
     path = folder / f"export.{how}"
     if how == "parquet":
-        from feedmill.export_parquet import Parquet  # noqa: PLC0415 - an extra
+        from feedmill.export.parquet import Parquet  # noqa: PLC0415 - an extra
 
         writer = Parquet().create(path)
     elif how == "folder":

@@ -1,4 +1,4 @@
-"""workers/tuning.py: forming batches, combining rounds, and skipping sizes that do not fit."""
+"""workers/pipeline/tuning.py: forming batches, combining rounds, and skipping sizes that do not fit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 from shared.settings import Settings
 from tests.unit.test_calibration import Device
 from tests.unit.test_pipeline import Done
-from workers import tuning
-from workers.classifiers import LabelSet, Row
-from workers.tokenizer import Tokens
-from workers.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Curve, Measured, Size, Tuning
+from workers.models.classifiers import LabelSet, Row
+from workers.models.tokenizer import Tokens
+from workers.pipeline import tuning
+from workers.pipeline.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Curve, Measured, Size, Tuning
 
 
 class TwoRows(Device):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from producers.reddit.things import PAGE_SIZE, Fault, Item, Page
+from producers.reddit.listing import PAGE_SIZE, Fault, Item, Page
 from producers.reddit.walk import KNOWN, Track, walk
 from shared.messages import Post
 

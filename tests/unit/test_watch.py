@@ -1,4 +1,4 @@
-"""workers/watch.py on a simulated clock: steps that count as hung."""
+"""workers/pipeline/watch.py on a simulated clock: steps that count as hung."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.support import wait_until
 from tests.unit.test_pipeline import Owner
-from workers import pipeline
-from workers.watch import Watch
+from workers.pipeline import pipeline
+from workers.pipeline.watch import Watch
 
 
 class Clock:

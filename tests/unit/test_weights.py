@@ -1,4 +1,4 @@
-"""workers/weights.py: locating and verifying a model's files without importing their package."""
+"""workers/models/weights.py: locating and verifying a model's files without importing their package."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from shared.errors import ModelError
 from tests.support import naming
-from workers import hub, weights
-from workers.weights import EMBEDDED, EMBEDDED_FILES, Weights, locate, parameters
+from workers.models import hub, weights
+from workers.models.weights import EMBEDDED, EMBEDDED_FILES, Weights, locate, parameters
 
 #: The message about names lists the three forms that a model may have.
 THREE_FORMS = naming("FEEDMILL_MODEL", "package:NAME")

@@ -1,4 +1,4 @@
-"""workers/window.py: each row is taken once, no row starves, the token budget holds, and padding is low."""
+"""workers/pipeline/window.py: each row is taken once, no row starves, the token budget holds, and padding is low."""
 
 import random
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shared.settings import Settings
 from tests.fakes.interleaving import interleavings
-from workers.suspects import Quarantine
-from workers.window import Window
+from workers.pipeline.poison import Quarantine
+from workers.pipeline.window import Window
 
 
 @dataclass(eq=False)

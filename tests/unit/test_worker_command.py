@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from feedmill import cli
-from feedmill.devices import Share
+from feedmill.cli import main
+from feedmill.stack.devices import Share
 from shared import logs
 from shared.settings import Settings
 from workers import run
@@ -30,12 +30,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.setattr(run, "run_worker", run_worker)
-    monkeypatch.setattr(cli, "Supervisor", Supervisor)
+    monkeypatch.setattr(main, "Supervisor", Supervisor)
     return found
 
 
 def invoke(*arguments: str) -> None:
-    assert CliRunner().invoke(cli.app, ["worker", *arguments]).exit_code == 0
+    assert CliRunner().invoke(main.app, ["worker", *arguments]).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_flags_set_settings(started: list[tuple[Any, ...]], flags: dict[str, str
 
 def test_several_devices_start_a_supervisor(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Share("cuda", f"cuda:{number}", {"CUDA_VISIBLE_DEVICES": str(number)}) for number in (0, 1)]
-    monkeypatch.setattr(cli, "shares", lambda devices: gpus if devices == "all" else [])
+    monkeypatch.setattr(main, "shares", lambda devices: gpus if devices == "all" else [])
     invoke("--devices", "all", "--metrics-port", "9110")
     ((settings, found, name, command, flags),) = started
     assert (settings.devices, settings.metrics_port, found, name) == ("all", 9110, gpus, None)

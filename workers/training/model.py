@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError, clause
-from workers.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
-from workers.weights import Weights
+from workers.models.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
+from workers.models.weights import Weights
 
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.

@@ -29,14 +29,14 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 from shared.errors import DeviceFull, DeviceLost, ModelError, UserError, clause
 from shared.settings import Settings
 from shared.training import CHECKPOINTS, RUNS, TrainOptions
-from workers import device
-from workers.classifiers.choose import check_size
-from workers.engines.outputs import device_errors
+from workers.models import device
+from workers.models.classifiers.registry import check_size
+from workers.models.engines.outputs import device_errors
+from workers.models.weights import locate
+from workers.pipeline.tuning import Peak
 from workers.training.examples import Dataset, Example
 from workers.training.model import fit_head, head_parameters, load_tokenizer, loss_of_rows, make_model
 from workers.training.order import Order
-from workers.tuning import Peak
-from workers.weights import locate
 
 logger = logging.getLogger(__name__)
 

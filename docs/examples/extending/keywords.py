@@ -13,11 +13,11 @@ import torch
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from workers.classifiers import LabelSet, LabelSets, Row, Scores
-from workers.device import Device
-from workers.engines.outputs import TensorOutputs, device_errors
-from workers.tokenizer import Tokens
-from workers.weights import Weights
+from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.models.device import Device
+from workers.models.engines.outputs import TensorOutputs, device_errors
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
 
 
 class Keywords:

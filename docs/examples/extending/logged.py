@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from shared.settings import Settings
-from workers.device import Device
-from workers.engines.torch_engine import TorchEngine
-from workers.tokenizer import Tokens
-from workers.weights import Weights
+from workers.models.device import Device
+from workers.models.engines.torch_engine import TorchEngine
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 

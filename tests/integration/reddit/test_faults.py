@@ -8,8 +8,8 @@ import pytest
 from pydantic import SecretStr
 
 from producers.reddit.budget import Budget
+from producers.reddit.listing import Fault
 from producers.reddit.state import State
-from producers.reddit.things import Fault
 from shared.errors import CredentialsError
 from tests.fakes.clock import SimulatedClock
 from tests.fakes.reddit import Reddit as LoopbackReddit

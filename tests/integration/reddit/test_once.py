@@ -4,8 +4,8 @@ import pytest
 
 from producers.push import Pusher
 from producers.reddit.client import told_plainly
-from producers.reddit.once import MAX_ATTEMPTS, Listing, Once, patiently
-from producers.reddit.things import Unreachable
+from producers.reddit.listing import Unreachable
+from producers.reddit.snapshot import MAX_ATTEMPTS, Listing, Once, patiently
 from shared.broker import make_app
 from shared.errors import UserError
 from shared.messages import ClassifyOptions

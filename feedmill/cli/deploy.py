@@ -1,0 +1,188 @@
+"""The `feedmill deploy` command: switch the workers of a queue to another model while they keep running.
+
+The command stores the requested model in Redis, asks the workers to check for it, and polls them until they have
+switched or failed.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from celery import Celery
+from redis import Redis
+
+from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
+from feedmill.monitoring import watch
+from shared.broker import connect, make_app, told_plainly
+from shared.errors import UserError, printable
+from shared.keys import WANTED
+from shared.model_routing import Report, Stage, Wanted, check_queue, queues, want, wanted
+from shared.settings import Settings
+
+#: Seconds without a report on the deployment after which a worker counts as unresponsive.
+REPORT_TIMEOUT_S = 30.0
+#: Seconds between two polls of the workers.
+POLL_INTERVAL_S = 0.5
+#: Seconds that a poll waits for the workers' answers.
+ANSWER_TIMEOUT_S = 1.0
+
+app = typer.Typer()
+
+
+@app.command()
+def deploy(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.", show_default=False),
+    ] = None,
+    queue: ToQueue = None,
+    own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until every worker has switched or failed.")] = True,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Switch the workers of a queue to another model without stopping them.
+
+    FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
+    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue.
+    """
+    settings = settings_of(redis_url=redis_url)
+    redis, celery = connect(settings), make_app(settings)
+    if [folder is not None, own, show].count(True) != 1:
+        raise UserError("Give exactly one of FOLDER, --own and --show.")
+    with told_plainly(settings):
+        if queue is not None:
+            check_queue(redis, queue)
+        if show:
+            _show(redis, celery, settings, as_json)
+            return
+        name = queue or settings.queue
+        before = wanted(redis, name)
+        deployment = _requested(folder)
+        want(redis, name, deployment)
+        nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
+        if wait or not nodes:
+            reports = _wait_for_workers(celery, nodes, deployment, lambda: wanted(redis, name) == deployment, as_json)
+            message, status = _conclude(redis, name, deployment, before, reports)
+        else:
+            _poll(celery, nodes)
+            message = f"Asked {len(nodes):,} workers of queue {name} to switch. See `feedmill deploy --show`."
+            status = 0
+    typer.echo(json.dumps({"queue": name, **deployment._asdict(), "said": message}) if as_json else printable(message))
+    raise typer.Exit(status)
+
+
+def _requested(folder: Path | None) -> Wanted:
+    """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
+    if folder is None:
+        return Wanted(None, None, time.time())
+    try:
+        from workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"Deploying a model requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
+        ) from None
+    place = folder.expanduser().absolute()
+    if not place.is_dir():
+        raise UserError(
+            f"Folder {place} does not exist. Give a folder that save_pretrained wrote; download a Hub model into one "
+            "first."
+        )
+    return Wanted(str(place), locate(str(place), offline=True).sha256, time.time())
+
+
+def _wait_for_workers(
+    celery: Celery, nodes: list[str], deployment: Wanted, holds: Callable[[], bool], as_json: bool
+) -> dict[str, Report | None]:
+    """Poll the workers until each has switched, failed or stopped reporting; print reports as they arrive.
+
+    holds: returns False once another deployment replaces this one, which ends the wait.
+    Returns each worker's last report; None for one that did not report on this deployment in time.
+    """
+    reports: dict[str, Report | None] = dict.fromkeys(nodes)
+    heard = dict.fromkeys(nodes, time.monotonic())
+    while nodes and holds():
+        for node, report in _poll(celery, nodes):
+            ours = report.at == deployment.at
+            if ours or not _is_done(report):  # or busy with an earlier deployment
+                heard[node] = time.monotonic()
+            if ours and reports[node] != report:
+                reports[node] = report
+                _show_report(node, report, as_json)
+        over = [node for node in nodes if time.monotonic() - heard[node] > REPORT_TIMEOUT_S]
+        reports |= dict.fromkeys(over)
+        nodes = [node for node in nodes if node not in over and not _is_done(reports[node])]
+        time.sleep(POLL_INTERVAL_S if nodes else 0)
+    return reports
+
+
+def _is_done(report: Report | None) -> bool:
+    return report is not None and report.stage in (Stage.DONE, Stage.FAILED)
+
+
+def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
+    """Ask the workers to check for a deployment; return each one's report on the latest deployment it has read."""
+    answers = watch.ask(celery, "feedmill_deploy", nodes, ANSWER_TIMEOUT_S) if nodes else {}
+    return [
+        (node, Report(found["at"], Stage(found["stage"]), found["said"]))
+        for node, found in answers.items()
+        if "at" in found
+    ]
+
+
+def _show_report(node: str, report: Report, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"worker": node} | report._asdict()))
+    else:
+        typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
+
+
+def _conclude(
+    redis: Redis, queue: str, deployment: Wanted, before: Wanted | None, reports: dict[str, Report | None]
+) -> tuple[str, int]:
+    """Return the summary and the exit status. Restores the previous deployment if every worker failed."""
+    if not reports:
+        return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
+    done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
+    silent = [node for node, report in reports.items() if report is None]
+    if wanted(redis, queue) != deployment:
+        rest = "another deployment replaced this one (see --show)"
+    elif done == len(reports):
+        return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
+    elif silent:
+        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s (see --show)"
+    elif done:
+        rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
+    else:
+        want(redis, queue, before)
+        rest = "rolled back to the previous deployment"
+    return f"{done:,} of {len(reports):,} workers of queue {queue} have switched: {rest}.", 1
+
+
+def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> None:
+    """Print the deployed model of each queue and the model that each of its workers runs."""
+    workers = watch.worker_statistics(celery)
+    known: Any = redis.hkeys(WANTED)
+    for queue in sorted({*known, *queues(redis, settings)}):
+        deployment = wanted(redis, queue)
+        serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
+        if as_json:
+            runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}
+            typer.echo(json.dumps({"queue": queue, "wanted": deployment and deployment._asdict(), "workers": runs}))
+            continue
+        what = "each worker's own model"
+        if deployment and deployment.model:
+            what = f"{printable(deployment.model)} ({printable(str(deployment.weights)[:12])})"
+        typer.echo(f"{printable(queue)}  deployed: {what}")
+        for node, pool in serving.items():
+            model = f"{pool['model']} ({pool['weights'][:12]})"
+            typer.echo(printable(f"  {node}  runs {model}{_latest(pool['deploy'])}"))
+
+
+def _latest(report: dict[str, Any]) -> str:
+    """Format a worker's latest report, or return "" if it has none or succeeded."""
+    return f"; {report['stage']}: {printable(report['said'])}" if report and report["stage"] != Stage.DONE else ""

@@ -1,0 +1,359 @@
+"""The `feedmill export` command: write results to Parquet, CSV or JSONL files."""
+
+import gc
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import TimeoutError as TimeoutFault
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from feedmill.cli.options import RedisUrl, settings_of
+from feedmill.export import writer
+from feedmill.export.text import COLUMNS
+from feedmill.export.writer import Folder, Target, Wanted
+from feedmill.reading.rows import Chunk, RowReader, seconds_of
+from producers.records import seconds_of_date
+from shared.broker import connect, told_plainly
+from shared.errors import UserError
+from shared.settings import PREFIX
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which `--follow` closes a part by default.
+DEFAULT_PART_S = 600.0
+#: Seconds that `--follow` waits for a new entry before it checks for a signal.
+ENTRY_WAIT_S = 1.0
+#: Seconds before each attempt to reconnect; the last value repeats until Redis answers.
+RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
+
+app = typer.Typer()
+
+
+class Form(StrEnum):
+    """Export formats."""
+
+    PARQUET = "parquet"
+    CSV = "csv"
+    JSONL = "jsonl"
+
+
+Date = Annotated[str | None, typer.Option(metavar="DATE", show_default=False)]
+
+
+@app.command("export")
+def export_results(
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Output file; for Parquet or --follow, a folder of parts by day.")
+    ],
+    form: Annotated[
+        Form | None,
+        typer.Option("--format", help="Format (default: taken from the ending of OUT).", show_default=False),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to write, in this order, such as id,label,title (default: all).")
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATE", help="Export only results stored since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
+        ),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Export only results stored before DATE (UTC).")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Export only results with this best label.")] = None,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
+    part_rows: Annotated[
+        int | None, typer.Option(help=f"Approximate rows per part (default: {writer.PART_ROWS:,}).", min=1)
+    ] = None,
+    part_seconds: Annotated[
+        float | None,
+        typer.Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f})."),
+    ] = None,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Export nothing; remove posts from OUT that were purged since.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Write results to Parquet, CSV or JSONL files.
+
+    A file gets its name once it is complete. An interrupted export resumes when the same command runs again. Exits 1 if
+    nothing was exported, results were missed or the export stopped early.
+    """
+    others = (form, columns, since, until, label, part_rows, part_seconds)
+    if purge and (follow or latest or any(other is not None for other in others)):
+        raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
+    if not purge and form is None:
+        form = _form_of(out)
+    if latest and (follow or form is Form.PARQUET):
+        raise UserError("--latest needs a single CSV or JSONL file: a part is complete before later results are known.")
+    if latest and label is not None:
+        raise UserError("--latest cannot be combined with --label: a post's newest result may have another label.")
+    if follow and until is not None:
+        raise UserError("--follow cannot be combined with --until: following has no end.")
+    if part_seconds is not None and not (follow and part_seconds > 0):
+        raise UserError("--part-seconds requires --follow and a value above 0.")
+    settings = settings_of(redis_url=redis_url)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    with told_plainly(settings), _explaining_write_errors():
+        redis = connect(settings)
+        if purge:
+            removed = writer.purge(out, RowReader(redis))
+            typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
+            return
+        filters = Wanted(_seconds("--since", since), _seconds("--until", until), label, latest)
+        if filters.since is not None and filters.until is not None and filters.since >= filters.until:
+            raise UserError(f"--since {since} must be before --until {until}.")
+        writes = writer.format_of(str(form), COLUMNS if columns is None else _columns(columns))
+        if part_rows is not None and not (follow or form is Form.PARQUET):
+            raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
+        reader = RowReader(redis, filters.until)
+        redis.ping()  # before any file is created
+        with (
+            _stop_on_signal() as stop,
+            writer.opened(out, writes, filters, reader, follow, part_rows or writer.PART_ROWS) as target,
+        ):
+            # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
+            gc.freeze()
+            run = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            run.all()
+    raise typer.Exit(run.report(out, as_json))
+
+
+def _form_of(out: Path) -> Form:
+    """Return the format for the ending of OUT. Raises UserError for any other ending."""
+    try:
+        return Form(out.suffix.lower().removeprefix("."))
+    except ValueError:
+        raise UserError(
+            f"Cannot tell the format of {out}. Give --format, or an OUT that ends in .parquet, .csv or .jsonl."
+        ) from None
+
+
+def _columns(given: str) -> tuple[str, ...]:
+    """Parse `--columns`, ignoring case and repetitions. Raises UserError for an unknown column or without `id`."""
+    known = {column.lower(): column for column in COLUMNS}
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name.lower() not in known:
+            raise UserError(f"--columns: unknown column {name!r:.80}. Choose from {', '.join(COLUMNS)}.")
+    columns = tuple(dict.fromkeys(known[name.lower()] for name in names))
+    if "id" not in columns:
+        raise UserError("--columns must include id, by which purged posts are removed later.")
+    return columns
+
+
+class _StopRequest:
+    """Flag that the first signal sets to stop the export."""
+
+    is_set = False
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[_StopRequest]:
+    """Record the first SIGTERM, SIGHUP or Ctrl-C inside the block, so that the export can finish its current file.
+
+    A second signal has its usual effect.
+    """
+    request = _StopRequest()
+    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the export.
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before: dict[signal.Signals, Any] = {
+        number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
+    }
+
+    def note(number: int, _: object) -> None:
+        request.is_set = True
+        signal.signal(number, before[signal.Signals(number)])  # a second signal ends the export at once
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _explaining_write_errors() -> Iterator[None]:
+    """Convert a failed write inside the block into UserError."""
+    try:
+        yield
+    except (ConnectionFault, TimeoutFault):  # from Redis; some are OSErrors too
+        raise
+    except OSError as error:
+        raise UserError(f"Cannot write the export: {error}. Run the command again to resume.") from None
+
+
+class _Run:
+    """One run of an export, from where the last run stopped."""
+
+    def __init__(
+        self,
+        reader: RowReader,
+        target: Target,
+        filters: Wanted,
+        stop: _StopRequest,
+        notes: Console,
+        follow: bool,
+        part_seconds: float,
+    ) -> None:
+        self._reader, self._target, self._filters = reader, target, filters
+        self._stop = stop
+        self._notes = notes
+        self._follow = follow
+        self._part_seconds = part_seconds
+        self._before = target.written
+        self._missed: int | None = 0
+        self._any_missed = False
+        self._complete = False
+
+    def all(self) -> None:
+        """Export to the end of the stream, or with `--follow` until a signal.
+
+        Raises redis.exceptions.RedisError and OSError.
+        """
+        target = self._target
+        if target.resumed:
+            where = f"after {self._before:,} rows, " if self._before else ""
+            self._notes.print(f"resuming {where}where the last run stopped")
+        if isinstance(target, Folder):
+            target.sweep()
+        with _Bar(self._notes) as bar:
+            if self._follow and isinstance(target, Folder):
+                self._follow_stream(target, bar)
+            else:
+                self._read_to_end(bar)
+
+    def _read_to_end(self, bar: "_Bar") -> None:
+        """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
+        place = self._target.place
+        for chunk in self._reader.chunks(place):
+            place = chunk.place
+            self._add(chunk, bar)
+            if self._stop.is_set and not chunk.ended:
+                self._target.stop(place)
+                return
+        self._target.close(place)
+        self._complete = True
+
+    def _follow_stream(self, target: Folder, bar: "_Bar") -> None:
+        """Export entries until a signal. After a lost connection, read the rows of the open part again."""
+        place, failures, swept_at = target.place, 0, time.monotonic()
+        while not self._stop.is_set:
+            try:
+                chunk = self._reader.fetch(place)
+                place = chunk.place
+                self._add(chunk, bar)
+                if time.monotonic() - target.begun >= self._part_seconds:
+                    target.close(place)
+                if time.monotonic() - swept_at >= writer.SWEEP_EVERY:
+                    target.sweep()
+                    swept_at = time.monotonic()
+                if chunk.ended:
+                    self._reader.wait(place, ENTRY_WAIT_S)
+                failures = 0
+            except (ConnectionFault, TimeoutFault) as fault:
+                if isinstance(fault, AuthenticationError):
+                    raise
+                if not failures:
+                    logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
+                target.abandon()
+                place = target.place
+                time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
+                failures += 1
+        target.close(place)
+        self._complete = True
+
+    def _add(self, chunk: Chunk, bar: "_Bar") -> None:
+        if chunk.missed != 0:
+            self._report_missed(chunk)
+        rows = self._filters.of(chunk.rows)
+        if rows:
+            self._target.add(rows, chunk.place)
+        bar.move(len(rows), chunk)
+
+    def _report_missed(self, chunk: Chunk) -> None:
+        """Count results that were trimmed before this export read them, and print a warning."""
+        self._any_missed = True
+        known = chunk.missed is not None and self._missed is not None
+        self._missed = (self._missed or 0) + (chunk.missed or 0) if known else None
+        how_many = "results were" if chunk.missed is None else f"up to {chunk.missed:,} results were"
+        if chunk.missed == 1:
+            how_many = "up to 1 result was"
+        self._notes.print(
+            f"{how_many} trimmed from the stream before this export read them. Export more often, or raise "
+            f"{PREFIX}RESULTS_STREAM_LENGTH."
+        )
+
+    def report(self, out: Path, as_json: bool) -> int:
+        """Print a summary; return the exit status."""
+        target = self._target
+        rows = target.written - (self._before if isinstance(target, Folder) else 0)
+        if as_json:
+            summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
+            typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
+        else:
+            parts = [f"{_rows(rows)} written to {out}"]
+            if target.removed:
+                parts.append(f"{_rows(target.removed)} of purged posts removed")
+            if not self._complete:
+                parts.append("stopped before the end; run the same command to resume")
+            typer.echo(", ".join(parts))
+        nothing = not rows and not target.resumed and not self._follow
+        return 1 if nothing or self._any_missed or not self._complete else 0
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _seconds(flag: str, date: str | None) -> float | None:
+    """Parse a date option into seconds since 1970. Raises UserError for anything else."""
+    if date is None:
+        return None
+    try:
+        seconds = seconds_of_date(date.strip())
+    except ValueError:
+        seconds = -1.0
+    if seconds < 0:
+        raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).")
+    return seconds
+
+
+class _Bar(Progress):
+    """Progress of an export; without a total where the stream's remaining length is unknown."""
+
+    def __init__(self, notes: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=notes, transient=True, disable=not notes.is_terminal)
+        self._task = self.add_task("reading", total=None)
+        self._rows = self._read = 0
+        self._began = time.monotonic()
+
+    def move(self, rows: int, chunk: Chunk) -> None:
+        self._rows += rows
+        self._read += len(chunk.rows)
+        if self.disable:
+            return
+        rate = self._rows / max(time.monotonic() - self._began, 0.001)
+        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds_of(chunk.place.cursor)))
+        total = None if chunk.left is None else self._read + chunk.left
+        description = f"{self._rows:,} rows, {rate:,.0f}/s" + (f", at {when}" if chunk.rows else "")
+        self.update(self._task, description=description, completed=self._read, total=total)

@@ -1,0 +1,344 @@
+"""The `feedmill ingest` commands: read posts from Reddit, once or continuously, and show its gaps and subreddits."""
+
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from feedmill.cli.options import (
+    AsJson,
+    Labels,
+    MultiLabel,
+    Priority,
+    RedisUrl,
+    Template,
+    ToModel,
+    ToQueue,
+    options_of,
+    sending,
+    settings_of,
+)
+from producers.push import Pusher
+from producers.reddit import topics as topics_file
+from producers.reddit.clock import Clock, Stopped
+from producers.reddit.metrics import Metrics
+from producers.reddit.state import State
+from shared.broker import connect, make_app, told_plainly
+from shared.errors import UserError, printable
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+
+if TYPE_CHECKING:  # needs PRAW, an optional package
+    from producers.reddit.daemon import Daemon
+
+logger = logging.getLogger(__name__)
+
+#: Posts per topic that are read by default.
+DEFAULT_LIMIT = 100
+#: Seconds between two status lines: redrawn on a terminal, and appended to a log.
+REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
+#: Seconds until the first status line in a log.
+FIRST_LOG_DELAY_S = 10.0
+
+app = typer.Typer(help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
+
+
+class Kind(StrEnum):
+    """Reddit listings."""
+
+    HOT = "hot"
+    NEW = "new"
+    TOP = "top"
+    RISING = "rising"
+
+
+class Period(StrEnum):
+    """Periods of the listing `top`."""
+
+    HOUR = "hour"
+    DAY = "day"
+    WEEK = "week"
+    MONTH = "month"
+    YEAR = "year"
+    ALL = "all"
+
+
+@app.command()
+def reddit(
+    once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
+    listing: Annotated[
+        Kind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
+    ] = DEFAULT_LIMIT,
+    period: Annotated[Period, typer.Option(help="Period for --listing top.")] = Period.ALL,
+    topics: Annotated[
+        Path | None, typer.Option(help="Topics file in TOML (default: built in).", show_default=False)
+    ] = None,
+    labels: Labels = None,
+    template: Template = None,
+    multi_label: MultiLabel = False,
+    to_model: ToModel = None,
+    to_queue: ToQueue = None,
+    priority: Priority = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Send new Reddit posts to the queue until SIGTERM.
+
+    With --once, send what the listing holds now and exit; status 1 if a topic could not be read. Posts that were
+    already sent are skipped.
+    """
+    if not once and listing not in (None, Kind.NEW):
+        raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
+    settings = settings_of(
+        redis_url=redis_url,
+        reddit_topics=topics,
+        labels=labels,
+        template=template,
+        queue=to_queue,
+        priority=priority,
+        metrics_port=metrics_port,
+    )
+    options = options_of(settings, labels, template, multi_label)
+    if find_spec("praw") is None:
+        raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
+    clock = Clock()
+    with _stopping_on_signals(clock), told_plainly(settings):
+        redis = connect(settings)
+        redis.ping()  # fail before the first request to Reddit
+        settings = sending(settings, redis, to_model, to_queue)
+        if once:
+            _one_pass(settings, options, clock, listing or Kind.HOT, limit, period)
+        else:
+            _keep_reading(settings, options, clock, limit)
+    raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
+
+
+@contextmanager
+def _stopping_on_signals(clock: Clock) -> Iterator[None]:
+    """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
+    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the daemon.
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in handled}
+    try:
+        yield
+    except Stopped:
+        logger.info("stopped; posts that were read but not sent will be read again")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
+    """Run the daemon until a signal raises Stopped."""
+    from producers.reddit.budget import Budget  # noqa: PLC0415
+    from producers.reddit.client import Reddit  # noqa: PLC0415
+    from producers.reddit.daemon import Daemon  # noqa: PLC0415
+
+    topics = topics_file.read(settings.reddit_topics)
+    budget = Budget(clock, settings.reddit_requests_per_minute)
+    redis = connect(settings)
+    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+    reddit = Reddit(settings, budget, topics.topic_of)
+    daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit)
+    export = _exporter(settings)
+    with _status_line() as show:
+        while True:
+            pause = daemon.step()
+            show(daemon)
+            export(daemon)
+            clock.wait(min(pause, REFRESH_INTERVAL_S))
+
+
+def _exporter(settings: Settings) -> Callable[["Daemon"], None]:
+    """Return a function that exports the daemon's status to Prometheus, or does nothing if no port is set."""
+    if not settings.metrics_port:
+        return lambda _: None
+    metrics = Metrics(settings)
+    metrics.serve()
+    return lambda daemon: metrics.tell(daemon.status())
+
+
+@contextmanager
+def _status_line() -> Iterator[Any]:
+    """Yield a function that shows the daemon's status, in a line redrawn on a terminal, else in the log."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        logged_at = time.monotonic() - LOG_INTERVAL_S + FIRST_LOG_DELAY_S
+
+        def log(daemon: "Daemon") -> None:
+            nonlocal logged_at
+            if time.monotonic() - logged_at >= LOG_INTERVAL_S:
+                logged_at = time.monotonic()
+                logger.info("%s", described(daemon.status()))
+
+        yield log
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)  # the stream of Live, which writes above its line
+        shown = 0.0
+
+        def draw(daemon: "Daemon") -> None:
+            nonlocal shown
+            if time.monotonic() - shown >= REFRESH_INTERVAL_S:
+                shown = time.monotonic()
+                live.update(Text(described(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+        yield draw
+
+
+def described(status: dict[str, Any]) -> str:
+    """Format the daemon's status as one line."""
+    parts = [f"{status['subreddits']} subreddits of {status['topics']} topics", f"{status['sent']:,} sent"]
+    if status["paused"]:
+        parts.append(f"PAUSED: the queue is full, {status['held']:,} posts held")
+    elif status["held"]:
+        parts.append(f"{status['held']:,} posts held")
+    if status["hindrance"]:
+        parts.append(status["hindrance"])
+    if status["failing"]:
+        parts.append(f"{len(status['failing'])} subreddits failing")
+    if status["gaps"]:
+        parts.append(f"{status['gaps']} gaps")
+    if status["purged"]:
+        parts.append(f"{status['purged']:,} purged")
+    parts.append(f"{status['requests']:,} requests")
+    if status["budget"] is not None:
+        parts.append(f"{status['budget']:.0f} left")
+    return " · ".join(parts)
+
+
+def _one_pass(
+    settings: Settings, options: ClassifyOptions, clock: Clock, kind: Kind, limit: int, period: Period
+) -> None:
+    """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
+    from producers.reddit.budget import Budget  # noqa: PLC0415
+    from producers.reddit.client import Reddit  # noqa: PLC0415
+    from producers.reddit.client import told_plainly as reddit_told_plainly  # noqa: PLC0415
+    from producers.reddit.listing import Fault, RedditFault  # noqa: PLC0415
+    from producers.reddit.rechecks import Looks  # noqa: PLC0415
+    from producers.reddit.snapshot import Listing, Once, Reading, patiently  # noqa: PLC0415
+    from producers.reddit.subreddits import Roster  # noqa: PLC0415
+
+    topics = topics_file.read(settings.reddit_topics)
+    reddit = Reddit(settings, Budget(clock, settings.reddit_requests_per_minute), topics.topic_of)
+    redis = connect(settings)
+    state = State(redis)
+    pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
+    roster = Roster(reddit, topics, state, clock)
+    snapshot = Once(reddit, pusher, state, clock)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    listing = Listing(kind.value, limit, period.value if kind is Kind.TOP else "")
+    columns = (
+        TextColumn("{task.description:<16}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    problems = 0
+    with reddit_told_plainly(settings), Progress(*columns, console=notes) as progress:
+        for topic in topics.topics:
+            bar = progress.add_task(topic, total=limit, note="checking subreddits")
+            try:
+                patiently(partial(roster.check, topic), clock)
+            except Fault as fault:
+                notes.print(f"{topic}: cannot check its subreddits ({fault})", markup=False)
+            reading = Reading()
+            for reading in snapshot.read(roster.active[topic], listing):
+                note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
+                progress.update(
+                    bar, completed=reading.read, note=f"{note}; {reading.problem}" if reading.problem else note
+                )
+            progress.update(bar, total=max(reading.read, 1) if not reading.problem else limit)
+            problems += bool(reading.problem)
+        rechecks = Looks(reddit, redis, state, settings, clock, snapshot.send)
+        try:
+            while not patiently(rechecks.run, clock):
+                pass
+        except RedditFault as fault:
+            notes.print(f"recheck of earlier posts failed ({fault}); the next run repeats it", markup=False)
+    sent = f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})"
+    typer.echo(f"{sent}, {pusher.skipped:,} already sent")
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def gaps(
+    clear: Annotated[bool, typer.Option("--clear", help="Clear the list after printing it.")] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """List gaps: periods in which posts of a subreddit were missed.
+
+    Fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear the list.
+    """
+    settings = settings_of(redis_url=redis_url)
+    with told_plainly(settings):
+        state = State(connect(settings))
+        found = state.gaps()
+        if clear:
+            state.forget_gaps()
+    for gap in found:
+        if as_json:
+            typer.echo(json.dumps(gap._asdict()))
+        else:
+            times = f"{_time(gap.since)} to {_time(gap.until)}, recorded {_time(gap.noted)}"
+            typer.echo(f"r/{printable(gap.subreddit):<22} {times}")
+    if not found and not as_json:
+        typer.echo("No gaps.")
+
+
+@app.command()
+def subreddits(
+    as_json: AsJson = False,
+    topics: Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """List each topic's subreddits, and which of them are replaced and why."""
+    settings = settings_of(redis_url=redis_url, reddit_topics=topics)
+    listed = topics_file.read(settings.reddit_topics)
+    with told_plainly(settings):
+        replaced = State(connect(settings)).replaced()
+    for topic, names in listed.topics.items():
+        out = [replaced[name.lower()] for name in names if name.lower() in replaced]
+        if as_json:
+            typer.echo(
+                json.dumps({"topic": topic, "subreddits": names, "replaced": [entry._asdict() for entry in out]})
+            )
+            continue
+        typer.echo(printable(f"{topic:<16} {', '.join(names)}"))
+        for each in out:
+            instead = f"replaced by r/{each.by}" if each.by else "not replaced"
+            typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {_time(each.since)}; {instead}"))
+
+
+@app.command("topics")
+def print_topics() -> None:
+    """Print the default topics file, as a template for your own."""
+    typer.echo(topics_file.DEFAULT.read_text(encoding="utf-8"), nl=False)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

@@ -1,0 +1,321 @@
+"""The `feedmill` command. Each subcommand reads its options, calls one function and prints the result.
+
+Exit status: 0 on success, and when the reader of a pipe closes it; 1 if part of the input was skipped or nothing was
+found; 2 on a user error, which the message explains, or if the output cannot be written.
+"""
+
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from feedmill import __version__
+from feedmill.cli import (
+    dead,
+    deploy,
+    enqueue,
+    export,
+    flower,
+    ingest,
+    measuring,
+    offline,
+    options,
+    report,
+    results,
+    train,
+)
+from feedmill.cli import status as status_commands
+from feedmill.cli.options import AsJson, DataFolder, Device, Dtype, Engine, Kind, Model, RedisUrl, Revision, settings_of
+from feedmill.stack.demo import run as run_demo
+from feedmill.stack.devices import shares
+from feedmill.stack.embedded import Stack
+from feedmill.stack.processes import ended_by_signals, python_command
+from feedmill.stack.supervisor import Supervisor
+from shared.broker import connect, told_plainly
+from shared.errors import SettingsError, UserError, printable, printable_lines
+from shared.purge import Purged
+from shared.purge import lift as lift_tombstones
+from shared.purge import purge as purge_posts
+from shared.purge import rewrite as rewrite_file
+from shared.settings import DAY, PREFIX, stack_runs
+
+#: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
+    "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
+)  # fmt: skip
+app.add_typer(results.app, name="results")
+app.add_typer(dead.app, name="dead")
+app.add_typer(deploy.app)
+app.add_typer(enqueue.app)
+app.add_typer(export.app)
+app.add_typer(flower.app)
+app.add_typer(ingest.app, name="ingest")
+app.add_typer(offline.app)
+app.add_typer(report.app)
+app.add_typer(status_commands.app)
+app.add_typer(train.app)
+app.add_typer(measuring.app)
+
+
+def _version(is_given: bool) -> None:
+    """Print the version and exit, if `--version` is given."""
+    if is_given:
+        typer.echo(f"feedmill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    log_format: Annotated[
+        str | None, typer.Option(help="Log format: text or json (default: text).", show_default=False)
+    ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Store the options that apply to every command."""
+    options.log_format = log_format
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
+    all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of one per topic.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
+) -> None:
+    """Run the whole system once on the bundled posts.
+
+    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
+    """
+    run_demo(settings_of(), keep, as_json, all_posts)
+
+
+@app.command()
+def up(data_folder: DataFolder = None) -> None:
+    """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
+
+    Data and logs stay in the data folder for the next `feedmill up`. While it runs, other commands connect to its Redis
+    by default.
+    """
+    settings = settings_of(data_folder=data_folder)
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    if settings.redis_url is not None:
+        raise SettingsError(
+            "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
+            "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
+        )
+    with ended_by_signals():
+        stack = Stack(settings, settings.data_folder, durable=True)
+        try:
+            for line in stack.start():
+                notes.print("[green]✓[/]", Text(line))
+            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C stops everything."))
+            notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
+            stack.stay(partial(notes.print, markup=False))
+        finally:
+            stack.stop()
+
+
+@app.command()
+def url(data_folder: DataFolder = None) -> None:
+    """Print the URL of the Redis that the commands use, including its password.
+
+    Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
+    """
+    settings = settings_of(data_folder=data_folder)
+    if settings.redis_url is None and not stack_runs(settings.data_folder):
+        raise SettingsError(
+            f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
+            "Start `feedmill up`, or set the variable."
+        )
+    typer.echo(settings.broker_url)
+
+
+@app.command()
+def worker(
+    model: Model = None,
+    queue: Annotated[
+        str | None,
+        typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
+    ] = None,
+    revision: Revision = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
+    ] = None,
+    include: Annotated[
+        str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.", show_default=False)
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run a worker on one device, or one worker per device.
+
+    On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
+    to the queue.
+    """
+    options = {
+        "model": model,
+        "queue": queue,
+        "revision": revision,
+        "classifier": classifier,
+        "engine": engine,
+        "device": device,
+        "devices": devices,
+        "dtype": dtype,
+        "token_budget": token_budget,
+        "metrics_port": metrics_port,
+        "include": include,
+        "redis_url": redis_url,
+    }
+    settings = settings_of(**options)
+    if settings.devices:
+        found = shares(settings.devices)
+        if len(found) > 1:
+            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], options).run())
+        (share,) = found
+        os.environ.update(share.environment)  # before the import of torch, which reads it once
+        settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
+    try:
+        from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"A worker requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
+        ) from None
+    raise typer.Exit(run_worker(settings, name))
+
+
+@app.command()
+def purge(
+    ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Post ids; - reads one per line from standard input.")
+    ],
+    lift: Annotated[
+        bool, typer.Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")
+    ] = False,
+    rewrite: Annotated[
+        bool,
+        typer.Option(
+            "--rewrite", help="Also make Redis rewrite its append-only file, which still holds the deleted data."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Delete everything stored about the given posts and block them from being ingested again.
+
+    The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). Exits 1 if nothing was stored.
+    """
+    settings = settings_of(redis_url=redis_url)
+    posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
+    if not posts:
+        raise UserError("Standard input contains no post id. Give one id per line.")
+    if lift and rewrite:
+        raise UserError("--lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.")
+    subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
+    redis = connect(settings)
+    with told_plainly(settings):
+        if lift:
+            counts = {"lifted": lift_tombstones(redis, posts)}
+            summary = f"{subject} unblocked ({counts['lifted']:,} had been purged)"
+        else:
+            found = purge_posts(redis, settings, posts)
+            counts = found._asdict()
+            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY:.3g} days"
+    typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else summary)
+    if rewrite:
+        with told_plainly(settings):
+            rewrite_file(redis)
+    raise typer.Exit(0 if any(counts.values()) else 1)
+
+
+def _removed(found: Purged) -> str:
+    """Format what a purge deleted, such as `sent: 1, results: 2`."""
+    counts = {
+        "marked as sent": found.sent,
+        "results": found.results,
+        "stream entries": found.entries,
+        "dead letters": found.dead_letters,
+        "Celery results": found.celery_results,
+        "messages": found.messages,
+    }
+    return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was stored"
+
+
+def _lines() -> Iterator[str]:
+    """Yield the non-empty lines of standard input."""
+    for line in sys.stdin.buffer:
+        if text := line.decode(errors="replace").strip():
+            yield text
+
+
+def run() -> None:
+    """Run the console script; report user errors as a message, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
+    try:
+        try:
+            app()
+        finally:
+            _flush()
+    except UserError as error:
+        _end(2, str(error))
+    except SystemExit as end:
+        # typer and rich exit with status 1 when the reader of standard output closes the pipe.
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _end(0)
+    except BrokenPipeError:
+        _end(0)
+    except OSError as error:
+        if error.errno not in WRITE_ERRORS or error.filename is not None:
+            raise
+        _end(2, f"Cannot write the output: {error.strerror}.")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None if the parent process closed it
+        sys.stdout.flush()
+
+
+def _end(status: int, message: str = "") -> NoReturn:
+    """Exit with a message on standard error; discard output that cannot be written."""
+    with suppress(OSError):
+        if message:
+            sys.stderr.write(f"feedmill: {printable_lines(message)}\n")
+            sys.stderr.flush()
+    try:
+        _flush()
+    except OSError:
+        # Python flushes stdout again at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

@@ -1,0 +1,254 @@
+"""The `feedmill tune` and `feedmill evaluate` commands: measure a model's speed and accuracy on a file's posts."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from feedmill.cli.file_reading import Reading
+from feedmill.cli.offline import load_model
+from feedmill.cli.options import Device, Dtype, Engine, IdColumn, Kind, Labels, Model, Template, settings_of
+from feedmill.report import plots
+from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
+from shared.messages import ClassifyOptions, Post
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from feedmill.evaluation.run import Measured
+    from workers.models.classifiers import Classifier
+
+app = typer.Typer()
+
+#: Topics that an error message names at most.
+MAX_TOPICS_NAMED = 10
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
+LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
+
+
+@app.command()
+def tune(
+    file: File,
+    labels: Labels = None,
+    template: Template = None,
+    model: Model = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
+    rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
+    csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
+    png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
+    as_json: LastLine = False,
+) -> None:
+    """Measure batch sizes and token budgets on a file's posts.
+
+    Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
+    """
+    settings = settings_of(
+        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
+    )
+    _check_writable(csv_file, png)
+    console, notes = _consoles()
+    reading = Reading(file, notes)
+    posts = _first(reading, file, limit)
+    loaded = load_model(settings)
+    # Imported late: needs torch, which only workers have.
+    from feedmill.evaluation.tuning_report import NAMES, TuningReport  # noqa: PLC0415
+    from workers.pipeline.calibration import remember  # noqa: PLC0415
+    from workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
+
+    tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        bar = progress.add_task("", total=tuning.steps)
+        try:
+            for done, size in enumerate(tuning.run()):
+                progress.update(bar, completed=done, description=f"{NAMES[size.kind]} {size.value}")
+        except DeviceLost as lost:
+            raise ModelError(
+                f"The device failed: {clause(lost)}. Nothing was stored; check the device and run "
+                "`feedmill tune` again."
+            ) from None
+    report = TuningReport(tuning, loaded, len(posts))
+    report.show(console)
+    curve = report.curves[TOKEN_BUDGET]
+    stored = curve.settled and remember(loaded, settings, curve.rates)
+    if stored:
+        typer.echo(f"Workers of this model, device and settings now start with token budget {curve.knee.value}.")
+    elif curve.points and not curve.settled:
+        typer.echo(
+            "Token budget not stored for workers: too few posts to choose one. Give more posts, or raise --limit."
+        )
+    if settings.token_budget:
+        typer.echo(f"FEEDMILL_TOKEN_BUDGET is set, so workers use that budget: {settings.token_budget}.")
+    report.write_csv(csv_file)
+    curves = [(NAMES[kind], curve) for kind, curve in report.measured.items()]
+    drawn = plots.save(png, partial(plots.draw_curves, curves=curves, title=report.title), notes)
+    typer.echo(f"Figures: {csv_file}" + (f"; chart: {png}" if drawn else ""))
+    if as_json:
+        typer.echo(json.dumps({"posts": len(posts), "rounds": rounds, **report.summary(), "stored": stored}))
+    _end(reading)
+
+
+@app.command()
+def evaluate(
+    file: File,
+    labels: Labels = None,
+    template: Template = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
+        ),
+    ] = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
+    ] = None,
+    id_column: IdColumn = None,
+    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.", show_default=False)] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="CSV file for each post's prediction.", show_default=False)
+    ] = None,
+    as_json: LastLine = False,
+) -> None:
+    """Compare a model's labels with the topics of a file's posts.
+
+    Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
+    compare models. Exits 1 if a post failed or a record was skipped.
+    """
+    flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
+    each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]
+    if len(each) > 1 and (png or csv_file):
+        raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
+    _check_writable(csv_file, png)
+    console, notes = _consoles()
+    reading = Reading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
+    posts = _first(reading, file, limit)
+    if not any(post.topic for post in posts):
+        raise InputError("No post has a topic. Add the true labels in the field `topic`.")
+    if len(each) > 1:
+        compared = _compare(posts, each, console, notes)
+        if as_json:
+            typer.echo(json_line(compared))
+        _end(reading)
+    (settings,) = each
+    loaded = load_model(settings)
+    # Imported late: needs numpy, which comes with torch.
+    from feedmill.evaluation import report as evaluation_report  # noqa: PLC0415
+
+    known = _known(posts, [loaded.label_set(ClassifyOptions()).labels])
+    found = _measured(known, loaded, settings, notes)
+    evaluation = found.evaluation
+    evaluation_report.show(console, evaluation)
+    evaluation_report.show_sureness(found)
+    if len(known) < len(posts):
+        typer.echo(f"Excluded: {len(posts) - len(known):,} posts whose topic is missing or not a label.")
+    if found.failures:
+        typer.echo(
+            f"Excluded: {len(found.failures):,} posts that could not be classified; the first: {found.failures[0]}"
+        )
+    if csv_file:
+        evaluation_report.write_csv(csv_file, found.predictions)
+    if png:
+        title = f"{loaded.weights.name}: accuracy {evaluation.accuracy:.3f}, {evaluation.posts:,} posts"
+        plots.save(png, partial(plots.draw_confusion, found=evaluation, title=title), notes)
+    if as_json:
+        typer.echo(json_line(found.summary(len(posts) - len(known))))
+    _end(reading, bool(found.failures))
+
+
+def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
+    """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
+    # Imported late: needs torch, which only workers have.
+    from feedmill.evaluation.report import show_side_by_side  # noqa: PLC0415
+    from feedmill.evaluation.run import of_one_kind  # noqa: PLC0415
+
+    each = [of_one_kind(settings) for settings in each]
+    loaded = [load_model(settings) for settings in each]
+    known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
+    found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
+    show_side_by_side(console, found)
+    left_out = len(posts) - len(known)
+    typer.echo(
+        f"{len(known):,} posts"
+        + (f"; excluded: {left_out:,} whose topic is not a label of every model" * bool(left_out))
+    )
+    return {"posts": len(known), "models": {one.model: one.summary(left_out) for one in found}}
+
+
+def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
+    """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
+    from feedmill.evaluation.measures import truth_of  # noqa: PLC0415 - needs numpy, which comes with torch
+
+    known = [
+        (post, truth)
+        for post in posts
+        if (truth := truth_of(post.topic, label_sets[0])) is not None and all(truth in labels for labels in label_sets)
+    ]
+    if not known:
+        raise InputError(
+            _no_truth(posts, [label for label in label_sets[0] if all(label in one for one in label_sets)])
+        )
+    return known
+
+
+def _measured(
+    known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
+) -> "Measured":
+    """Classify the posts with a progress bar, and compare the labels with the true ones."""
+    from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
+
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
+        return measure(known, loaded, settings, lambda found, count: progress.track(found, total=count))
+
+
+def _consoles() -> tuple[Console, Console]:
+    """Return a console for tables on standard output, and one for notes on standard error."""
+    return Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
+    """Return the first `limit` posts. Raises InputError if the file has none."""
+    posts = list(islice(reading.posts(), limit))
+    if not posts:
+        reading.end()
+        raise InputError(f"{file} contains no valid post. Give another file.")
+    return posts
+
+
+def _end(reading: Reading, failed: bool = False) -> None:
+    """Report skipped records and exit, with status 1 if a post failed or a record was skipped."""
+    reading.end()
+    raise typer.Exit(1 if failed or reading.skipped else 0)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Check the output files before a long measurement. Raises UserError for one that cannot be written."""
+    for path in paths:
+        if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise UserError(f"Cannot write {path}. Choose a file in an existing folder that you may write to.")
+
+
+def _no_truth(posts: Sequence[Post], labels: Sequence[str]) -> str:
+    """Return the error message for posts whose topics are not labels."""
+    topics = Counter(post.topic for post in posts if post.topic)
+    named = ", ".join(printable(topic) for topic, _ in topics.most_common(MAX_TOPICS_NAMED))
+    more = f" and {len(topics) - MAX_TOPICS_NAMED} more" if len(topics) > MAX_TOPICS_NAMED else ""
+    return (
+        f"No post's topic is one of the labels (topics: {named}{more}; labels: {', '.join(labels)}). "
+        "Pass the topics as --labels, or use a file whose topics are these labels."
+    )

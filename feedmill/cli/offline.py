@@ -1,0 +1,204 @@
+"""The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from feedmill.cli.file_reading import Reading
+from feedmill.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Engine,
+    IdColumn,
+    Kind,
+    Labels,
+    Model,
+    MultiLabel,
+    Template,
+    settings_of,
+)
+from shared.errors import (
+    DeviceFull,
+    DeviceLost,
+    InputError,
+    PostRefused,
+    RequestRefused,
+    UserError,
+    clause,
+    json_line,
+    printable,
+)
+from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from workers.models.classifiers import Classifier
+
+app = typer.Typer()
+
+#: Arguments that look like a file name, so that a mistyped one is not classified as a text.
+FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?|\S+\.zst|\S*/\S+")
+#: Labels shown per post of a file, and for a single text.
+POST_LABELS, TEXT_LABELS = 3, 16
+#: Width of the id column in characters: at least, and at most when long ids widen it.
+MIN_ID_WIDTH, MAX_ID_WIDTH = 12, 40
+#: Width of the longest bar in characters.
+BAR_WIDTH = 30
+
+
+@app.command()
+def classify(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
+        ),
+    ],
+    labels: Labels = None,
+    template: Template = None,
+    multi_label: MultiLabel = False,
+    model: Model = None,
+    classifier: Kind = None,
+    engine: Engine = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
+    ] = None,
+    id_column: IdColumn = None,
+    as_json: AsJson = False,
+) -> None:
+    """Classify a text or a file's posts in this process.
+
+    Needs neither Redis nor a worker, and stores nothing. Exits 1 if a post failed or a record was skipped.
+    """
+    settings = settings_of(
+        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
+    )
+    options = ClassifyOptions(multi_label=multi_label)
+    if what == "-" or _is_file(what):
+        notes = Console(stderr=True, soft_wrap=True, highlight=False)
+        reading = Reading(what, notes, id_column=id_column, shows_ids=True)
+        posts = islice(reading.posts(), limit)
+        # Read a post before loading the model, which takes seconds: the file may have none.
+        first = list(islice(posts, 1))
+        failed = _show_posts(classified(chain(first, posts), settings, options), as_json) if first else 0
+        reading.end()
+        raise typer.Exit(1 if failed or reading.skipped else 0)
+    ((post, outcome),) = classified([_post(what)], settings, options)
+    if isinstance(outcome, PostError):
+        raise UserError(f"Cannot classify the text: {outcome.error}")
+    if as_json:
+        typer.echo(_as_json(post, outcome))
+    else:
+        _show_text(outcome)
+
+
+def load_model(settings: Settings) -> "Classifier":
+    """Load the model in the settings onto its device, ready to classify.
+
+    Raises UserError if a package, the model or the device is missing.
+    """
+    try:
+        # Imported late: needs torch, which only workers have.
+        from workers.models import device  # noqa: PLC0415
+        from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"This command requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
+        ) from None
+    return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+
+
+def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
+    """Yield each post with its outcome from the model in the settings.
+
+    Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
+    """
+    loaded = load_model(settings)
+    from workers.pipeline import offline  # noqa: PLC0415
+    from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+
+    with refusals_told(settings):
+        yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
+
+
+@contextmanager
+def refusals_told(settings: Settings) -> Iterator[None]:
+    """Convert the model's refusals and device failures inside the block into UserError."""
+    try:
+        yield
+    except RequestRefused as refused:
+        raise UserError(
+            f"{settings.model} cannot serve this request: {refused}. Correct the option, or use another model."
+        ) from None
+    except (DeviceFull, DeviceLost) as error:
+        raise UserError(
+            f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+        ) from None
+
+
+def _is_file(what: str) -> bool:
+    """Return True for an existing file. Raises InputError for a missing one: a word that looks like a file name."""
+    try:
+        if Path(what).is_file():
+            return True
+    except OSError:  # too long for a file name
+        return False
+    if FILE_NAME.fullmatch(what):
+        raise InputError(
+            f"There is no file {what}. A single word with an extension or a slash is read as a file name; "
+            "to classify text, give at least two words."
+        )
+    return False
+
+
+def _post(text: str) -> Post:
+    """Return a post with this text. Raises InputError for a text that no post can have."""
+    try:
+        return Post.parse({"id": "text", "body": text})
+    except PostRefused as refused:
+        raise InputError(f"Cannot classify the text: {refused.reason}.") from None
+
+
+def _as_json(post: Post, outcome: Outcome) -> str:
+    if isinstance(outcome, Classification):
+        found = {"id": post.id, "label": outcome.label, "scores": outcome.scores}
+    else:
+        found = {"id": post.id, "error": outcome.error}
+    return json_line(found)
+
+
+def _show_posts(outcomes: Iterator[tuple[Post, Outcome]], as_json: bool) -> int:
+    """Print posts as they are classified; return how many failed."""
+    failed, id_width = 0, MIN_ID_WIDTH
+    for post, outcome in outcomes:
+        failed += isinstance(outcome, PostError)
+        id_width = max(id_width, min(len(post.id), MAX_ID_WIDTH))
+        if as_json:
+            typer.echo(_as_json(post, outcome))
+        elif isinstance(outcome, Classification):
+            best = ", ".join(f"{label} {score:.2f}" for label, score in list(outcome.scores.items())[:POST_LABELS])
+            title = " ".join((post.title or post.body).split())
+            typer.echo(printable(f"{post.id:<{id_width}} {best:<48} {title:.60}"))
+        else:
+            typer.echo(printable(f"{post.id:<{id_width}} failed: {outcome.error}"))
+    return failed
+
+
+def _show_text(found: Classification) -> None:
+    table = Table("label", "score", "", box=None, header_style="dim")
+    longest = max(found.scores.values()) or 1.0
+    for label, score in list(found.scores.items())[:TEXT_LABELS]:
+        table.add_row(escape(printable(label)), f"{score:.3f}", "█" * round(BAR_WIDTH * max(0.0, score) / longest))
+    Console(highlight=False).print(table)
+    typer.echo(printable(f"by {found.model} ({found.weights[:12]}) on {found.device}"))

@@ -1,0 +1,129 @@
+"""Options shared by several commands, and their conversion into settings and message options."""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from redis import Redis
+
+from shared import logs
+from shared.broker import told_plainly
+from shared.errors import UserError
+from shared.messages import ClassifyOptions
+from shared.model_routing import check_queue, queue_of
+from shared.settings import Settings, load, unknown_variables
+
+logger = logging.getLogger(__name__)
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
+        show_default=False,
+    ),
+]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).", show_default=False
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
+        show_default=False,
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).", show_default=False)
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).", show_default=False
+    ),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).", show_default=False),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).", show_default=False)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).", show_default=False),
+]
+Labels = Annotated[
+    str | None,
+    typer.Option(
+        help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.', show_default=False
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'", show_default=False),
+]
+ToModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Send to the queue of this model; the last part of its name is enough.", show_default=False
+    ),
+]
+ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).", show_default=False)]
+IdColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).", show_default=False
+    ),
+]
+Priority = Annotated[
+    int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.", show_default=False)
+]
+MultiLabel = Annotated[bool, typer.Option(help="Score each label independently.")]
+
+
+#: The value of `--log-format`, which precedes the command; set by feedmill/cli/main.py.
+log_format: str | None = None
+
+
+def settings_of(**flags: Any) -> Settings:
+    """Load the settings with these option values, configure logging and warn about unknown variables.
+
+    flags: option values by setting name; None means that the option was not given.
+    Raises SettingsError for a value that is out of range or malformed.
+    """
+    settings = load(log_format=log_format, **flags)
+    logs.configure(settings)
+    for warning in unknown_variables():
+        logger.warning(warning)
+    return settings
+
+
+def sending(settings: Settings, redis: Redis, model: str | None, queue: str | None) -> Settings:
+    """Return a producer's settings, with the queue that `--model` or `--queue` selects.
+
+    FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
+    against the known queues, because producers may start before the first worker.
+
+    Raises UserError if both options are given or no known queue matches, and RedisError if Redis fails.
+    """
+    if model is not None and queue is not None:
+        raise UserError("--model and --queue both select a queue. Give one of them.")
+    with told_plainly(settings):
+        if queue is not None:
+            check_queue(redis, queue)
+        return settings if model is None else settings.model_copy(update={"queue": queue_of(redis, model)})
+
+
+def options_of(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:
+    """Return the message options that these flags select.
+
+    Options that were not given stay unset, so that the worker's settings apply rather than this process's.
+    """
+    return ClassifyOptions(
+        labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
+    )

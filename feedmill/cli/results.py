@@ -1,0 +1,223 @@
+"""The `feedmill results` commands: show the newest results, follow new ones, read as a group, and look up a post."""
+
+import json
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.reading.dead_letters import DeadLetters
+from feedmill.reading.results import (
+    CLAIM_AFTER,
+    Missed,
+    Read,
+    Reader,
+    Wanted,
+    batches,
+    newest,
+    open_reader,
+    told_plainly,
+)
+from shared.broker import connect
+from shared.errors import UserError, json_line, printable
+from shared.messages import Classification, DeadLetter
+from shared.results import Result, ResultsStore
+from shared.settings import PREFIX
+
+#: Results that are shown by default.
+DEFAULT_LIMIT = 20
+
+app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+
+
+@app.callback()
+def results(
+    context: typer.Context,
+    follow: Annotated[bool, typer.Option(help="Keep showing new results until Ctrl-C.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Show posts that could not be classified, and why.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(help=f"Number of results to show (default: {DEFAULT_LIMIT}).", min=0)
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Show only results with this best label.", show_default=False)
+    ] = None,
+    min_score: Annotated[
+        float | None,
+        typer.Option(help="Show only results whose best label has at least this score.", show_default=False),
+    ] = None,
+    subreddit: Annotated[
+        str | None, typer.Option(help="Show only posts of this subreddit.", show_default=False)
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Read as a member of this consumer group, which resumes where it stopped."),
+    ] = None,
+    consumer: Annotated[
+        str | None, typer.Option(help="Unique name of this reader in the group (default: host and process ID).")
+    ] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Start a new group at the oldest result instead of now.")
+    ] = False,
+    claim_after: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Seconds before taking over another reader's unacknowledged results (default: {CLAIM_AFTER:.0f})."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show the newest results, follow new ones, or read as a consumer group.
+
+    With --group, each result goes to one reader of the group, at least once. A result is acknowledged once it is
+    written to standard output.
+    """
+    if context.invoked_subcommand:
+        return
+    if failed and follow:
+        raise UserError("--failed cannot be combined with --follow.")
+    if failed and (group, consumer, label, min_score, subreddit) != (None,) * 5:
+        raise UserError("--failed can only be combined with --limit: failed posts have no label and no group.")
+    if group is None and (from_start or claim_after is not None):
+        raise UserError("--from-start and --claim-after require --group.")
+    if group is not None and limit is not None:
+        raise UserError("--limit cannot be combined with --group, which resumes where it stopped.")
+    settings = settings_of(redis_url=redis_url)
+    redis = connect(settings)
+    filters = Wanted(label, min_score, subreddit)
+    shown = DEFAULT_LIMIT if limit is None else limit
+    since, after = 0.0 if from_start else None, CLAIM_AFTER if claim_after is None else claim_after
+    reader = open_reader(redis, group, consumer, filters, since, shown, after)
+    with _exiting_on_interrupt(), told_plainly(settings):
+        if follow or group is not None:
+            _show(reader, follow, as_json)
+            return
+        count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
+        if failed:
+            failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count))
+            if limit is not None:
+                for line in failures:  # one by one: a dead letter may have half a megabyte
+                    _print([line])
+                return
+            lines = list(failures)
+        else:
+            lines = [_line(result, as_json) for result in newest(redis, count, filters)]
+        more = limit is None and len(lines) > DEFAULT_LIMIT
+        _print(lines[1:] if more else lines)
+        if more and not as_json:
+            typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
+
+
+@contextmanager
+def _exiting_on_interrupt() -> Iterator[None]:
+    """Exit with status 130 on Ctrl-C, the normal way to stop following."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _show(reader: Reader, follow: bool, as_json: bool) -> None:
+    """Show batch by batch; acknowledge each batch after it is written and flushed."""
+    for batch in batches(reader, follow):
+        _show_batch(batch, as_json)
+        reader.acknowledge([entry_id for _, ids in batch for entry_id in ids])
+        if not batch and _is_pipe_closed():
+            return
+
+
+def _show_batch(batch: Sequence[Read], as_json: bool) -> None:
+    lines = []
+    for item, _ in batch:
+        if isinstance(item, Missed):
+            typer.echo(json.dumps(_missed(item)) if as_json else f"feedmill: {_missed_message(item)}", err=True)
+        else:
+            lines.append(_line(item, as_json))
+    _print(lines)
+
+
+def _print(lines: Sequence[str]) -> None:
+    if lines:
+        typer.echo("\n".join(lines))  # flushes
+
+
+def _is_pipe_closed() -> bool:
+    """Return True if the reader of standard output has closed the pipe, which only the next write would report."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _missed(missed: Missed) -> dict[str, float | None]:
+    return {"missed": missed.count, "at_most": missed.at_most, "since": missed.since, "until": missed.until}
+
+
+def _missed_message(missed: Missed) -> str:
+    if missed.count is not None:
+        how_many = f"{missed.count:,} result{'s' if missed.count != 1 else ''}"
+    elif missed.at_most is not None:
+        how_many = f"up to {missed.at_most:,} results"
+    else:
+        how_many = "an unknown number of results"
+    return (
+        f"missed {how_many} between {_time(missed.since)} and {_time(missed.until)}: trimmed before they were read. "
+        f"Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
+    )
+
+
+def _line(result: Result, as_json: bool) -> str:
+    post, found = result
+    if as_json:
+        entry = {"post": post.model_dump(mode="json", exclude_defaults=True), **found.model_dump(mode="json")}
+        return json_line(entry)
+    title = printable(" ".join((post.title or post.body).split()))
+    return f"{printable(post.id):<12} {printable(found.label):<16} {found.scores[found.label]:.2f}  {title:.80}"
+
+
+def _failure(letter: DeadLetter, as_json: bool) -> str:
+    if as_json:
+        return json_line(letter.model_dump())
+    return printable(f"{letter.id or '-':<12} {_time(letter.failed_at)}  {letter.worker}  {letter.reason}")
+
+
+@app.command("get")
+def get(
+    post_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the post.")],
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show every classification of one post.
+
+    A post has one for each text, model and label set. Exits 1 if it has none.
+    """
+    settings = settings_of(redis_url=redis_url)
+    store = ResultsStore(connect(settings), settings)
+    with told_plainly(settings):
+        found, score = store.get(post_id), store.score(post_id)
+    if not found:
+        typer.echo(f"No result for post {post_id!r}: not classified yet, or expired.", err=True)
+        raise typer.Exit(1)
+    for classification in found:
+        if as_json:
+            seen = {} if score is None else {"score": score.score, "score_seen_at": score.at}
+            typer.echo(json_line(classification.model_dump(mode="json") | seen))
+        else:
+            typer.echo(_described(classification))
+    if score and not as_json:
+        typer.echo(f"score {score.score}, seen {_time(score.at)}")
+
+
+def _described(found: Classification) -> str:
+    when = _time(found.classified_at)
+    scores = "\n".join(f"  {score:6.3f}  {printable(label)}" for label, score in found.scores.items())
+    summary = f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"
+    return f"{printable(summary)}\n{scores}"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

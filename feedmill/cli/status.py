@@ -1,0 +1,259 @@
+"""The `feedmill status`, `health` and `metrics` commands: show, check and export the state of the running system."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError as RedisFault
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from feedmill.cli import ingest
+from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.monitoring import watch
+from feedmill.monitoring.capacity import span
+from feedmill.monitoring.watch import Finding, Lookout, Part, Seen
+from feedmill.stack.processes import ended_by_signals
+from shared.broker import told_plainly
+from shared.errors import clause, printable
+from shared.metrics import RedisFigures, connect_briefly, serve
+from shared.settings import Settings
+
+#: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
+REFRESH_INTERVAL_S = 2.0
+#: Port on which `feedmill metrics` serves by default.
+DEFAULT_METRICS_PORT = 9107
+#: Shown in place of the memory and of the workers when they cannot be read.
+MEMORY_UNKNOWN = "unknown: this Redis user may not read it"
+WORKERS_UNKNOWN = "unknown while Redis refuses writes: see `feedmill health --check redis`"
+
+app = typer.Typer()
+
+
+@app.command()
+def status(
+    watched: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show the state of queues, workers, results and Redis memory."""
+    settings = settings_of(redis_url=redis_url)
+    if not watched:
+        with told_plainly(settings):
+            seen = watch.status(settings)
+        typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen))
+        return
+    with told_plainly(settings):
+        connect_briefly(settings).ping()  # fail if Redis is unreachable now; later losses are retried
+    with ended_by_signals():
+        try:
+            _watch(settings, as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
+def _summary(seen: watch.Status) -> str:
+    """Format a snapshot as lines of a name and a value."""
+    facts = [
+        ("queue", _queue(seen)),
+        *(("", line) for line in _queues(seen)),
+        ("results", _results(seen)),
+        ("dead letters", _dead_letters(seen)),
+        *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
+    ]
+    if not seen.asked:
+        facts.append(("workers", WORKERS_UNKNOWN))
+    elif not seen.workers:
+        facts.append(
+            ("workers", "none answers: start one with `feedmill worker`, or the whole stack with `feedmill up`")
+        )
+    facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
+    if seen.reddit:
+        facts.append(("reddit", ingest.described(seen.reddit)))
+    if seen.gaps:
+        facts.append(("gaps", f"{seen.gaps:,} · `feedmill ingest gaps`"))
+    # One block per worker: a table of these values is wider than most terminals.
+    for node, pool in seen.workers.items():
+        recent = pool["recent"]
+        facts += [
+            ("worker", f"{node} on {_device(pool)}"),
+            ("", f"{pool['model']}, queue {', '.join(pool['queues'])}"),
+            ("", f"{pool['posts']:,} posts done, {pool['rows_waiting']:,} waiting"),
+            ("", f"recently {recent['posts_per_second']:.1f} posts/s, device busy {recent['device_busy']:.2f}"),
+            ("", f"padding efficiency {pool['padding_efficiency']:.2f}"),
+        ]
+    return "\n".join(f"{name:<12}  {printable(value)}" for name, value in facts)
+
+
+def _missing(node: str, age: float) -> str:
+    return printable(f"{node} does not answer; last seen {span(age)} ago")
+
+
+def _queue(seen: watch.Status) -> str:
+    oldest = "" if seen.oldest_seconds is None else f" · oldest sent {span(seen.oldest_seconds)} ago"
+    return f"{seen.queue.waiting:,} messages waiting · {seen.queue.held:,} held by workers{oldest}"
+
+
+def _results(seen: watch.Status) -> str:
+    return f"{seen.results.stored:,} stored · {seen.results.answered + seen.results.repeated:,} duplicates"
+
+
+def _queues(seen: watch.Status) -> list[str]:
+    """Return a line per queue, or none if there is only one queue."""
+    if len(seen.queues) == 1:
+        return []
+    served = {name for pool in seen.workers.values() for name in pool["queues"]}
+    return [
+        printable(
+            f"{name}: {queue.waiting:,} waiting for {queue.model or 'no model yet'}"
+            f"{'' if name in served or not seen.asked else ' (no worker)'}"
+        )
+        for name, queue in seen.queues.items()
+    ]
+
+
+def _dead_letters(seen: watch.Status) -> str:
+    """Format the number of dead letters, and of those that were trimmed."""
+    trimmed = f", {seen.results.dead_trimmed:,} older ones trimmed" if seen.results.dead_trimmed else ""
+    there = seen.dead_letters or trimmed
+    return f"{seen.dead_letters:,}{trimmed} · `feedmill dead list`" if there else "0"
+
+
+def _watch(settings: Settings, as_json: bool) -> None:
+    """Show snapshots until Ctrl-C: on a full screen, or as consecutive blocks without a capable terminal."""
+    console = Console(highlight=False)
+    snapshots = _snapshots(settings)
+    if as_json:
+        for seen in snapshots:
+            entry: dict[str, Any] = {"at": time.time()}
+            if isinstance(seen, Seen):
+                entry |= seen.status.as_json()
+                entry |= {"results_per_second": seen.results, "posts_per_second": seen.posts, "device_busy": seen.busy}
+            else:
+                entry["error"] = seen
+            typer.echo(json.dumps(entry))
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for seen in snapshots:
+                live.update(_screen(seen, settings), refresh=True)
+    else:
+        for seen in snapshots:
+            console.print(_screen(seen, settings), end="\n\n")
+
+
+def _snapshots(settings: Settings) -> Iterator[Seen | str]:
+    """Yield a snapshot every two seconds without end, or an error message while Redis is unreachable."""
+    lookout = Lookout(settings)
+    while True:
+        began = time.monotonic()
+        try:
+            yield lookout.look()
+        except (RedisFault, OperationalError) as fault:
+            yield f"Redis at {settings.redis_address} is unreachable ({clause(fault)})"
+        time.sleep(max(0.0, began + REFRESH_INTERVAL_S - time.monotonic()))
+
+
+def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
+    """Return a screen 80 columns wide, with a line per worker and about a dozen more."""
+    head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C quits", style="bold")
+    if isinstance(seen, str):
+        return Group(head, Text(), Text(printable(seen), style="red"))
+    found = seen.status
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("queue", _queue(found))
+    for line in _queues(found):
+        facts.add_row("", Text(line, no_wrap=True, overflow="ellipsis"))
+    pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
+    facts.add_row("results", f"{pace} a minute · {_results(found)}")
+    facts.add_row("dead letters", _dead_letters(found))
+    if found.reddit:
+        facts.add_row("reddit", Text(printable(ingest.described(found.reddit))))
+    facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
+    facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
+    for node, age in found.missing.items():
+        facts.add_row("worker", Text(_missing(node, age), style="red"))
+    if not found.asked:
+        return Group(head, Text(), facts, Text(), Text(WORKERS_UNKNOWN, style="red"))
+    if not found.workers:
+        return Group(
+            head, Text(), facts, Text(), Text("no worker answers: start one with `feedmill worker`", style="red")
+        )
+    return Group(head, Text(), facts, Text(), _workers(seen))
+
+
+def _workers(seen: Seen) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=32)
+    table.add_column("device", no_wrap=True)
+    for name in ("posts/s", "busy", "waiting", "posts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for node, pool in seen.status.workers.items():
+        recent = pool["recent"]
+        table.add_row(
+            Text(printable(node)),
+            Text(printable(_device(pool))),
+            f"{seen.posts.get(node, recent['posts_per_second']):,.1f}",
+            f"{seen.busy.get(node, recent['device_busy']):.2f}",
+            f"{pool['rows_waiting']:,}",
+            f"{pool['posts']:,}",
+        )
+    return table
+
+
+def _device(pool: dict[str, Any]) -> str:
+    return str(pool["device"]).partition(": ")[0]
+
+
+@app.command()
+def health(
+    parts: Annotated[
+        list[Part] | None,
+        typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Check health. Exits 0 if healthy, 1 if not."""
+    settings = settings_of(redis_url=redis_url)
+    findings = list(watch.examine(settings, parts or tuple(Part)))
+    well = all(finding.well for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"healthy": well, "checks": [_entry(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            typer.echo(_line(finding))
+    raise typer.Exit(0 if well else 1)
+
+
+def _entry(finding: Finding) -> dict[str, Any]:
+    return {"check": finding.part, "healthy": finding.well, "said": finding.said}
+
+
+def _line(finding: Finding) -> str:
+    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}"
+
+
+@app.command()
+def metrics(
+    metrics_port: Annotated[
+        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).", show_default=False)
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Serve Prometheus metrics of queues and results until SIGTERM.
+
+    Needs no worker. Workers and the Reddit daemon serve their own metrics with --metrics-port.
+    """
+    settings = settings_of(metrics_port=metrics_port, redis_url=redis_url)
+    settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})
+    figures = RedisFigures(settings)
+    ends = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them
+    serve(settings, [figures.samples], list, figures.away)
+    signal.sigwait(ends)

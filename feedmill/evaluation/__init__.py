@@ -1,0 +1,1 @@
+"""Measure how well a model labels posts, and how fast."""

@@ -1,0 +1,89 @@
+"""Print an evaluation as two tables and a summary line, and write each post's prediction as CSV."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from feedmill.evaluation.measures import Evaluation
+from feedmill.evaluation.run import Measured
+from shared.errors import printable
+from shared.messages import Classification
+
+#: Number of labels up to which the confusion matrix is printed; 16 labels fit into 100 columns.
+MAX_MATRIX_LABELS = 20
+#: Maximum width of the label column in the matrix, in characters.
+LABEL_COLUMN_WIDTH = 20
+
+
+def show(console: Console, found: Evaluation) -> None:
+    """Print each label's metrics, the confusion matrix and the overall metrics."""
+    console.print(_figures(found))
+    if len(found.labels) <= MAX_MATRIX_LABELS:
+        console.print(_matrix(found))
+    else:
+        typer.echo(f"The confusion matrix of {len(found.labels)} labels is too wide for a table. Draw it with --png.")
+    typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
+
+
+def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
+    """Print one line of metrics per model, the most accurate first."""
+    table = Table("model", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("accuracy", "macro-F1", "calibration error", "posts/s"):
+        table.add_column(name, justify="right")
+    for each in sorted(models, key=lambda each: each.evaluation.accuracy, reverse=True):
+        found = each.evaluation
+        figures = (f"{found.accuracy:.3f}", f"{found.macro_f1:.3f}", f"{each.calibration_error:.3f}")
+        table.add_row(escape(printable(each.model)), *figures, f"{each.posts_per_s:,.1f}")
+    console.print(table)
+
+
+def show_sureness(found: Measured) -> None:
+    """Print the mean confidence, the calibration error and the throughput."""
+    confidence = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
+    typer.echo(
+        f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 would mean: of the "
+        f"posts with a score of 0.8, 80% are right), {found.posts_per_s:,.1f} posts/s."
+    )
+
+
+def _figures(found: Evaluation) -> Table:
+    table = Table("label", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("precision", "recall", "F1", "support"):
+        table.add_column(name, justify="right")
+    for label, (precision, recall, f1, support) in found.by_label().items():
+        table.add_row(escape(printable(label)), f"{precision:.3f}", f"{recall:.3f}", f"{f1:.3f}", f"{support:,}")
+    return table
+
+
+def _matrix(found: Evaluation) -> Table:
+    title = "Rows: true label. Columns: predicted label, numbered like the rows"
+    table = Table(
+        title=title, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 1, 0, 0)
+    )
+    # In a narrow terminal only the labels wrap: a truncated count would be a wrong number.
+    table.add_column("", max_width=LABEL_COLUMN_WIDTH)
+    for number in range(1, len(found.labels) + 1):
+        table.add_column(str(number), justify="right", no_wrap=True, min_width=2)
+    for truth, row in enumerate(found.confusion.tolist()):
+        counts = [_count(count, truth == predicted) for predicted, count in enumerate(row)]
+        table.add_row(f"{truth + 1:>2} {escape(printable(found.labels[truth]))}", *counts)
+    return table
+
+
+def _count(count: int, right: bool) -> str:
+    return f"[green]{count}[/]" if right and count else str(count) if count else "[dim]·[/]"
+
+
+def write_csv(path: Path, predictions: Iterable[tuple[str, Classification]]) -> None:
+    """Write each post's id, true label, predicted label and its score. predictions: (true label, classification)."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(("id", "topic", "label", "score"))
+        lines.writerows(
+            (found.id, truth, found.label, f"{found.scores[found.label]:.6f}") for truth, found in predictions
+        )

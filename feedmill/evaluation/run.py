@@ -1,0 +1,104 @@
+"""Run a model on posts with known labels and measure its accuracy, calibration and throughput.
+
+The posts go through the worker's pipeline, so the throughput is that of a worker. Several models run one after the
+other on the same posts.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from feedmill.cli.offline import refusals_told
+from feedmill.evaluation.measures import Bin, Evaluation, bins_of, calibration_error
+from shared.errors import UserError
+from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from workers.models.classifiers import Classifier
+
+Track = Callable[[Iterable[tuple[Post, Outcome]], int], Iterable[tuple[Post, Outcome]]]
+
+
+class Measured(NamedTuple):
+    """The measurements of one model on a set of posts."""
+
+    #: The model's name, as in results.
+    model: str
+    evaluation: Evaluation
+    bins: list[Bin]
+    #: Throughput with tokenization, without loading the model.
+    posts_per_s: float
+    #: Each post's true label and its classification.
+    predictions: list[tuple[str, Classification]]
+    #: Error messages of the posts that could not be classified.
+    failures: list[str]
+
+    @property
+    def calibration_error(self) -> float:
+        return calibration_error(self.bins)
+
+    def summary(self, left_out: int) -> dict[str, Any]:
+        """Return the measurements as a JSON object. left_out: number of posts without a known true label."""
+        return self.evaluation.summary(left_out + len(self.failures)) | {
+            "calibration_error": self.calibration_error,
+            "calibration": [each._asdict() for each in self.bins],
+            "posts_per_s": self.posts_per_s,
+        }
+
+
+def of_one_kind(settings: Settings) -> Settings:
+    """Return the settings for one of several models to compare, without labels and template if it has its own labels.
+
+    Raises ModelError.
+    """
+    from workers.models.classifiers.registry import kind_of  # noqa: PLC0415 - torch, which only workers have
+    from workers.models.weights import locate  # noqa: PLC0415
+
+    if not settings.labels and not settings.template:
+        return settings
+    weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
+    own = (kind_of(weights) if settings.classifier == "auto" else settings.classifier) == "sequence"
+    return settings.model_copy(update={"labels": None, "template": None}) if own else settings
+
+
+def measure(
+    known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, track: Track = lambda found, _: found
+) -> Measured:
+    """Classify posts and compare the labels with the true ones.
+
+    known: (post, true label), where the label is one of the model's. track: wraps the iteration over the outcomes to
+    show progress; its second argument is their number. Raises UserError if no post can be classified.
+    """
+    # Imported late: these need torch, which only workers have.
+    from workers.pipeline import offline  # noqa: PLC0415
+    from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+
+    def outcomes() -> Iterator[tuple[Post, Outcome]]:
+        return offline.classify((post for post, _ in known), loaded, settings, budget)
+
+    with refusals_told(settings):
+        budget = calibrate(loaded, settings)
+        began = time.perf_counter()
+        found = [outcome for _, outcome in track(outcomes(), len(known))]
+        seconds = time.perf_counter() - began
+    predictions = [
+        (truth, outcome)
+        for outcome, (_, truth) in zip(found, known, strict=True)
+        if isinstance(outcome, Classification)
+    ]
+    failures = [outcome.error for outcome in found if isinstance(outcome, PostError)]
+    if not predictions:
+        raise UserError(
+            f"None of the {len(known):,} posts can be classified: {failures[0]}. "
+            "Correct the posts, or use another model."
+        )
+    labels = loaded.label_set(ClassifyOptions()).labels
+    return Measured(
+        loaded.weights.name,
+        Evaluation.of(labels, ((truth, outcome.label) for truth, outcome in predictions)),
+        bins_of((outcome.scores[outcome.label], outcome.label == truth) for truth, outcome in predictions),
+        len(found) / seconds,
+        predictions,
+        failures,
+    )

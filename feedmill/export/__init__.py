@@ -1,0 +1,1 @@
+"""Write results to Parquet, CSV or JSONL files."""

@@ -1,0 +1,208 @@
+"""Write export rows as CSV and JSONL, and define the columns of every export format."""
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from pydantic_core import from_json, to_json
+
+from feedmill.reading.rows import Row
+from producers import exported
+
+#: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
+POST_COLUMNS = tuple(exported.COLUMNS.values())
+COLUMNS = (
+    *POST_COLUMNS,
+    "label",
+    "label_score",
+    "scores",
+    "model",
+    "revision",
+    "weights",
+    "fingerprint",
+    "classified_at",
+    "queued_seconds",
+)
+#: CSV columns with text from users, which is escaped. The others hold numbers, dates, digests or generated JSON.
+ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
+
+
+class Writer(Protocol):
+    """A writer of rows to one file."""
+
+    def add(self, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None:
+        """Flush everything to the operating system and close the file."""
+
+
+class Format(Protocol):
+    """A file format. `columns` applies to writing; reading takes the columns from the file."""
+
+    name: str
+    #: Columns to write, out of `COLUMNS`, in this order. `id` is required, because purged posts are found by it.
+    columns: Sequence[str]
+
+    def create(self, path: Path) -> Writer: ...
+
+    def ids(self, path: Path) -> Iterable[str]:
+        """Yield the posts' ids in file order."""
+
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+        """Copy the rows for which `kept(post id)` is True, called once per row in order. Return their number."""
+
+
+class TextFormat(Format, Protocol):
+    """A format whose files can be appended to."""
+
+    def open(self, file: BinaryIO) -> Writer:
+        """Return a writer that appends to the file, after a header if the file is empty and the format has one."""
+
+
+class Jsonl:
+    """JSON Lines: one object per line."""
+
+    name = "jsonl"
+
+    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
+        self.columns = columns
+
+    def create(self, path: Path) -> Writer:
+        return self.open(path.open("wb"))
+
+    def open(self, file: BinaryIO) -> Writer:
+        return _JsonlWriter(file, self.columns)
+
+    def ids(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            for line in file:
+                yield from_json(line)["id"]
+
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+        rows = 0
+        with path.open("rb") as file, target.open("wb") as copied:
+            for line in file:
+                if kept(from_json(line)["id"]):
+                    copied.write(line)
+                    rows += 1
+        return rows
+
+
+class _JsonlWriter:
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
+        self._file = file
+        self._columns = columns
+
+    def add(self, rows: Sequence[Row]) -> None:
+        records = ({column: values[column] for column in self._columns} for values in map(_values, rows))
+        self._file.write(b"".join(to_json(record) + b"\n" for record in records))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Csv:
+    """Comma-separated values with a header line; scores are JSON. Text is escaped against spreadsheet formulas."""
+
+    name = "csv"
+
+    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
+        self.columns = columns
+
+    def create(self, path: Path) -> Writer:
+        return self.open(path.open("wb"))
+
+    def open(self, file: BinaryIO) -> Writer:
+        return _CsvWriter(file, self.columns)
+
+    def ids(self, path: Path) -> Iterator[str]:
+        rows = self._rows(path)
+        id_column = next(rows, ["id"]).index("id")
+        return (exported.unescaped(row[id_column]) for row in rows)
+
+    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+        count = 0
+        with target.open("w", encoding="utf-8", newline="") as copied:
+            lines = csv.writer(copied)
+            rows = self._rows(path)
+            lines.writerow(columns := next(rows))
+            id_column = columns.index("id")
+            for row in rows:
+                if kept(exported.unescaped(row[id_column])):
+                    lines.writerow(row)
+                    count += 1
+        return count
+
+    def _rows(self, path: Path) -> Iterator[list[str]]:
+        """Yield the header, then the rows."""
+        # Above the longest escaped cell; the csv module's own limit of 131,072 characters is below it.
+        csv.field_size_limit(2_000_000)
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.reader(file, strict=True)
+
+
+class _CsvWriter:
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
+        self._text = TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        self._lines = csv.writer(self._text)
+        self._columns = [(column, column in ESCAPED) for column in columns]
+        if file.tell() == 0:
+            self._lines.writerow(columns)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._lines.writerows(map(self._cells, rows))
+
+    def _cells(self, row: Row) -> list[str]:
+        values = _values(row)
+        return [_cell(values[column], escape) for column, escape in self._columns]
+
+    def close(self) -> None:
+        self._text.close()
+
+
+def _cell(value: Any, escape: bool) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return exported.escaped(value) if escape else value
+    if isinstance(value, bool | dict):
+        return to_json(value).decode()
+    return repr(value)  # the shortest text that parses to the same float
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """Return the value of every column of a row."""
+    post, found = row.post, row.found
+    label = found["label"]
+    return {
+        "id": post["id"],
+        "Topic": post.get("topic"),
+        "Title": post.get("title", ""),
+        "Body": post.get("body", ""),
+        "Subreddit": post.get("subreddit"),
+        "Score": post.get("score"),
+        "URL": post.get("url"),
+        "Date": _date(post.get("created_utc")),
+        "permalink": post.get("permalink"),
+        "edited": _date(post.get("edited_utc")),
+        "stickied": post.get("stickied", False),
+        "nsfw": post.get("nsfw", False),
+        "spoiler": post.get("spoiler", False),
+        "extra": post.get("extra"),
+        "label": label,
+        "label_score": found["scores"][label],
+        "scores": found["scores"],
+        "model": found["model"],
+        "revision": found["revision"],
+        "weights": found["weights"],
+        "fingerprint": found["fingerprint"],
+        "classified_at": _date(found["classified_at"]),
+        "queued_seconds": found["queued_seconds"],
+    }
+
+
+def _date(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,347 @@
+"""Observe the running system (queues, workers, results, Reddit daemon) and check its health.
+
+`status` takes one snapshot. `Lookout` takes snapshots repeatedly and computes rates between them. `examine` checks the
+health of each part.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from feedmill.monitoring import capacity
+from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
+from feedmill.reading.dead_letters import DeadLetters
+from producers.reddit.state import STATUS_TTL, State
+from shared.broker import HELD, QueueDepth, connect, make_app, queue_depth, told_plainly
+from shared.errors import RedisError
+from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
+from shared.metrics import connect_briefly, oldest_seconds
+from shared.model_routing import expected, known
+from shared.redis_errors import takes_no_writes
+from shared.results import Counters, ResultsStore
+from shared.settings import Settings
+
+#: Window in seconds over which `Lookout` computes rates.
+RATE_WINDOW_S = 60.0
+#: Seconds to wait for a further answer: when all workers are asked, and when the expected workers are known by name.
+ANSWER_TIMEOUT_S, HEALTH_ANSWER_TIMEOUT_S = 1.0, 3.0
+
+#: Celery's name for the pool of Feedmill workers.
+FEEDMILL_POOL = "workers.runtime.pool:DevicePool"
+
+
+class Queue(NamedTuple):
+    """The state of one queue."""
+
+    #: Model of the workers that serve the queue, or served it last; None if no worker has registered for it.
+    model: str | None
+    #: Number of waiting messages.
+    waiting: int
+    #: Age of the oldest waiting message in seconds; None if the queue is empty.
+    oldest_seconds: float | None
+
+
+class Status(NamedTuple):
+    """A snapshot of the whole system."""
+
+    #: Depth of all queues together.
+    queue: QueueDepth
+    #: Queues by name.
+    queues: dict[str, Queue]
+    #: Statistics of `DevicePool` by node name.
+    workers: dict[str, dict[str, Any]]
+    results: Counters
+    #: Status report of the Reddit daemon; None if it does not run.
+    reddit: dict[str, Any] | None
+    #: Age of the oldest waiting message over all queues in seconds; None if all are empty.
+    oldest_seconds: float | None
+    #: Number of recorded gaps: periods whose Reddit posts could not be read.
+    gaps: int
+    #: Number of dead letters, including undecodable messages.
+    dead_letters: int
+    #: False if the workers could not be asked: their answers go through Redis, which refuses writes.
+    asked: bool
+    #: Expected workers that did not answer, each with the seconds since its last sign of life.
+    missing: dict[str, float]
+    #: None if this Redis user may not run INFO and MEMORY USAGE.
+    memory: Memory | None
+
+    def as_json(self) -> dict[str, Any]:
+        queues = {name: queue._asdict() for name, queue in self.queues.items()}
+        memory = self.memory and self.memory._asdict()
+        fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
+        return fields | {"memory": memory}
+
+
+def status(settings: Settings) -> Status:
+    """Return a snapshot from Redis and all workers, after about a second. Raises redis.exceptions.RedisError."""
+    return _look(connect(settings), make_app(settings), settings)
+
+
+def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
+    depth, queues = _queues(redis, settings)
+    oldest = max((queue.oldest_seconds for queue in queues.values() if queue.oldest_seconds is not None), default=None)
+    results = ResultsStore(redis, settings).counters()
+    gaps: Any = redis.hlen(REDDIT_GAPS)
+    dead = DeadLetters(redis).count()
+    workers = _ask(app)
+    missing = _missing(redis, workers)
+    memory = capacity.look(redis, settings, _rate(workers))
+    reddit = State(redis).told()
+    asked = workers is not None
+    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory)
+
+
+def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
+    """Return the depth of all queues together, and each queue: those known to Redis and the configured one."""
+    found = {settings.queue: None} | {name: served.model for name, served in known(redis).items()}
+    depths = {name: queue_depth(redis, name) for name in found}
+    queues = {
+        name: Queue(found[name], depth.waiting, oldest_seconds(redis, name)) for name, depth in sorted(depths.items())
+    }
+    held = depths[settings.queue].held  # `held` counts all queues, so any of them will do
+    return QueueDepth(sum(queue.waiting for queue in queues.values()), held), queues
+
+
+def worker_statistics(
+    app: Celery, nodes: list[str] | None = None, patience: float = ANSWER_TIMEOUT_S
+) -> dict[str, dict[str, Any]]:
+    """Return the pool statistics of Feedmill workers by node name, ignoring other Celery workers on the same Redis.
+
+    nodes: workers to ask; the call returns once all have answered. None asks every worker and waits until no further
+    answer has arrived for `patience` seconds.
+    """
+    answers = ask(app, "stats", nodes, patience)
+    pools = {node: answer.get("pool") for node, answer in sorted(answers.items()) if isinstance(answer, dict)}
+    return {
+        node: pool
+        for node, pool in pools.items()
+        if isinstance(pool, dict) and pool.get("implementation") == FEEDMILL_POOL
+    }
+
+
+class _AllAnsweredError(Exception):
+    """Internal signal that all expected answers have arrived."""
+
+
+def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
+    """Send a remote-control command and return each node's first answer. nodes, patience: see worker_statistics.
+
+    Celery's `limit` cannot replace the callback: it counts answers, so two workers of one name would end the wait for
+    a third.
+    """
+    answers: dict[str, Any] = {}
+
+    def record(answer: dict[str, Any]) -> None:
+        answers.update({node: reply for node, reply in answer.items() if node not in answers})
+        if nodes and answers.keys() >= set(nodes):
+            raise _AllAnsweredError
+
+    with suppress(_AllAnsweredError):
+        # limit=0 means no limit; kombu reads None as the number of nodes.
+        app.control.broadcast(command, destination=nodes, reply=True, timeout=patience, limit=0, callback=record)
+    return answers
+
+
+def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any]] | None:
+    """Return the statistics of these workers, or of all; None while Redis refuses writes, including the answers."""
+    try:
+        return worker_statistics(app, nodes, HEALTH_ANSWER_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
+    except (ResponseError, OperationalError) as fault:
+        if takes_no_writes(fault):
+            return None
+        raise
+
+
+def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
+    """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
+    return {} if workers is None else {node: age for node, age in expected(redis).items() if node not in workers}
+
+
+def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
+    """Return the recent throughput of all workers together, in posts/s."""
+    return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
+
+
+class Pace:
+    """The rate at which a counter grows, from successive readings."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float]] = deque()
+
+    def look(self, count: float, now: float) -> float | None:
+        """Add a reading; return the growth per second over the last RATE_WINDOW_S seconds.
+
+        Returns None for the first reading and after the counter has decreased.
+        """
+        if self._readings and count < self._readings[-1][1]:
+            self._readings.clear()  # a new worker uses the name, or the store was deleted
+        self._readings.append((now, count))
+        while now - self._readings[0][0] > RATE_WINDOW_S:
+            self._readings.popleft()
+        since, before = self._readings[0]
+        return (count - before) / (now - since) if now > since else None
+
+
+class Seen(NamedTuple):
+    """A snapshot with the rates since earlier ones. A rate that is not known yet is None, or missing from its dict."""
+
+    status: Status
+    #: Results per second.
+    results: float | None
+    #: Posts per second by worker.
+    posts: dict[str, float]
+    #: Share of the time in which the worker's device was computing, by worker.
+    busy: dict[str, float]
+
+
+class Lookout:
+    """A source of snapshots of one system, with the rates between them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._redis = connect_briefly(settings)
+        self._app = make_app(settings)
+        self._results = Pace()
+        self._posts: dict[str, Pace] = {}
+        self._busy: dict[str, Pace] = {}
+
+    def look(self) -> Seen:
+        """Return a snapshot with rates, after about a second. Raises redis.exceptions.RedisError."""
+        found = _look(self._redis, self._app, self._settings)
+        now = time.monotonic()
+        return Seen(
+            found,
+            self._results.look(found.results.stored, now),
+            _paces(self._posts, {node: pool["posts"] for node, pool in found.workers.items()}, now),
+            _paces(self._busy, {node: pool["device_seconds"] for node, pool in found.workers.items()}, now),
+        )
+
+
+def _paces(paces: dict[str, Pace], counts: dict[str, float], now: float) -> dict[str, float]:
+    """Add a reading of each counter and return the known rates. Counters that have disappeared are dropped."""
+    for gone in paces.keys() - counts.keys():
+        del paces[gone]
+    found = {name: paces.setdefault(name, Pace()).look(count, now) for name, count in counts.items()}
+    return {name: pace for name, pace in found.items() if pace is not None}
+
+
+class Part(StrEnum):
+    """A part of the system with its own health check."""
+
+    REDIS = "redis"
+    MEMORY = "memory"
+    QUEUE = "queue"
+    WORKERS = "workers"
+    ROWS = "rows"
+    REDDIT = "reddit"
+
+
+class Finding(NamedTuple):
+    """The result of a health check: the part, True if it is healthy, and a sentence about its state."""
+
+    part: Part
+    well: bool
+    said: str
+
+
+def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
+    """Check the health of these parts. If Redis is unreachable, that is the only finding."""
+    redis = connect_briefly(settings)
+    try:
+        with told_plainly(settings):
+            redis.ping()
+            depth, queues = _queues(redis, settings)
+            daemon, has_run = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
+            wanted = not {Part.WORKERS, Part.ROWS, Part.MEMORY}.isdisjoint(parts)
+            # Asking registered workers by name ends as soon as all have answered.
+            workers = _ask(make_app(settings), list(expected(redis)) or None) if wanted else {}
+            missing = _missing(redis, workers)
+            memory = capacity.look(redis, settings, _rate(workers)) if Part.MEMORY in parts else None
+    except RedisError as error:
+        yield Finding(Part.REDIS, False, str(error))
+        return
+    found = {
+        Part.REDIS: _writable(redis, settings),
+        Part.MEMORY: _lasting(memory),
+        Part.QUEUE: _full(depth, queues, settings),
+        Part.WORKERS: _workers(workers, missing),
+        Part.ROWS: _rows(workers, missing, settings),
+        Part.REDDIT: _reddit(daemon, has_run),
+    }
+    for part, (well, sentence) in found.items():
+        if part in parts:
+            yield Finding(part, well, sentence)
+
+
+def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
+    """Test a write that changes nothing: Redis refuses it at its memory limit and on a replica."""
+    try:
+        with told_plainly(settings):
+            redis.zadd(HELD["reserved_index_key"], {"": 0}, xx=True)
+    except RedisError as error:
+        return False, str(error)
+    return True, f"Redis at {settings.redis_address} answers"
+
+
+def _lasting(memory: Memory | None) -> tuple[bool, str]:
+    """Check the time until Redis' memory is full: warn below WARNING_S, fail below CRITICAL_S."""
+    if memory is None:
+        return True, "unknown: this Redis user may not run INFO and MEMORY USAGE (docs/redis.md)"
+    if memory.full_seconds is None or memory.full_seconds >= WARNING_S:
+        return True, str(memory)
+    advice = "raise maxmemory, or lower FEEDMILL_RESULTS_TTL and FEEDMILL_SENT_TTL"
+    return memory.full_seconds >= CRITICAL_S, f"warning: {memory}: {advice}"
+
+
+def _full(depth: QueueDepth, queues: dict[str, Queue], settings: Settings) -> tuple[bool, str]:
+    """Check that no queue is longer than `queue_limit`."""
+    limit, each = f"{settings.queue_limit:,}", ""
+    if len(queues) > 1:
+        each = f" ({', '.join(f'{name}: {queue.waiting:,}' for name, queue in queues.items())})"
+        limit += " per queue"
+    text = f"{depth.waiting:,} messages waiting{each}, limit {limit}; {depth.held:,} in flight"
+    return all(queue.waiting <= settings.queue_limit for queue in queues.values()), text
+
+
+def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float]) -> tuple[bool, str]:
+    """Check that at least one worker answers, and that all expected ones do."""
+    if workers is None:
+        return False, "unknown: workers cannot answer while Redis refuses writes"
+    if missing:
+        silent = ", ".join(f"{node} (alive {capacity.span(age)} ago)" for node, age in missing.items())
+        answering = ", ".join(workers) or "none"
+        return False, f"no answer from {silent}: check its log, or restart it. Answering: {answering}"
+    return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"
+
+
+def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], settings: Settings) -> tuple[bool, str]:
+    """Check that no row waits longer than `forward_timeout`, after which a worker with a hanging forward pass exits."""
+    if workers is None:
+        return False, "unknown: workers cannot answer while Redis refuses writes"
+    ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
+    stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
+    if stuck:
+        return False, f"rows waiting longer than FEEDMILL_FORWARD_TIMEOUT: {', '.join(stuck)}"
+    if missing:
+        return False, f"unknown: no answer from {', '.join(missing)}"
+    return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"
+
+
+def _reddit(report: dict[str, Any] | None, has_run: bool) -> tuple[bool, str]:
+    """Check that the Reddit daemon reports its status, if it has ever run."""
+    if report is not None:
+        return True, f"the daemon reads {report['subreddits']} subreddits" + (
+            f", but: {report['hindrance']}" if report["hindrance"] else ""
+        )
+    if has_run:
+        return False, f"no report from the daemon for {STATUS_TTL} s: start it with `feedmill ingest reddit`"
+    return True, "not in use; `feedmill ingest reddit` starts the daemon"

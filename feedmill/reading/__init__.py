@@ -1,0 +1,1 @@
+"""Read results and dead letters from Redis."""

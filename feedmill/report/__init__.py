@@ -1,0 +1,1 @@
+"""Write an HTML report of recent results."""

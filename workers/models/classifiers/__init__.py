@@ -1,0 +1,140 @@
+"""Classifiers: prepare texts, run the forward pass, turn outputs into scores.
+
+`similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `choose.py` picks one from the model's files.
+
+`prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
+label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
+depend on messages, Celery or Redis.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.messages import ClassifyOptions, digest
+from workers.models.device import Device
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
+
+#: Label -> score, in the label set's order.
+Scores = dict[str, float]
+#: Label -> the texts that replace it in the template.
+Descriptions = Mapping[str, Sequence[str]]
+#: Label sets cached per worker. A message whose label set is not cached pays for preparing it.
+MAX_LABEL_SETS = 64
+
+
+@dataclass(eq=False, slots=True)
+class LabelSet:
+    """Labels and their template, prepared once and shared by every row that uses them."""
+
+    labels: tuple[str, ...]
+    multi_label: bool
+    #: Digest of everything but the post that determines the scores: see `shared.messages.fingerprint`.
+    recipe: str
+    #: Rows per post.
+    rows: int = 1
+    #: Labels in the form that the classifier needs; opaque to everything else.
+    prepared: Any = field(default=None, repr=False)
+    #: The classifier's device-side data. The first batch fills it, on the device thread.
+    on_device: Any = field(default=None, repr=False)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One row of a forward pass."""
+
+    tokens: Tokens
+    label_set: LabelSet
+    #: The caller's reference to the row's post; classifiers ignore it.
+    owner: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens.ids)
+
+
+class LabelSets:
+    """A cache of prepared label sets, one for each combination of labels, template and mode that messages request.
+
+    kind, model: the classifier's name, and a digest of its model and limits; part of every label set's recipe.
+    row_each: one row per label and post, instead of one row per post.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        labels: Descriptions,
+        template: str,
+        prepare: Callable[[Sequence[Sequence[str]]], Any],
+        row_each: bool = False,
+    ) -> None:
+        self._kind, self._model = kind, model
+        self._labels, self._template = labels, template
+        self._prepare = prepare
+        self._row_each = row_each
+        self._known: OrderedDict[str, LabelSet] = OrderedDict()
+
+    def of(self, options: ClassifyOptions) -> LabelSet:
+        """Return the label set for these options, preparing it if needed.
+
+        `prepare` receives each label's sentences; its exceptions propagate.
+        """
+        labels: Descriptions = options.labels or self._labels
+        template = options.template or self._template
+        key = json.dumps([list(labels.items()), template, options.multi_label])
+        if key not in self._known:
+            sentences = [[template.replace("{}", text) for text in described] for described in labels.values()]
+            recipe = digest(self._kind, self._model, key)
+            rows = len(labels) if self._row_each else 1
+            self._known[key] = LabelSet(tuple(labels), options.multi_label, recipe, rows, self._prepare(sentences))
+            if len(self._known) > MAX_LABEL_SETS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+
+class Outputs(Protocol):
+    """Result of a forward pass, possibly still being copied from the device."""
+
+    def ready(self) -> bool:
+        """Return true once the device has finished. Never blocks."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of device time. Valid once the device has finished."""
+
+
+class Classifier(Protocol):
+    """The interface between the pipeline and a classifier."""
+
+    #: nli, sequence, similarity, or the name of a plug-in.
+    kind: str
+    weights: Weights
+    device: Device
+    #: True if the engine computes nothing for padding.
+    packed: bool
+
+    def warm_up(self) -> None:
+        """Run one forward pass, so that the first message does not pay for one-time setup."""
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        """Return the rows of each text."""
+
+    def forward(self, rows: Sequence[Row]) -> Outputs:
+        """Run one micro-batch, returning as soon as the device has accepted it. Device thread only.
+
+        Raises DeviceFull, DeviceLost, or the error of a row that the model cannot compute.
+        """
+
+    def finish(self, rows: Sequence[Row], outputs: Any) -> list[tuple[Row, Scores]]:
+        """Wait for the device; return the scores of every post whose last row is in `rows`, with that row.
+
+        Raises DeviceLost.
+        """

@@ -1,0 +1,147 @@
+"""Read a sentence-transformers folder: text limits, pooling and dense layers.
+
+modules.json lists the modules: a transformer, one pooling, optional dense layers, an optional normalisation. The
+sentence-transformers library is not used, because the worker runs the transformer itself. Nothing is unpickled.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from shared.errors import ModelError, clause
+from shared.messages import digest
+from workers.models.engines.network import POOLINGS
+from workers.models.weights import Weights
+
+#: Files with the text limits. The first that exists counts, as in sentence-transformers.
+TEXT_CONFIGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+#: Supported modules, by class name without the package.
+SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
+#: Pooling modes as older configurations name them, one boolean key each, instead of `pooling_mode`.
+LEGACY_POOLING_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class Layout(NamedTuple):
+    """The parts of a sentence-transformers model besides its transformer.
+
+    pooling: modes whose vectors are concatenated. dense: layers applied after pooling; float32, created on the CPU.
+    """
+
+    pooling: tuple[str, ...]
+    dense: tuple[torch.nn.Module, ...]
+    #: Tokens read of each text; None if the folder sets no limit.
+    max_tokens: int | None
+    lower_case: bool
+    #: Prefix of each text.
+    prompt: str
+    #: Digest of the fields above, dense weights included: everything but the transformer that determines an embedding.
+    digest: str
+
+
+def read_layout(weights: Weights) -> Layout:
+    """Read the folder's layout. Raises ModelError if a part is missing, invalid or unsupported."""
+    folder = weights.folder
+    modules_file = folder / "modules.json"
+    if not modules_file.is_file():
+        raise ModelError(
+            f"{folder} is not a sentence-transformers model: modules.json is missing. Use one, or set another "
+            "FEEDMILL_CLASSIFIER."
+        )
+    listed = _json(modules_file)
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+        raise ModelError(f"{modules_file} must contain a list of modules. Download the model again.")
+    modules = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in listed]
+    if unsupported := [kind for kind, _ in modules if kind not in SUPPORTED_MODULES]:
+        raise ModelError(f"{modules_file} has an unsupported module: {unsupported[0]}. Use a model without it.")
+    poolings = [path for kind, path in modules if kind == "Pooling"]
+    if len(poolings) != 1:
+        raise ModelError(
+            f"{modules_file} has {len(poolings)} pooling modules; exactly one is supported. Use another model."
+        )
+    pooling, with_prompt = _pooling(folder / poolings[0] / "config.json")
+    text_config = next((_json_if_there(folder / name) for name in TEXT_CONFIGS if (folder / name).is_file()), {})
+    prompt_config = _json_if_there(folder / "config_sentence_transformers.json")
+    prompt = (prompt_config.get("prompts") or {}).get(prompt_config.get("default_prompt_name") or "") or ""
+    if prompt and not with_prompt:
+        raise ModelError(
+            f"{folder} has include_prompt=false in its pooling, which is not supported. Use another model."
+        )
+    limit = text_config.get("max_seq_length")
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    lower_case = bool(text_config.get("do_lower_case"))
+    dense = [_dense(folder / path) for kind, path in modules if kind == "Dense"]
+    parts = [*pooling, str(limit), str(lower_case), prompt, *(digest_of for _, digest_of in dense)]
+    return Layout(pooling, tuple(layer for layer, _ in dense), limit, lower_case, prompt, digest(*parts))
+
+
+def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
+    """Return the pooling modes, and whether the prompt's tokens are pooled too."""
+    config = _json(path)
+    configured = config.get("pooling_mode")
+    modes = (configured,) if isinstance(configured, str) else tuple(configured or ())
+    modes = modes or tuple(mode for name, mode in LEGACY_POOLING_KEYS.items() if config.get(name)) or ("mean",)
+    if unsupported := [mode for mode in modes if mode not in POOLINGS]:
+        raise ModelError(
+            f"{path} has an unsupported pooling_mode: {unsupported[0]!r}. Supported: {', '.join(sorted(POOLINGS))}."
+        )
+    return modes, bool(config.get("include_prompt", True))
+
+
+def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
+    """Return the dense layer and its digest."""
+    config = _json(folder / "config.json")
+    if config.get("use_residual") or {config.get(f"module_{end}_name") for end in ("input", "output")} - {
+        None,
+        "sentence_embedding",
+    }:
+        raise ModelError(
+            f"{folder / 'config.json'} has use_residual, or inputs other than sentence_embedding, which is not "
+            "supported. Use another model."
+        )
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    activation = {
+        "Identity": torch.nn.Identity,
+        "Tanh": torch.nn.Tanh,
+        "ReLU": torch.nn.ReLU,
+        "GELU": torch.nn.GELU,
+    }.get(name)
+    if activation is None:
+        raise ModelError(f"{folder / 'config.json'} has an unsupported activation_function: {name}. Use another model.")
+    try:
+        linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
+        tensors = load_file(folder / "model.safetensors")
+        linear.load_state_dict({key.removeprefix("linear."): value.float() for key, value in tensors.items()})
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"Cannot read the dense layer in {folder / 'model.safetensors'}: {clause(error)}. Download the model again."
+        ) from error
+    written = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return torch.nn.Sequential(linear, activation()).eval(), f"{written} {name}"
+
+
+def _json_if_there(path: Path) -> dict[str, Any]:
+    found = _json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json(path: Path) -> Any:
+    """Parse a JSON file. Raises ModelError."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None

@@ -1,0 +1,94 @@
+"""Select the classifier for a model: from the model's files, or from the `classifier` setting (built-in or plug-in)."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.errors import ModelError, RequestRefused, SettingsError, clause
+from shared.settings import Settings
+from workers.models.classifiers import Classifier
+from workers.models.classifiers.nli import Entailment, entailment_of
+from workers.models.classifiers.sequence import SequenceClassifier
+from workers.models.classifiers.similarity import Similarity
+from workers.models.device import Device
+from workers.models.plugins import plugin
+from workers.models.weights import Weights, locate, parameters
+
+#: Memory that a forward pass needs besides the weights, as a share of them (a lower bound).
+MEMORY_MARGIN = 0.1
+CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassifier]] = {
+    classifier.kind: classifier for classifier in (Entailment, SequenceClassifier, Similarity)
+}
+
+
+def load_classifier(settings: Settings, device: Device) -> Classifier:
+    """Load the configured model's classifier and run a trial forward pass. Raises ModelError or SettingsError."""
+    weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
+    kind = kind_of(weights) if settings.classifier == "auto" else settings.classifier
+    check_size(weights, device)
+    make = CLASSIFIERS.get(kind)
+    if make is None:  # a plug-in: its results must not be mistaken for a built-in classifier's
+        make, weights = plugin(kind, "classifier"), weights._replace(name=kind)
+    classifier: Classifier = make(weights, device, settings)
+    try:
+        classifier.warm_up()
+    except RequestRefused as refused:
+        raise SettingsError(
+            f"{weights.name} cannot serve the configured labels or template: {refused}. Change "
+            "FEEDMILL_LABELS or the template, or use another model."
+        ) from None
+    except Exception as error:  # a first forward pass can fail in any way
+        first = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{weights.name} does not run on {device.name} ({type(error).__name__}: {first:.300}). Use another model, "
+            "FEEDMILL_DEVICE or FEEDMILL_DTYPE."
+        ) from error
+    return classifier
+
+
+def kind_of(weights: Weights) -> str:
+    """Return nli, sequence or similarity. Raises ModelError if the files match none of them."""
+    path = weights.folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        names = [str(name) for name in config.get("architectures") or ()]
+        labels = {str(name): int(place) for name, place in (config.get("label2id") or {}).items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return "sequence" if entailment_of(labels) is None else "nli"
+    if (weights.folder / "modules.json").is_file():
+        return "similarity"
+    raise ModelError(
+        f"{weights.name} is not a classification model: config.json lists {', '.join(names) or 'no architecture'}, "
+        "but a …ForSequenceClassification architecture or a sentence-transformers model is required. Choose another "
+        "model, or set FEEDMILL_CLASSIFIER."
+    )
+
+
+def check_size(weights: Weights, device: Device) -> None:
+    """Raise ModelError if the model does not fit the device's free memory. A model runs on a single device."""
+    bytes_each = {torch.float16: 2, torch.bfloat16: 2}.get(device.dtype, 4)
+    needed = int(parameters(weights) * bytes_each * (1 + MEMORY_MARGIN))
+    available = _memory(device)
+    if available is not None and needed > available:
+        precision = str(device.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has "
+            f"{available / 1e9:.1f} GB free. Use a smaller model or half precision."
+        )
+
+
+def _memory(device: Device) -> int | None:
+    """Return the device's free memory in bytes, or the machine's total memory if free memory is unknown."""
+    if device.torch.type == "cuda":
+        return int(torch.cuda.mem_get_info(device.torch)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

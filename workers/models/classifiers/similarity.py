@@ -1,0 +1,126 @@
+"""Zero-shot classification by embedding: the best label is the one whose sentences are nearest to the post.
+
+One sentence-transformers model embeds posts and label sentences ("This post is about food."); nearness is the cosine of
+the embeddings. A label with several descriptions is the mean of their unit vectors. In single-label mode with several
+labels, softmax(20 · cosine) turns cosines into probabilities: all-MiniLM-L6-v2 was trained with that distribution and
+scale (its model card, "Fine-tuning"). With `multi_label`, or with one label, each score is the cosine itself.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import normalize
+
+from shared.messages import ClassifyOptions
+from shared.settings import Settings
+from shared.topics import DESCRIBED_TOPICS
+from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.models.classifiers.layout import read_layout
+from workers.models.device import Device
+from workers.models.engines.factory import make_engine
+from workers.models.engines.outputs import TensorOutputs, device_errors
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
+
+#: Cosine multiplier, from the model's training.
+SCALE = 20.0
+#: Default template.
+TEMPLATE = "This post is about {}."
+#: Label sentences per forward pass, so that a large label set needs no more memory than a micro-batch.
+SENTENCE_BATCH_SIZE = 32
+
+
+class Sentences(NamedTuple):
+    """Tokens of a label set's sentences, concatenated, and the number of sentences per label."""
+
+    tokens: list[Tokens]
+    counts: list[int]
+
+
+class Similarity:
+    """Classify with a sentence-transformers model. Raises ModelError if the folder holds none."""
+
+    kind = "similarity"
+
+    def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
+        self.weights = weights
+        self.device = device
+        self._layout = read_layout(weights)
+        max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
+        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        self.packed = self._engine.packed
+        self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
+        self._label_sets = LabelSets(
+            self.kind,
+            f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
+            settings.labels or DESCRIBED_TOPICS,
+            settings.template or TEMPLATE,
+            self._sentences,
+        )
+
+    def warm_up(self) -> None:
+        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
+        self.forward(rows[0])
+
+    def label_set(self, options: ClassifyOptions) -> LabelSet:
+        return self._label_sets.of(options)
+
+    def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
+        return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
+
+    def _sentences(self, sentences: Sequence[Sequence[str]]) -> Sentences:
+        tokens = self._tokenize([sentence for described in sentences for sentence in described])
+        return Sentences(tokens, [len(described) for described in sentences])
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
+        read = [self._layout.prompt + text for text in texts]
+        return self._tokenizer.single([text.lower() for text in read] if self._layout.lower_case else read)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> TensorOutputs:
+        """Return scores in float32: [rows, labels of the largest label set], zero-padded for smaller label sets."""
+        with device_errors():
+            began = self._engine.begin()
+            embeddings = self.embed([row.tokens for row in rows])
+            by_label_set: dict[LabelSet, list[int]] = {}
+            for index, row in enumerate(rows):
+                by_label_set.setdefault(row.label_set, []).append(index)
+            if len(by_label_set) == 1:
+                scores = self._scores(embeddings, rows[0].label_set)
+            else:
+                scores = embeddings.new_zeros(len(rows), max(len(label_set.labels) for label_set in by_label_set))
+                for label_set, indices in by_label_set.items():
+                    members = self._engine.to_device(torch.tensor(indices))
+                    scores[members, : len(label_set.labels)] = self._scores(embeddings[members], label_set)
+            return TensorOutputs(scores, began)
+
+    def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
+        """Return the scores of rows that share one label set: [rows, labels]."""
+        if label_set.on_device is None:
+            sentences: Sentences = label_set.prepared
+            if sentences is None:  # another lane has just embedded them
+                return self._scores(embeddings, label_set)
+            pieces = [
+                self.embed(sentences.tokens[start : start + SENTENCE_BATCH_SIZE])
+                for start in range(0, len(sentences.tokens), SENTENCE_BATCH_SIZE)
+            ]
+            per_label = torch.split(torch.cat(pieces), sentences.counts)
+            label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
+            label_set.prepared = None  # free the tokens: they are needed once and can be large
+        cosines: torch.Tensor = embeddings @ label_set.on_device.T
+        independent = label_set.multi_label or len(label_set.labels) == 1
+        return cosines if independent else (SCALE * cosines).softmax(-1)
+
+    def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        """Embed rows as unit vectors: [rows, dimensions] in float32."""
+        vectors = self._engine.forward(rows)
+        for layer in self._dense:
+            vectors = layer(vectors)
+        return normalize(vectors, dim=-1)
+
+    def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
+        return [
+            (row, dict(zip(row.label_set.labels, scores, strict=False)))
+            for row, scores in zip(rows, outputs.wait().tolist(), strict=True)
+        ]

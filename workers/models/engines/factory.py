@@ -1,0 +1,55 @@
+"""Create the configured engine, with its model's tokenizer."""
+
+from collections.abc import Sequence
+
+from shared.errors import DeviceFull, ModelError
+from shared.settings import Settings
+from workers.models.device import Device
+from workers.models.engines import Engine
+from workers.models.engines.network import most_tokens, read_config
+from workers.models.engines.torch_engine import TorchEngine
+from workers.models.plugins import plugin
+from workers.models.tokenizer import Tokenizer
+from workers.models.weights import Weights
+
+
+def make_engine(
+    weights: Weights, device: Device, settings: Settings, reads: Sequence[str], most: int
+) -> tuple[Engine, Tokenizer]:
+    """Load a model into the configured engine.
+
+    reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's own limit
+    applies if it is lower.
+    Raises ModelError, or SettingsError if the engine is not installed.
+    """
+    remote_code = settings.trust_remote_code
+    config = read_config(weights, remote_code)
+    tokenizer = Tokenizer(weights, min(most, most_tokens(config) or most), remote_code)
+    if config.model_type == "bart" and tokenizer.single(["a"])[0].ids[-1] != config.eos_token_id:
+        raise ModelError(
+            f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
+            "classifies by. Use the tokenizer that belongs to the model."
+        )
+    try:
+        if settings.engine == "onnx":
+            # Imported here because ONNX Runtime is optional.
+            from workers.models.engines.onnx_engine import OnnxEngine  # noqa: PLC0415
+
+            engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
+        elif settings.engine != "torch":
+            engine = plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
+        else:
+            engine = TorchEngine(
+                weights,
+                device,
+                reads,
+                tokenizer.pad_id,
+                tokenizer.max_tokens,
+                compiled=settings.compile,
+                remote_code=remote_code,
+            )
+    except DeviceFull as full:
+        raise ModelError(
+            f"{weights.name} does not fit in the memory of {device.name} ({full}). Use a smaller model."
+        ) from None
+    return engine, tokenizer

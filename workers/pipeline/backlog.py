@@ -1,0 +1,261 @@
+"""The backlog: rows that wait for the device, per model. One lock guards all of it.
+
+Micro-batches never mix rows of two models. Suspected poison posts (poison.py) run in isolation, while every
+other lane is idle, and so does the first micro-batch of a new model. A lane checks whether a message is still wanted as
+late as possible: when it takes the message's first row. Jobs, which are not micro-batches, run between two
+micro-batches.
+
+Thread-safe. Computes nothing and never talks to Redis.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shared.messages import ClassifyOptions
+from workers.models.classifiers import Classifier, Row
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.poison import Quarantine
+from workers.pipeline.watch import Watch
+from workers.pipeline.window import Window
+
+#: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
+ROWS_PER_LOCK = 256
+
+
+class Loaded:
+    """A loaded model: its classifier, its token budget, and the rows that wait for it."""
+
+    def __init__(
+        self, classifier: Classifier, budget: TokenBudget, on_at_work: Callable[[], None] = lambda: None
+    ) -> None:
+        self.classifier = classifier
+        self.budget = budget
+        #: Called on the writer thread once all results of the previous model are stored.
+        self.on_at_work = on_at_work
+        self.window: Window[Row] = Window(time.monotonic)
+        self.quarantine: Quarantine[Row] = Quarantine()
+        label_set = classifier.label_set(ClassifyOptions())
+        #: A row that belongs to no message. Computing it shows that the device works.
+        self.proof = classifier.prepare(["A first post."], label_set)[0]
+        #: Rows of one post with the configured labels.
+        self.rows_each = label_set.rows
+
+    def __len__(self) -> int:
+        """Return the number of waiting rows."""
+        return len(self.window) + len(self.quarantine)
+
+
+class Batch(NamedTuple):
+    """A micro-batch taken by a lane."""
+
+    loaded: Loaded
+    #: Sorted by length; not empty.
+    rows: Sequence[Row]
+    #: Number of micro-batches that share the device, including this one.
+    passes: int
+    #: True if it consists of suspected poison posts, which run in isolation.
+    apart: bool
+
+
+class Job(NamedTuple):
+    """Work to run between two micro-batches.
+
+    what: its name in the log.
+    limit: seconds after which it counts as hung; see Watch.
+    """
+
+    run: Callable[[], None]
+    what: str
+    limit: float | None
+
+
+class Backlog:
+    """Rows and jobs that wait for the device's lanes.
+
+    lanes: number of lanes of the device.
+    batch_rows: maximum rows of a micro-batch.
+    admits: returns whether a message is still wanted; called with the lock held, when its first row is taken.
+    on_started: called with each message whose first row was taken, on the thread that took it.
+    on_replaced: called with a new model once no rows wait for the previous one; called with the lock held.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        lanes: int,
+        batch_rows: int,
+        admits: Callable[[Message], bool],
+        on_started: Callable[[Message], None],
+        on_replaced: Callable[[Loaded], None],
+        watch: Watch,
+    ) -> None:
+        #: The active model, followed by its successors in order. Always replaced as a whole. The first one changes only
+        #: while no lane has a micro-batch.
+        self._models: tuple[Loaded, ...] = (loaded,)
+        self._lanes = lanes
+        self._batch_rows = batch_rows
+        self._admits = admits
+        self._on_started = on_started
+        self._on_replaced = on_replaced
+        self._watch = watch
+        #: Guards this object and the `started`, `finished` and `dropped` of every message.
+        self._ready = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        #: Number of lanes that have a micro-batch.
+        self._busy = 0
+        #: True while suspected poison posts are on the device; nothing else may run then.
+        self._isolating = False
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Return the number of waiting rows."""
+        return sum(map(len, self._models))
+
+    @property
+    def at_work(self) -> Loaded:
+        """The active model, whose rows the lanes compute."""
+        return self._models[0]
+
+    @property
+    def latest(self) -> Loaded:
+        """The model that was loaded last. New rows wait for it."""
+        return self._models[-1]
+
+    def oldest_age(self) -> float:
+        """Return how long the oldest row has waited, in seconds."""
+        with self._ready:
+            return max(loaded.window.oldest_age() for loaded in self._models)
+
+    # Adding work.
+
+    def load(self, loaded: Loaded) -> None:
+        """Append a model. It becomes active once no rows wait for its predecessors."""
+        with self._ready:
+            self._models += (loaded,)
+            self._ready.notify_all()
+
+    def add(self, loaded: Loaded, rows: Sequence[Row], priority: int) -> None:
+        """Add rows that wait for a model."""
+        for at in range(0, len(rows), ROWS_PER_LOCK):
+            with self._ready:
+                for row in rows[at : at + ROWS_PER_LOCK]:
+                    loaded.window.add(row, priority)
+                self._ready.notify_all()
+
+    def add_suspect(self, loaded: Loaded, rows: Sequence[Row]) -> None:
+        """Add the rows of one suspected poison post. They wait until every lane is idle."""
+        with self._ready:
+            loaded.quarantine.add(rows)
+            self._ready.notify_all()
+
+    def run(self, job: Job) -> None:
+        """Queue a job for the first lane, which alternates between jobs and micro-batches."""
+        with self._ready:
+            self._jobs.append(job)
+            self._ready.notify_all()
+
+    def close(self) -> None:
+        """Stop handing out micro-batches."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+
+    # Taking work, on the device threads.
+
+    def next_batch(self, lane: int) -> Batch | None:
+        """Wait for the lane's next micro-batch and return it; None after `close`.
+
+        Call `done` after each micro-batch. The first lane runs a job, if one waits, before each micro-batch.
+        """
+        while not self._closed:
+            if not lane:
+                self._run_job()
+            with self._ready:
+                self._ready.wait_for(lambda: (not lane and self._jobs) or self._is_due() or self._closed)
+                rows = self._take() if self._is_due() and not self._closed else []
+                messages = {id(row.owner.message): row.owner.message for row in rows}
+                starting = [message for message in messages.values() if self._starts(message)]
+                rows = [row for row in rows if not row.owner.message.dropped]
+                alone = not self._busy and not self.at_work.window
+                self._isolating = apart = self._isolating and bool(rows)
+                self._busy += bool(rows)
+                batch = Batch(self.at_work, rows, 1 if alone or apart else self._lanes, apart) if rows else None
+            for message in starting:
+                self._on_started(message)
+            if batch:
+                return batch
+        return None
+
+    def done(self) -> None:
+        """Mark the lane's micro-batch as finished, once its outputs are handed over."""
+        with self._ready:
+            self._busy -= 1
+            self._isolating = False
+            self._ready.notify_all()
+
+    def _run_job(self) -> None:
+        with self._ready:
+            job = self._jobs.popleft() if self._jobs else None
+        if job:
+            with self._watch.step(job.what, job.limit):
+                job.run()
+
+    # Called with the lock held.
+
+    def _is_due(self) -> bool:
+        """Return whether a lane may take a micro-batch.
+
+        Suspected poison posts and a new model wait until all lanes are idle.
+        """
+        if self.at_work.quarantine or self._is_replaced():
+            return not self._busy
+        return bool(self.at_work.window) and not self._isolating
+
+    def _is_replaced(self) -> bool:
+        """Return whether the active model has a successor and no rows left."""
+        return len(self._models) > 1 and not self.at_work
+
+    def _take(self) -> list[Row]:
+        """Return the rows of the next micro-batch. Suspected poison posts go first."""
+        while self._is_replaced():
+            self._models = self._models[1:]
+            self._on_replaced(self.at_work)
+        at_work = self.at_work
+        self._isolating = bool(at_work.quarantine)
+        return (at_work.quarantine or at_work.window).take(at_work.budget.tokens, self._batch_rows)
+
+    def _starts(self, message: Message) -> bool:
+        """Start a message if it is still wanted, else drop it. Return True if this call started it."""
+        if message.started or message.dropped:
+            return False
+        message.started = self._admits(message)
+        message.dropped = not message.started
+        return message.started
+
+    # Ending messages.
+
+    def drop(self, message: Message) -> bool:
+        """Stop computing a message. Return False if it is already finished or dropped."""
+        with self._ready:
+            if message.finished or message.dropped:
+                return False
+            message.dropped = True
+        return True
+
+    def finish(self, message: Message) -> bool:
+        """Mark a message that has all its outcomes as finished.
+
+        Return False if it was dropped or is no longer wanted.
+        """
+        with self._ready:
+            starting = self._starts(message)  # only for a message that needed no forward pass
+            if message.dropped:
+                return False
+            message.finished = True
+        if starting:
+            self._on_started(message)
+        return True

@@ -1,0 +1,146 @@
+"""The batch loop: take the next micro-batch, run the forward pass, hand over the outputs.
+
+It runs on the device threads, which must never wait: all other work happens on other threads meanwhile. A GPU gets its
+next micro-batch while the previous one still runs. A CPU has one device thread, called a lane, per core. Their forward
+passes run side by side, and a micro-batch that finds all other lanes idle gets all cores. A micro-batch that fails is
+split in half, repeatedly, until the failing post is found.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shared.errors import DeviceFull, DeviceLost, printable
+from workers.models.classifiers import Outputs, Row
+from workers.models.device import Device
+from workers.pipeline.backlog import Backlog, Batch, Loaded
+from workers.pipeline.message import traced
+from workers.pipeline.poison import Suspects
+from workers.pipeline.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+#: Rows with their outputs, or with the error that they raised.
+Part: TypeAlias = tuple[Sequence[Row], Outputs | Exception]
+
+
+class Computed(NamedTuple):
+    """Part of a micro-batch, and the `share` of the device that computed it."""
+
+    loaded: Loaded
+    rows: Sequence[Row]
+    outputs: Outputs | Exception
+    share: float
+
+
+class BatchLoop:
+    """A loop for each lane of the device.
+
+    hand_over: called with each computed part; may block.
+    stopping: ends every wait for the device.
+    """
+
+    def __init__(
+        self,
+        backlog: Backlog,
+        device: Device,
+        suspects: Suspects | None,
+        hand_over: Callable[[Computed], None],
+        stopping: threading.Event,
+        watch: Watch,
+    ) -> None:
+        self._backlog = backlog
+        self._device = device
+        self._suspects = suspects
+        self._hand_over = hand_over
+        self._stopping = stopping
+        self._watch = watch
+        #: By lane: start of its latest forward pass, by the watch's clock, and the pass's outputs. Read by the watcher
+        #: thread.
+        self._computing: list[tuple[float, Outputs | None] | None] = [None] * device.lanes
+        #: By lane: the posts of that pass, kept for `_note`.
+        self._noted: list[list[tuple[str | None, int]]] = [[] for _ in range(device.lanes)]
+
+    def loop(self, lane: int) -> None:
+        """Compute the lane's micro-batches until the backlog closes."""
+        while batch := self._backlog.next_batch(lane):
+            self._device.take_share(batch.passes)
+            parts = self._isolated(batch, lane) if batch.apart else self._forward(batch.loaded, batch.rows, lane)
+            for rows, outputs in parts:
+                self._hand_over(Computed(batch.loaded, rows, outputs, 1 / batch.passes))
+            self._backlog.done()
+            del batch  # drop the reference before waiting, so that a replaced model can be freed
+
+    def hanging(self, seconds: float) -> int | None:
+        """Return a lane whose forward pass has run for more than `seconds`, or None. For the watcher thread."""
+        for lane, computing in enumerate(self._computing):
+            began, outputs = computing or (math.inf, None)
+            if self._watch.now() - began > seconds and not (outputs and outputs.ready()):
+                return lane
+        return None
+
+    def _forward(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> list[Part]:
+        """Return the rows' outputs. If the pass raises, split the rows until only the failing one has an error."""
+        shared = loaded.budget.shared
+        try:
+            return [(rows, self._compute(loaded, rows, lane))]
+        except DeviceLost:
+            raise
+        except DeviceFull as error:
+            # A new error: the frames of the caught one keep the tensors of the failed pass in memory.
+            fault: Exception = DeviceFull(str(error))
+        except Exception as error:
+            fault = error
+        full = isinstance(fault, DeviceFull)
+        # A second model that was loaded or unloaded during the pass may have taken the memory.
+        shared = shared or loaded.budget.shared
+        if full and len(rows) == 1:
+            # The post is not at fault: any other row would fail as well.
+            raise DeviceLost("the device has no memory for a single row") from fault
+        if len(rows) == 1:
+            logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traced(fault))
+            return [(rows, fault)]
+        middle = len(rows) // 2
+        halves = self._forward(loaded, rows[:middle], lane) + self._forward(loaded, rows[middle:], lane)
+        if full:  # but both halves fit
+            loaded.budget.lower(len(rows) * max(row.length for row in rows) // 2, shared)
+        return halves
+
+    def _compute(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
+        self._note(rows, lane)
+        began = self._watch.now()
+        self._computing[lane] = began, None
+        try:
+            outputs = loaded.classifier.forward(rows)
+        except BaseException:
+            self._computing[lane] = None
+            raise
+        self._computing[lane] = began, outputs
+        return outputs
+
+    def _note(self, rows: Sequence[Row], lane: int) -> None:
+        """Record the posts in flight, so that a crash can be attributed to them."""
+        if self._suspects:
+            latest = self._computing[lane]
+            running = self._noted[lane] if latest and latest[1] and not latest[1].ready() else []
+            self._noted[lane] = [(row.owner.message.task_id, row.owner.index) for row in rows if row.owner]
+            self._suspects.note(lane, (*running, *self._noted[lane]))
+
+    def _isolated(self, batch: Batch, lane: int) -> list[Part]:
+        """Run `_forward` on suspected poison posts while nothing else is on the device."""
+        if (computing := self._computing[lane]) and computing[1]:
+            self._wait_for(computing[1])
+        # Check that the device works at all, before a failure counts against the posts.
+        self._wait_for(self._compute(batch.loaded, batch.loaded.proof, lane))
+        parts = self._forward(batch.loaded, batch.rows, lane)
+        for _, outputs in parts:
+            if not isinstance(outputs, Exception):
+                self._wait_for(outputs)
+        self._note((), lane)  # finished posts must not be blamed for a crash while this thread waits for the writer
+        return parts
+
+    def _wait_for(self, outputs: Outputs) -> None:
+        while not outputs.ready() and not self._stopping.wait(0.001):
+            pass

@@ -1,0 +1,238 @@
+"""Calibration: find the best token budget for this device and model, once, and remember it.
+
+The best budget depends on the device (a CPU is fastest while a batch fits its caches, a GPU once a batch fills it), the
+model, the precision and the libraries. So the first start tries several budgets on generated rows and writes the best
+to a file. A change of any of these triggers a new measurement. The setting `token_budget` overrides the result.
+"""
+
+import fcntl
+import json
+import logging
+import random
+import threading
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DeviceFull
+from shared.messages import ClassifyOptions, digest
+from shared.settings import Settings
+from workers.models.classifiers import Classifier, Row
+from workers.pipeline.window import Window
+
+logger = logging.getLogger(__name__)
+
+#: Name of the file in the cache folder that maps each identity (device, model, …) to its measurements.
+CALIBRATION_FILE = "calibration.json"
+#: Budgets to try, smallest first, by device type.
+CANDIDATES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048, 4096, 8192)}
+OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+#: Minimum seconds per trial of a budget, and rounds of trials. A budget's best round counts, because other processes on
+#: a shared machine can only slow it down.
+MIN_TRIAL_S, ROUNDS = 0.5, 2
+#: Take the smallest budget that reaches this share of the best rate: it waits less and pads less.
+CLOSE_ENOUGH = 0.98
+#: Stop trying larger budgets once one falls below this share of the best rate.
+STOP_RATIO = 0.85
+#: Lengths of the generated rows in tokens: log-normal, like those of posts.
+MEDIAN_LENGTH, SPREAD = 32, 0.9
+#: Maximum rows in the window from which the trial cuts its batches.
+WINDOW_ROWS = 1024
+
+
+class TokenBudget:
+    """Maximum tokens of a micro-batch: its longest row times its number of rows.
+
+    file, key: where to remember a lowered budget; None remembers nothing.
+
+    The budget is shared while a second model is loaded on the device. Lowering a shared budget is temporary.
+    """
+
+    def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
+        self.tokens = tokens
+        #: The budget without the second model; None while there is no second model.
+        self._alone: int | None = None
+        self._file = file
+        self._key = key
+        self._lock = threading.Lock()
+
+    @property
+    def shared(self) -> bool:
+        """True while a second model is loaded on the device."""
+        return self._alone is not None
+
+    @property
+    def alone(self) -> int:
+        """The budget without a second model on the device."""
+        return self.tokens if self._alone is None else self._alone
+
+    def share(self, tokens: int) -> None:
+        """Limit micro-batches to `tokens` and make `lower` temporary, until `end_sharing`."""
+        with self._lock:
+            self._alone, self.tokens = self.alone, tokens
+
+    def end_sharing(self) -> None:
+        """Restore the budget that applies without a second model."""
+        with self._lock:
+            self._alone, self.tokens = None, self.alone
+
+    def lower(self, tokens: int, shared: bool = False) -> None:
+        """Lower the budget to `tokens`, after the device ran out of memory with twice as many.
+
+        shared: whether the budget was shared at that time. If it no longer is, do nothing.
+        """
+        with self._lock:
+            if shared and not self.shared:
+                return
+            self.tokens = max(1, min(tokens, self.tokens))
+            where = "beside a second model" if shared else "now"
+            logger.warning("device out of memory: micro-batches hold at most %d tokens %s", self.tokens, where)
+            if shared:
+                return
+            if self._alone is not None:
+                self._alone = max(1, min(tokens, self._alone))
+            if self._file is not None:
+                entry = _entry(self._file, self._key)
+                lowered = {"token_budget": self.alone, "lowered": "the device was out of memory"}
+                _write(self._file, self._key, entry | lowered)
+
+
+def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:
+    """Return the configured budget, else the remembered one, else None."""
+    if settings.token_budget:
+        return TokenBudget(settings.token_budget)
+    file, key = _place(classifier, settings)
+    known = _entry(file, key).get("token_budget")
+    if isinstance(known, int) and known > 0:
+        return TokenBudget(known, file, key)
+    return None
+
+
+def calibrate(classifier: Classifier, settings: Settings) -> TokenBudget:
+    """Return the configured budget, else the remembered one, else measure the best, which takes several seconds."""
+    if known := known_budget(classifier, settings):
+        return known
+    logger.info("measuring the token budget for this device and model; later starts reuse the result")
+    classifier.device.take_share(classifier.device.lanes)
+    rates = sweep(classifier, settings.batch_rows)
+    remember(classifier, settings, rates)
+    return TokenBudget(best(rates), *_place(classifier, settings))
+
+
+def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
+    """Return the file and the key under which the budget for this device, model and settings is remembered."""
+    return settings.cache_folder / CALIBRATION_FILE, digest(*identity(classifier, settings).values())
+
+
+def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
+    """Return everything the best budget depends on. A digest of the values is the key under which it is remembered."""
+    return {
+        "device": classifier.device.hardware,
+        "lanes": str(classifier.device.lanes),
+        "dtype": str(classifier.device.dtype),
+        "engine": settings.engine,
+        "compiled": str(settings.compile),
+        "classifier": classifier.kind,
+        "max_tokens": str(settings.max_tokens),
+        "batch_rows": str(settings.batch_rows),
+        "model": classifier.weights.sha256,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]) -> bool:
+    """Write the best budget to the calibration file, for later starts with this device, model and settings.
+
+    rates: tokens per second by budget.
+
+    Replaces an earlier entry. Logs a warning and returns False if the file cannot be written.
+    """
+    tokens, identified = best(rates), identity(classifier, settings)
+    by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
+    logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
+    measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
+    entry = identified | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
+    return _write(settings.cache_folder / CALIBRATION_FILE, digest(*identified.values()), entry)
+
+
+def best(rates: dict[int, float]) -> int:
+    """Return the smallest budget whose rate comes close to the best."""
+    return min(budget for budget, rate in rates.items() if rate >= CLOSE_ENOUGH * max(rates.values()))
+
+
+def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
+    """Measure tokens per second for each budget, smallest first.
+
+    Stop at a budget that is much slower than the best or does not fit in the device's memory.
+    """
+    candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
+    rates: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        for budget in candidates:
+            try:
+                rate = _tokens_per_second(classifier, budget, row_limit)
+            except DeviceFull:
+                rates.pop(budget, None)
+                candidates = tuple(other for other in candidates if other < budget)
+                break
+            rates[budget] = max(rate, rates.get(budget, 0.0))
+            if rate < STOP_RATIO * max(rates.values()):
+                candidates = tuple(other for other in candidates if other <= budget)
+                break
+    return rates or {candidates[0] if candidates else 1: 0.0}
+
+
+def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> float:
+    """Return real tokens per second (without padding) in batches cut from a window of generated rows."""
+    lengths = random.Random(budget)
+    label_set = classifier.label_set(ClassifyOptions())
+    window: Window[Row] = Window(time.monotonic)
+    tokens = waiting = 0
+    spent = 0.0
+    while spent < MIN_TRIAL_S:
+        while waiting < 4 * budget and len(window) < WINDOW_ROWS:
+            text = "post " * max(1, round(lengths.lognormvariate(0, SPREAD) * MEDIAN_LENGTH))
+            for row in classifier.prepare([text], label_set)[0]:
+                window.add(row)
+                waiting += row.length
+        batch = window.take(budget, row_limit)
+        waiting -= sum(row.length for row in batch)
+        began = time.perf_counter()
+        classifier.finish(batch, classifier.forward(batch))
+        spent += time.perf_counter() - began
+        tokens += sum(row.length for row in batch)
+    return tokens / spent
+
+
+def _remembered(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("cannot read %s (%s); starting a new file", file, error)
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _entry(file: Path, key: str) -> dict[str, Any]:
+    found = _remembered(file).get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
+    """Update the calibration file atomically, one writer at a time. Return False if it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fresh = file.with_suffix(".new")
+            fresh.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
+            fresh.replace(file)
+    except OSError as error:
+        logger.warning("cannot write %s (%s); the next start measures again", file, error)
+        return False
+    return True

@@ -1,0 +1,273 @@
+"""A message inside the worker: from its arguments to one outcome per post.
+
+One bad post does not fail the other posts of its message. Independent of Celery: the pool keeps what it needs to reply
+in `ticket`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from traceback import format_tb
+from typing import Any
+
+from pydantic_core import to_json
+
+from shared.errors import MessageFailed, RequestRefused
+from shared.messages import (
+    MAX_DEAD_MESSAGE_BYTES,
+    MAX_DEAD_OPTIONS_BYTES,
+    MAX_DEAD_POST_BYTES,
+    MAX_DEAD_TRACEBACK,
+    MAX_ID,
+    MAX_POSTS_PER_MESSAGE,
+    ClassifyOptions,
+    DeadLetter,
+    Outcome,
+    Post,
+    PostError,
+    parse_posts,
+)
+
+#: Seconds since 1970, in the year 5138. Later times in a header are invalid and ignored.
+MAX_TIMESTAMP_S = 1e11
+#: Innermost frames per error that a dead letter keeps, and errors per chain of causes.
+MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
+
+
+class Message:
+    """A message inside the worker: its posts and their outcomes.
+
+    arguments: those of `feedmill.classify`, as sent.
+    sent_at: the sender's time, in seconds since 1970; ignored unless plausible.
+    task_id: Celery's task id, for dead letters.
+    priority: 0 (first) to 9 (last).
+    redelivered: whether a worker had the message before.
+    ticket: anything the caller needs to reply to it.
+    attempts: number of deliveries, including this one.
+    queue: the queue it was taken from, if any.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        sent_at: object,
+        task_id: str | None = None,
+        priority: int = 0,
+        redelivered: bool = False,
+        ticket: Any = None,
+        attempts: int = 1,
+        queue: str | None = None,
+    ) -> None:
+        self.arguments = dict(arguments)
+        #: Time of sending in seconds since 1970; None if unknown.
+        self.sent_at = float(sent_at) if isinstance(sent_at, int | float) and 0 < sent_at < MAX_TIMESTAMP_S else None
+        self.task_id = task_id
+        self.priority = priority
+        self.redelivered = redelivered
+        #: Number of workers that died in a forward pass with a post, by the post's index (workers/pipeline/poison.py).
+        self.deaths: Mapping[int, int] = {}
+        self.ticket = ticket
+        self.attempts = attempts
+        self.queue = queue
+        self._given = self.arguments.pop("posts", None)
+        self.raw_posts: list[object] = self._given if isinstance(self._given, list) else []
+        self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
+        #: Tracebacks by post index; only for dead letters.
+        self.tracebacks: dict[int, str] = {}
+        self.unsettled = len(self.raw_posts)
+        self.options = ClassifyOptions()
+        #: Reason to reject the whole message, if any.
+        self.refused: RequestRefused | None = None
+        #: Reason why a valid message fails as a whole, such as a timeout.
+        self.fault: Exception | None = None
+        #: True once one of its rows has entered a forward pass, or none needs to.
+        self.started = False
+        #: True once its outcomes were reported to the caller.
+        self.finished = False
+        #: True once nothing more of it is computed, because it was revoked or timed out.
+        self.dropped = False
+        #: True once a retry was sent as a new message. Its failed posts are then not dead letters yet.
+        self.sent_again = False
+
+    def read(self) -> list[Post | PostError]:
+        """Parse the options, and return each post or its error. Raises RequestRefused."""
+        # Options first: a newer version may have a different format for posts, too.
+        self.options = ClassifyOptions.parse(self.arguments)
+        if not self.raw_posts:
+            raise RequestRefused("posts: expected a list of at least one post")
+        if len(self.raw_posts) > MAX_POSTS_PER_MESSAGE:
+            raise RequestRefused(f"posts: {len(self.raw_posts)} in one message; at most {MAX_POSTS_PER_MESSAGE}")
+        return parse_posts(self.raw_posts)
+
+    def settle(self, index: int, outcome: Outcome) -> bool:
+        """Set the outcome of the post at `index`. Return whether the message is complete with it."""
+        if self.outcomes[index] is not None:
+            return False  # several rows of a post can fail; the first error counts
+        self.outcomes[index] = outcome
+        self.unsettled -= 1
+        return not self.unsettled
+
+    def give_up(self, fault: Exception, reason: str) -> None:
+        """Fail the whole message. Posts without an outcome fail with the given reason."""
+        self.fault = fault
+        for index, raw in enumerate(self.raw_posts):
+            self.settle(index, PostError(id=_id_of(raw), error=reason))
+
+    def errors(self) -> list[PostError]:
+        """Return the outcomes that are errors."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
+
+    def failed(self) -> bool:
+        """Return whether any post of a complete message has no classification."""
+        return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
+
+    def dead_letters(self, worker: str, now: float) -> list[DeadLetter]:
+        """Return a dead letter for each post of a complete message that has no classification.
+
+        A message with too many posts gets a single letter without a post, because its size is unbounded. A message
+        whose posts are not a list gets a single letter with the value that was sent.
+        """
+        if self.sent_again or not self.failed():
+            return []
+        failures = self._failures()
+        bare = [
+            DeadLetter(
+                id=_id_of(raw),
+                reason=why,
+                post=None,
+                options=None,
+                message=self.task_id,
+                worker=worker,
+                failed_at=now,
+                attempts=self.attempts,
+                queue=self.queue,
+            )
+            for raw, why, _ in failures
+        ]
+        options = _as_json(self.arguments, MAX_DEAD_OPTIONS_BYTES)
+        letters, room = [], MAX_DEAD_MESSAGE_BYTES - sum(len(letter.model_dump_json().encode()) for letter in bare)
+        for letter, (raw, _, traceback) in zip(bare, failures, strict=True):
+            post = None if raw is None else _as_json(_known_fields(raw), MAX_DEAD_POST_BYTES)
+            kept = {}
+            for name, text in (("post", post), ("options", options), ("traceback", traceback)):
+                # Measured as it appears in the letter's JSON, quotes included.
+                if text is not None and (size := len(to_json(text))) <= room:
+                    kept[name], room = text, room - size
+            letters.append(letter.model_copy(update=kept))
+        return letters
+
+    def _failures(self) -> list[tuple[object, str, str | None]]:
+        """Return each raw post without a classification, with the reason and the traceback."""
+        if self.refused:
+            bounded = len(self.raw_posts) <= MAX_POSTS_PER_MESSAGE
+            refused = (self.raw_posts or [self._given]) if bounded else [None]
+            return [(raw, str(self.refused), self.tracebacks.get(index)) for index, raw in enumerate(refused)]
+        return [
+            (raw, outcome.error, self.tracebacks.get(index))
+            for index, (raw, outcome) in enumerate(zip(self.raw_posts, self.outcomes, strict=True))
+            if isinstance(outcome, PostError)
+        ]
+
+    def check(self) -> None:
+        """Raise the message's fault or refusal, or MessageFailed if its posts failed.
+
+        A message fails when all of its posts failed. With the option `strict`, one failed post is enough.
+        """
+        if self.fault:
+            raise self.fault
+        if self.refused:
+            raise self.refused
+        reasons = [f"{error.id}: {error.error}" for error in self.errors()]
+        if reasons and (self.options.strict or len(reasons) == len(self.outcomes)):
+            raise MessageFailed.of(reasons, len(self.outcomes))
+
+    def summary(self) -> str:
+        """Return the number of classified posts as text."""
+        return f"{len(self.outcomes) - len(self.errors())} of {len(self.outcomes)} posts classified"
+
+    def result(self) -> list[dict[str, Any]]:
+        """Return one outcome per post, in order. Raises as `check` does."""
+        self.check()
+        return [self._reply(outcome) for outcome in self.outcomes if outcome is not None]
+
+    def _reply(self, outcome: Outcome) -> dict[str, Any]:
+        reply = outcome.model_dump()
+        if self.options.top_k and "scores" in reply:
+            reply["scores"] = dict(list(reply["scores"].items())[: self.options.top_k])  # sorted by score, best first
+        return reply
+
+
+def without_posts(
+    body: object,
+    reason: str,
+    message: str | None,
+    worker: str,
+    now: float,
+    traceback: str | None,
+    attempts: int,
+    queue: str | None = None,
+) -> DeadLetter:
+    """Return the dead letter of a message in which no posts are found.
+
+    body: the message's body, undecoded if possible.
+    """
+    start = (body if isinstance(body, str | bytes) else _as_json(body, MAX_DEAD_POST_BYTES) or "")[:MAX_DEAD_POST_BYTES]
+    return DeadLetter(
+        id=None,
+        reason=reason,
+        post=None,
+        options=None,
+        message=message,
+        worker=worker,
+        failed_at=now,
+        traceback=traceback,
+        attempts=attempts,
+        queue=queue,
+        payload=start.decode("utf-8", "replace") if isinstance(start, bytes) else start,
+    )
+
+
+def traced(error: BaseException) -> str:
+    """Return an error's traceback after those of its causes, without their messages, which may quote a post."""
+    found: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(found) < MAX_CHAINED_ERRORS:
+        found.insert(0, f"{''.join(format_tb(cause.__traceback__, -MAX_FRAMES))}{type(cause).__name__}\n")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n".join(found)[-MAX_DEAD_TRACEBACK:].encode("utf-8", "replace").decode()
+
+
+def _id_of(raw: object) -> str | None:
+    """Return a raw post's id, shortened to the maximum length, or None."""
+    post_id = raw.get("id") if isinstance(raw, dict) else None
+    return None if post_id is None else str(post_id)[:MAX_ID]
+
+
+def _known_fields(raw: object) -> object:
+    """Return a raw post without unknown fields, such as its author."""
+    if isinstance(raw, dict):
+        return {name: value for name, value in raw.items() if name in Post.model_fields}
+    return raw
+
+
+def _as_json(value: object, limit: int) -> str | None:
+    """Return a value as JSON, with characters replaced that UTF-8 cannot encode.
+
+    None if it is too long, nested too deeply, or not serializable.
+    """
+    try:
+        written = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    except (ValueError, TypeError, RecursionError):  # kombu's JSON supports additional types
+        return None
+    return written.decode() if len(written) <= limit else None
+
+
+@dataclass(eq=False, slots=True)
+class PostAtWork:
+    """A post of a message between `prepare` and its outcome."""
+
+    post: Post
+    message: Message
+    index: int
+    #: Key under which its classification is stored.
+    fingerprint: str

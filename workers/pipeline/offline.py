@@ -1,0 +1,94 @@
+"""Classify without a queue: the worker's pipeline with both ends replaced.
+
+Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. Everything in between is
+the worker's own, so results and measurements apply to a worker as well.
+"""
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from shared.errors import ModelError
+from shared.messages import ClassifyOptions, DeadLetter, Outcome, Post, PostError
+from shared.results import Result
+from shared.settings import Settings
+from workers.models.classifiers import Classifier
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
+
+
+class Nowhere:
+    """A results store that stores nothing. The outcomes are in the messages."""
+
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None:
+        """Do nothing."""
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[None]:
+        """Find nothing."""
+        return [None] * len(wanted)
+
+    def keep(self, found: Sequence[Result]) -> None:
+        """Do nothing."""
+
+    def catch_up(self) -> None:
+        """Do nothing."""
+
+
+def classify(
+    posts: Iterable[Post],
+    classifier: Classifier,
+    settings: Settings,
+    budget: TokenBudget,
+    options: ClassifyOptions | None = None,
+) -> Iterator[tuple[Post, Outcome]]:
+    """Yield each post with its outcome, in order. Read ahead no further than the window's size.
+
+    Raises RequestRefused for options that the model does not support, and ModelError if the device fails permanently.
+    """
+    options = options or ClassifyOptions()
+    classifier.label_set(options)
+    finished: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    pipeline = Pipeline(
+        classifier,
+        Nowhere(),
+        settings,
+        budget,
+        "offline",
+        on_recorded=finished.put,
+        on_failure=lambda: finished.put(None),
+    )
+    pipeline.start()
+    source = iter(posts)
+    sent: deque[tuple[Message, list[Post]]] = deque()
+    done: set[int] = set()
+    try:
+        while True:
+            while pipeline.waiting() < settings.window_rows and (
+                some := list(islice(source, settings.posts_per_message))
+            ):
+                arguments = {"posts": [post.model_dump(exclude_defaults=True) for post in some], **options.arguments()}
+                sent.append((Message(arguments, sent_at=None), some))
+                pipeline.submit(sent[-1][0])
+            if not sent:
+                return
+            message = finished.get()
+            if message is None:
+                raise lost(pipeline)
+            done.add(id(message))
+            while sent and id(sent[0][0]) in done:
+                first, its_posts = sent.popleft()
+                done.discard(id(first))
+                for post, outcome in zip(its_posts, first.outcomes, strict=True):
+                    yield post, outcome or PostError(id=post.id, error=str(first.refused))
+    finally:
+        pipeline.stop()
+
+
+def lost(pipeline: Pipeline) -> ModelError:
+    """Return the error for callers that wait for a failed pipeline."""
+    return ModelError(f"The device failed: {pipeline.failure}. Try again; the log above shows the cause.")

@@ -1,0 +1,274 @@
+"""The pipeline: from message to stored result, on tokenizer, device and writer threads that overlap.
+
+    submit → [tokenizer] preparation.py: post → rows ─▶ backlog.py: rows wait, sorted by length
+           → [device]    workers/pipeline/batch_loop.py:  next batch, forward, hand over
+           → [writer]    workers/pipeline/recording.py:   outputs → outcomes → stored → on_finished → on_recorded
+
+This module connects the parts and monitors them. A hung step (watch.py), such as a forward pass, ends the
+worker, and so does a thread that dies. Independent of Celery. The pool passes these callbacks, which the pipeline calls
+on its own threads:
+
+- `admits` returns whether a message is still wanted; called under the backlog's lock when its first row is taken.
+- `on_started` is called when the first row of a message enters a forward pass.
+- `on_finished` is called when the last post has an outcome and every result is stored.
+- `on_recorded` is called last, when the message's dead letters are stored too.
+"""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+from shared.errors import ForwardHangs, RedisError
+from shared.settings import Settings
+from workers.models.classifiers import Classifier
+from workers.pipeline.backlog import Backlog, Job, Loaded
+from workers.pipeline.batch_loop import BatchLoop
+from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.message import Message
+from workers.pipeline.poison import Suspects
+from workers.pipeline.preparation import Preparation
+from workers.pipeline.recording import Recording, Store
+from workers.pipeline.statistics import Statistics
+from workers.pipeline.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+#: Maximum waiting rows before the device's speed is known.
+FIRST_ROWS = 64
+
+
+class Pipeline:
+    """The connected parts and their threads.
+
+    worker: name recorded in results.
+    admits, on_started, on_finished, on_recorded: see the module's docstring.
+    on_failure: called when a thread dies or hangs. Either is a defect or a broken device.
+    """
+
+    def __init__(
+        self,
+        classifier: Classifier,
+        store: Store,
+        settings: Settings,
+        budget: TokenBudget,
+        worker: str,
+        *,
+        suspects: Suspects | None = None,
+        admits: Callable[[Message], bool] = lambda _: True,
+        on_started: Callable[[Message], None] = lambda _: None,
+        on_finished: Callable[[Message], None] = lambda _: None,
+        on_recorded: Callable[[Message], None] = lambda _: None,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._suspects = suspects
+        self._on_failure = on_failure
+        self._window_rows = settings.window_rows
+        self._prefetch_seconds = settings.prefetch_seconds
+        self._forward_timeout = settings.forward_timeout
+        self._lanes = classifier.device.lanes
+        self._stopping = threading.Event()
+        self._watch_interval = min(1.0, self._forward_timeout / 4)
+        self._watch = Watch(2 * self._watch_interval)
+        self.failure: BaseException | None = None
+        self.statistics = Statistics(settings.statistics_interval, time.monotonic())
+        self._backlog = Backlog(
+            Loaded(classifier, budget),
+            self._lanes,
+            settings.batch_rows,
+            admits,
+            on_started,
+            self._on_replaced,
+            self._watch,
+        )
+        self._recording = Recording(
+            self._backlog,
+            store,
+            suspects,
+            self.statistics,
+            worker,
+            on_finished,
+            on_recorded,
+            self._stopping,
+            self._watch,
+            self._forward_timeout,
+        )
+        self._preparation = Preparation(
+            self._backlog,
+            store,
+            suspects,
+            self.statistics,
+            self._recording.hand_over,
+            self._stopping,
+            self._watch,
+            self._forward_timeout,
+        )
+        self._batch_loop = BatchLoop(
+            self._backlog, classifier.device, suspects, self._recording.hand_over, self._stopping, self._watch
+        )
+        self._threads = {
+            name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
+            for name, loop in (
+                ("tokenizer", self._preparation.loop),
+                *((_lane_name(lane), partial(self._batch_loop.loop, lane)) for lane in range(self._lanes)),
+                ("writer", self._recording.loop),
+                ("watcher", self._watcher_loop),
+            )
+        }
+
+    # Called by the pool, on the consumer thread.
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads.values():
+            thread.start()
+
+    def submit(self, message: Message) -> None:
+        """Accept a message. It ends with `on_recorded`, unless it is no longer wanted or the pipeline stops."""
+        if message.sent_at is not None:
+            self.statistics.totals.messages += 1
+            self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
+        self._preparation.submit(message)
+
+    def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
+        """Fail a whole message now. Return False if it is too late for that.
+
+        Nothing more of it is computed, and it ends like other messages, with `fault` as its outcome. Posts without an
+        outcome fail with `reason`. A micro-batch that contains some of its rows completes for the others.
+        """
+        return self._recording.give_up(message, fault, reason)
+
+    def replace(self, classifier: Classifier, budget: TokenBudget, on_replaced: Callable[[], None]) -> None:
+        """Use another model on the same device for messages submitted from now on.
+
+        Earlier messages finish with the old model. The device then switches between two micro-batches. Once all results
+        of the old model are stored, `on_replaced` is called on the writer thread.
+        """
+        self._preparation.load(Loaded(classifier, budget, on_replaced))
+
+    def run_on_device_thread(self, job: Callable[[], None], what: str, limit: float | None = None) -> None:
+        """Run a job on the device thread between two micro-batches. Jobs and micro-batches alternate.
+
+        what: its name in the log.
+        limit: seconds after which it counts as hung; None only logs a warning.
+        """
+        self._backlog.run(Job(job, what, limit))
+
+    def end_as_hanging(self, what: str) -> None:
+        """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
+        self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
+
+    def run_on_writer_thread(self, job: Callable[[], None]) -> None:
+        """Run a job that uses Redis on the writer thread, before later work. On the writer thread, run it at once."""
+        self._recording.run(job)
+
+    def until_taken(self, write: Callable[[], object]) -> bool:
+        """Retry a write to Redis until it succeeds; see Recording.until_taken."""
+        return self._recording.until_taken(write)
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """End the threads without finishing their work. Wait at most `seconds` for each."""
+        self._stopping.set()
+        self._preparation.end()
+        self._backlog.close()
+        for thread in self._threads.values():
+            if thread.is_alive():
+                thread.join(seconds)
+        if self._suspects and not self.failure:
+            self._suspects.release(self._lanes)
+
+    # Status.
+
+    @property
+    def classifier(self) -> Classifier:
+        """The classifier of the active model."""
+        return self._backlog.at_work.classifier
+
+    @property
+    def budget(self) -> TokenBudget:
+        """The token budget of the active model."""
+        return self._backlog.at_work.budget
+
+    def waiting(self) -> int:
+        """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""
+        return len(self._backlog) + self._preparation.posts_waiting() * self._backlog.latest.rows_each
+
+    def most_waiting(self) -> int:
+        """Return how many rows may wait: those that the device computes in `prefetch_seconds` at its recent speed.
+
+        A slow device thus takes less of a short queue, and all devices finish at about the same time.
+        """
+        speed = self.statistics.speed.rows_per_second
+        return int(min(self._window_rows, FIRST_ROWS if speed is None else max(1, self._prefetch_seconds * speed)))
+
+    def rows_per_post(self) -> int:
+        """Return the rows of one post with the configured labels."""
+        return self._backlog.latest.rows_each
+
+    def oldest_age(self) -> float:
+        """Return how long the oldest row has waited for the device, in seconds."""
+        return self._backlog.oldest_age()
+
+    # Threads.
+
+    def _watched(self, loop: Callable[[], None]) -> None:
+        """Run a thread's loop. An error fails the pipeline, so that nothing waits for a dead thread."""
+        try:
+            loop()
+        except RedisError as error:
+            self._fail(error, str(error))
+        except BaseException as error:
+            self._fail(error, f"the {threading.current_thread().name} thread died")
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        self.failure = error
+        cause = None if isinstance(error, RedisError) else error
+        logger.critical("%s; this worker exits and its messages return to the queue", what.rstrip("."), exc_info=cause)
+        self._on_failure()
+
+    def _watcher_loop(self) -> None:
+        """Log statistics periodically, and end the worker when a forward pass or another step hangs."""
+        warned_of = 0.0
+        while not self._stopping.wait(self._watch_interval):
+            self._watch.tick()
+            if rates := self.statistics.turn(time.monotonic()):
+                logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
+            if (lane := self._batch_loop.hanging(self._forward_timeout)) is not None:
+                what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                self._fail_as_hanging(self._threads[_lane_name(lane)].ident, what)
+                return
+            for step in self._watch.longer_than(self._forward_timeout):
+                if step.limit is not None:
+                    what = f"{step.what} has hung for {step.limit:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                    self._fail_as_hanging(step.thread, what)
+                    return
+                if step.began != warned_of:
+                    warned_of = step.began
+                    logger.warning(
+                        "%s has kept the device thread for %.0f s. If it hangs, its time_limit ends this worker; "
+                        "without a time_limit, restart the worker",
+                        step.what,
+                        self._watch.now() - step.began,
+                    )
+
+    def _fail_as_hanging(self, thread: int | None, what: str) -> None:
+        frame = sys._current_frames().get(thread or 0)
+        logger.critical("stack of the hung thread:\n%s", "".join(traceback.format_stack(frame)))
+        self._fail(ForwardHangs(what), what)
+
+    def _on_replaced(self, loaded: Loaded) -> None:
+        """Reset the speed and call `on_replaced`, once the writer thread has stored the old model's results."""
+
+        def switch() -> None:
+            self.statistics.forget_speed()
+            loaded.on_at_work()
+
+        # Runs after the results handed over so far are stored.
+        self._recording.run(switch)
+
+
+def _lane_name(lane: int) -> str:
+    return f"device-{lane}"

@@ -1,0 +1,138 @@
+"""Poison tracking: count how often each post was in a forward pass when its worker died.
+
+A poison post kills its worker, returns to the queue and kills the next one. So a worker records which posts are in
+flight before each pass, with one command. When a message is redelivered, records of dead workers count against its
+posts. These are suspected poison posts, and the pipeline computes each in isolation. Other posts of the message, and
+messages that only waited in the dead worker, are not suspected.
+
+Records outlive their worker. A leftover record does not harm a post that has ended, because it is never redelivered.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Generic
+from uuid import uuid4
+
+from redis import Redis
+from redis.exceptions import RedisError as RedisFault
+
+from shared.keys import PASSES, suspect_key
+from shared.messages import digest
+from workers.pipeline.window import R, Window
+
+#: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
+MAX_DEATHS = 3
+#: Seconds for which records and counts are kept. Redelivery takes only seconds.
+NOTE_TTL_S = 86_400
+
+#: Count the records of dead workers for one message, once, and return the deaths of each of its posts.
+#:
+#:   KEYS[1]  feedmill:passes        hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
+#:   KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
+#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  NOTE_TTL_S
+COUNT_SCRIPT = """
+local now = tonumber(redis.call('TIME')[1])
+local notes = redis.call('HGETALL', KEYS[1])
+for i = 1, #notes, 2 do
+  local name, note = notes[i], cjson.decode(notes[i + 1])
+  local mine = note.posts[ARGV[1]]
+  if now - note.at > tonumber(ARGV[3]) then
+    redis.call('HDEL', KEYS[1], name)
+  elseif mine and string.sub(name, 1, #ARGV[2]) ~= ARGV[2] then
+    for _, index in ipairs(mine) do redis.call('HINCRBY', KEYS[2], index, 1) end
+    redis.call('EXPIRE', KEYS[2], ARGV[3])
+    note.posts[ARGV[1]] = nil
+    if next(note.posts) then
+      redis.call('HSET', KEYS[1], name, cjson.encode(note))
+    else
+      redis.call('HDEL', KEYS[1], name)
+    end
+  end
+end
+return redis.call('HGETALL', KEYS[2])
+"""
+
+
+#: Record the posts of a pass. One script costs one round trip less than two commands, and less to build than a
+#: pipeline.
+#:
+#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the record    ARGV[3]  NOTE_TTL_S
+NOTE_SCRIPT = """
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+"""
+
+
+class Suspects:
+    """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
+
+    def __init__(self, redis: Redis) -> None:
+        """Register the scripts. redis: a client with short timeouts, because the device waits for it."""
+        self._redis = redis
+        self._count: Any = redis.register_script(COUNT_SCRIPT)
+        self._note: Any = redis.register_script(NOTE_SCRIPT)
+        self._worker = uuid4().hex
+
+    def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
+        """Record the posts of the forward pass that this lane starts, as (message id, index). Ignore Redis errors."""
+        noted: dict[str | None, list[int]] = {}
+        for message, index in dict.fromkeys(posts):
+            noted.setdefault(message, []).append(index)
+        note = json.dumps({"at": int(time.time()), "posts": {digest(name): each for name, each in noted.items()}})
+        with suppress(RedisFault):
+            self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, NOTE_TTL_S])
+
+    def deaths(self, message: str | None) -> dict[int, int]:
+        """Return how many workers died in a pass with each post of a redelivered message, by the post's index.
+
+        Empty while Redis is unreachable; the records stay, and count at the next redelivery.
+        """
+        with suppress(RedisFault):
+            found = self._count(
+                keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S]
+            )
+            return {int(index): int(times) for index, times in zip(found[::2], found[1::2], strict=True)}
+        return {}
+
+    def clear(self, message: str | None) -> None:
+        """Delete the counts of a message that has ended."""
+        with suppress(RedisFault):
+            self._redis.delete(suspect_key(digest(message)))
+
+    def release(self, lanes: int) -> None:
+        """Delete this worker's records on a normal exit, so that its returned messages are not suspected."""
+        with suppress(RedisFault):
+            self._redis.hdel(PASSES, *(f"{self._worker}/{lane}" for lane in range(lanes)))
+
+
+class Quarantine(Generic[R]):
+    """Rows of suspected posts that wait for the device, apart from all others. Only its length is thread-safe."""
+
+    def __init__(self) -> None:
+        #: The rows of each waiting post.
+        self._posts: deque[Sequence[R]] = deque()
+        #: The rows of the post that is computed now.
+        self._current: Window[R] = Window(time.monotonic)
+        #: A separate count, as in Window.
+        self._rows = 0
+
+    def __len__(self) -> int:
+        """Return the number of rows. Needs no lock."""
+        return self._rows
+
+    def add(self, rows: Sequence[R]) -> None:
+        """Add the rows of one post."""
+        self._posts.append(rows)
+        self._rows += len(rows)
+
+    def take(self, token_budget: int, row_limit: int) -> list[R]:
+        """Return rows of a single post, within the token budget and row limit; see Window.take."""
+        if not self._current:
+            for row in self._posts.popleft():
+                self._current.add(row)
+        taken = self._current.take(token_budget, row_limit)
+        self._rows -= len(taken)
+        return taken

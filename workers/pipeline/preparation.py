@@ -1,0 +1,186 @@
+"""Preparation: read each post of a message, look up its stored result, and turn it into token rows.
+
+This is the tokenizer thread's part of the pipeline. Posts that need no forward pass get their outcome here: malformed
+posts, posts with a stored result, and poison posts. It does not depend on the device, and uses Redis only
+through the results store.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from redis.exceptions import RedisError as RedisFault
+
+from shared.errors import RequestRefused, printable
+from shared.messages import Post, PostError, fingerprint
+from shared.results import Result
+from workers.models.classifiers import Classifier, LabelSet, Row
+from workers.pipeline.backlog import Backlog, Loaded
+from workers.pipeline.message import Message, PostAtWork, traced
+from workers.pipeline.poison import MAX_DEATHS, Suspects
+from workers.pipeline.recording import Store
+from workers.pipeline.statistics import Statistics
+from workers.pipeline.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+#: Maximum rows of one message, because they are prepared and held together.
+MAX_ROWS_PER_MESSAGE = 32_000
+
+
+class Preparation:
+    """Prepare messages in order of arrival.
+
+    hand_over: called with each message that needs no forward pass.
+    stopping: ends the thread.
+    timeout: seconds after which a call of the classifier counts as hung.
+    """
+
+    def __init__(
+        self,
+        backlog: Backlog,
+        store: Store,
+        suspects: Suspects | None,
+        statistics: Statistics,
+        hand_over: Callable[[Message], None],
+        stopping: threading.Event,
+        watch: Watch,
+        timeout: float,
+    ) -> None:
+        self._backlog = backlog
+        self._store = store
+        self._suspects = suspects
+        self._statistics = statistics
+        self._hand_over = hand_over
+        self._stopping = stopping
+        self._watch = watch
+        self._timeout = timeout
+        #: Messages, and models that apply to the messages behind them; None ends the thread.
+        self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
+        #: Number of posts submitted and prepared. Two counters, because each is written by another thread.
+        self._posts_in = self._posts_prepared = 0
+
+    # Called by other threads.
+
+    def submit(self, message: Message) -> None:
+        """Queue a message."""
+        self._posts_in += len(message.raw_posts)
+        self._arrived.put(message)
+
+    def load(self, loaded: Loaded) -> None:
+        """Use another model for messages submitted from now on."""
+        self._arrived.put(loaded)
+
+    def end(self) -> None:
+        """Wake the thread so that it can end."""
+        self._arrived.put(None)
+
+    def posts_waiting(self) -> int:
+        """Return the number of posts that are submitted and not yet rows."""
+        prepared = self._posts_prepared  # read first: otherwise the difference could be negative
+        return self._posts_in - prepared
+
+    # Called on the tokenizer thread.
+
+    def loop(self) -> None:
+        """Prepare messages until `end`."""
+        while (arrived := self._arrived.get()) is not None and not self._stopping.is_set():
+            if isinstance(arrived, Message):
+                self._take_in(arrived)
+            else:
+                self._backlog.load(arrived)
+
+    def _take_in(self, message: Message) -> None:
+        """Prepare a message for the latest model and add its rows to the backlog."""
+        loaded = self._backlog.latest
+        prepared: list[tuple[PostAtWork, list[Row]]] = []
+        try:
+            prepared = self._prepare(message, loaded.classifier)
+        except RequestRefused as refused:
+            message.refused = refused
+        except Exception as error:
+            logger.exception("cannot prepare a message of %d posts", len(message.raw_posts))
+            message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
+            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
+        unsuspected = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
+        self._backlog.add(loaded, unsuspected, message.priority)
+        for work, rows in prepared:
+            if work.index in message.deaths:
+                self._backlog.add_suspect(loaded, rows)
+        if not prepared:
+            self._hand_over(message)
+        self._posts_prepared += len(message.raw_posts)
+
+    def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
+        """Return the posts to compute with their rows, and set the outcomes of all others."""
+        posts = message.read()
+        with self._watch.step("the preparation of labels", self._timeout):
+            label_set = classifier.label_set(message.options)
+        if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
+            raise RequestRefused(
+                f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows; a message may "
+                f"have {MAX_ROWS_PER_MESSAGE:,}, so send fewer posts in a message"
+            )
+        at_work = []
+        for index, post in enumerate(posts):
+            if isinstance(post, Post):
+                at_work.append(PostAtWork(post, message, index, fingerprint(post, label_set.recipe)))
+            else:
+                message.settle(index, post)
+        at_work = self._without_results(at_work)
+        if message.redelivered and self._suspects:
+            at_work = self._without_poison(at_work, message, self._suspects)
+        prepared = list(zip(at_work, self._rows(at_work, label_set, classifier), strict=True))
+        for work, rows in prepared:
+            for row in rows:
+                row.owner = work
+        return [(work, rows) for work, rows in prepared if rows]
+
+    def _without_results(self, at_work: list[PostAtWork]) -> list[PostAtWork]:
+        """Return the posts without a stored classification, and set the outcomes of the others."""
+        try:
+            found = self._store.find([(work.post.id, work.fingerprint) for work in at_work])
+        except RedisFault as fault:
+            logger.debug("cannot look up stored results (%s); computing all posts", fault)
+            return at_work
+        for work, classification in zip(at_work, found, strict=True):
+            if classification is not None:
+                work.message.settle(work.index, classification)
+                self._statistics.totals.answered += 1
+        pairs = zip(at_work, found, strict=True)
+        self._store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
+        return [work for work, classification in zip(at_work, found, strict=True) if classification is None]
+
+    def _without_poison(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
+        """Return the posts of a redelivered message that may still be computed, and fail the poison posts."""
+        message.deaths = suspects.deaths(message.task_id)
+        allowed = []
+        for work in at_work:
+            if (deaths := message.deaths.get(work.index, 0)) < MAX_DEATHS:
+                allowed.append(work)
+            else:
+                reason = (
+                    f"{deaths} workers died in a forward pass with this post, the last two while it ran in isolation"
+                )
+                message.settle(work.index, PostError(id=work.post.id, error=reason))
+        if found := [work.post.id for work in allowed if work.index in message.deaths]:
+            named = ", ".join(map(printable, found[:10]))
+            logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
+        return allowed
+
+    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
+        """Return the rows of each post. A post that cannot be prepared has none, and the reason as its outcome."""
+        if not at_work:
+            return []
+        try:
+            with self._watch.step("the preparation of posts", self._timeout):
+                return classifier.prepare([work.post.text for work in at_work], label_set)
+        except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
+            if len(at_work) > 1:
+                return [rows for work in at_work for rows in self._rows([work], label_set, classifier)]
+            logger.error("cannot prepare post %s:\n%s", printable(at_work[0].post.id), traced(error))
+            reason = f"the post cannot be prepared: {type(error).__name__}: {error}"
+            at_work[0].message.tracebacks[at_work[0].index] = traced(error)
+            at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
+            return [[]]

@@ -1,0 +1,239 @@
+"""Recording: turn outputs into stored results, set each post's outcome, and finish complete messages.
+
+This is the writer thread's part of the pipeline. Results are stored before their message is finished, and dead letters
+before it is acknowledged, so a finished message always has both. While Redis is unreachable, the writer thread waits;
+after a few micro-batches the device waits too. No computed result is lost.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from redis.exceptions import RedisError as RedisFault
+
+from shared.errors import RedisError, printable
+from shared.messages import Classification, DeadLetter, Outcome, PostError
+from shared.redis_errors import hopeless
+from shared.results import Result
+from workers.models.classifiers import Classifier, Row, Scores
+from workers.pipeline.backlog import Backlog
+from workers.pipeline.batch_loop import Computed
+from workers.pipeline.message import Message, PostAtWork, traced
+from workers.pipeline.poison import Suspects
+from workers.pipeline.statistics import Statistics
+from workers.pipeline.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+#: Finished micro-batches that may wait for the writer thread before the device waits too. Limits memory while Redis is
+#: unreachable, and covers slow writes easily.
+MAX_UNWRITTEN_BATCHES = 4
+#: Maximum seconds between two attempts to write to Redis.
+MAX_RETRY_DELAY_S = 5.0
+
+
+class Store(Protocol):
+    """The results store, as the pipeline uses it."""
+
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
+        """Store the results and dead letters of a micro-batch. Raises redis' errors."""
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
+        """Return the classification stored under each (post id, fingerprint), or None. Raises redis' errors."""
+
+    def keep(self, found: Sequence[Result]) -> None:
+        """Remember found results, so that `catch_up` writes them again if Redis loses them."""
+
+    def catch_up(self) -> None:
+        """Rewrite recent results that Redis may have lost. Raises redis' errors."""
+
+
+class Recording:
+    """Store results and finish messages.
+
+    worker: name recorded in results.
+    on_finished, on_recorded: see workers/pipeline/pipeline.py.
+    stopping: ends every wait.
+    timeout: seconds after which a call of the classifier counts as hung. Waits for Redis or Celery's result backend
+        have no limit.
+    """
+
+    def __init__(
+        self,
+        backlog: Backlog,
+        store: Store,
+        suspects: Suspects | None,
+        statistics: Statistics,
+        worker: str,
+        on_finished: Callable[[Message], None],
+        on_recorded: Callable[[Message], None],
+        stopping: threading.Event,
+        watch: Watch,
+        timeout: float,
+    ) -> None:
+        self._backlog = backlog
+        self._store = store
+        self._suspects = suspects
+        self._statistics = statistics
+        self._worker = worker
+        self._on_finished = on_finished
+        self._on_recorded = on_recorded
+        self._stopping = stopping
+        self._watch = watch
+        self._timeout = timeout
+        #: Work for the writer thread. A message appears by itself if it needed no forward pass.
+        self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
+        #: Limits the work that other threads hand over.
+        self._room = threading.Semaphore(MAX_UNWRITTEN_BATCHES)
+        self._thread: threading.Thread | None = None
+
+    # Called by other threads.
+
+    def hand_over(self, finished: Computed | Message) -> None:
+        """Queue work for the writer thread. Block while the queue is full."""
+        while not self._stopping.is_set():
+            if self._room.acquire(timeout=1):
+                self._finished.put(finished)
+                return
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job that uses Redis before any work handed over later. On the writer thread, run it at once."""
+        if threading.current_thread() is self._thread:
+            job()
+        else:
+            self._finished.put(job)
+
+    def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
+        """Fail a whole message; see Pipeline.give_up."""
+        if not self._backlog.drop(message):
+            return False
+        self.run(partial(self._record_given_up, message, fault, reason))
+        return True
+
+    # Called on the writer thread.
+
+    def loop(self) -> None:
+        """Record work until the pipeline stops. Between work, rewrite results that Redis may have lost."""
+        self._thread = threading.current_thread()
+        while not self._stopping.is_set():
+            try:
+                finished = self._finished.get(timeout=1)
+            except queue.Empty:
+                with suppress(RedisFault):  # retried by the next iteration or write
+                    self._store.catch_up()
+                continue
+            if isinstance(finished, Computed | Message):
+                self._room.release()
+                self._record(*(self._set_outcomes(finished) if isinstance(finished, Computed) else ([], [finished])))
+            else:
+                finished()
+
+    def until_taken(self, write: Callable[[], object]) -> bool:
+        """Retry a write to Redis until it succeeds. Return False if the pipeline stops first.
+
+        Raises RedisError, which ends the worker, for a permanent error.
+        """
+        delay = 0.1
+        while not self._stopping.is_set():
+            try:
+                write()
+                return True
+            except RedisFault as fault:
+                if why := hopeless(fault):
+                    raise RedisError(f"Redis permanently rejects results: {why}") from None
+                logger.warning("cannot store results (%s); retrying in %.1f s", fault, delay)
+                self._stopping.wait(delay)
+                delay = min(2 * delay, MAX_RETRY_DELAY_S)
+        return False
+
+    def _set_outcomes(self, computed: Computed) -> tuple[list[Result], list[Message]]:
+        """Set the outcome of each post in a micro-batch. Return the results to store and the messages now complete."""
+        loaded, rows, outputs, share = computed
+        outcomes: list[tuple[PostAtWork, Outcome]]
+        if isinstance(outputs, Exception):
+            work = rows[0].owner
+            reason = f"{type(outputs).__name__}: {outputs}"
+            outcomes = [(work, PostError(id=work.post.id, error=reason))]
+            work.message.tracebacks.setdefault(work.index, traced(outputs))
+        else:
+            with self._watch.step("the scoring of a micro-batch", self._timeout):
+                scored = loaded.classifier.finish(rows, outputs)
+            self._statistics.count(rows, outputs.seconds, share)
+            outcomes = [(row.owner, self._outcome(row, scores, loaded.classifier)) for row, scores in scored]
+        results, complete = [], []
+        for work, outcome in outcomes:
+            if work.message.fault:
+                continue  # the whole message failed: its posts already have outcomes
+            if isinstance(outcome, Classification):
+                results.append(Result(work.post, outcome))
+            if work.message.settle(work.index, outcome):
+                complete.append(work.message)
+        return results, complete
+
+    def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
+        work: PostAtWork = row.owner
+        if not all(map(math.isfinite, scores.values())):
+            return PostError(id=work.post.id, error="the scores are not finite: the precision overflowed")
+        weights = classifier.weights
+        best_first = dict(sorted(scores.items(), key=lambda item: -item[1]))
+        now = time.time()
+        return Classification(
+            id=work.post.id,
+            label=next(iter(best_first)),
+            scores=best_first,
+            model=weights.name,
+            revision=weights.revision,
+            weights=weights.sha256,
+            fingerprint=work.fingerprint,
+            classified_at=now,
+            worker=self._worker,
+            device=classifier.device.name,
+            queued_seconds=None if work.message.sent_at is None else max(0.0, now - work.message.sent_at),
+        )
+
+    def _record(self, results: Sequence[Result], complete: Sequence[Message]) -> None:
+        """Store results, finish the messages that they complete, and store those messages' dead letters."""
+        if not self._write(results, []):
+            return
+        self._statistics.totals.posts += len(results)
+        stored_at = time.time()
+        done = [message for message in complete if self._backlog.finish(message)]
+        for message in done:
+            if message.sent_at is not None:
+                self._statistics.lag.add(max(0.0, stored_at - message.sent_at))
+            self._on_finished(message)
+        self._write_dead_letters(done)
+
+    def _record_given_up(self, message: Message, fault: Exception, reason: str) -> None:
+        message.give_up(fault, reason)
+        self._on_finished(message)
+        self._write_dead_letters([message])
+
+    def _write_dead_letters(self, done: Sequence[Message]) -> None:
+        """Store the dead letters of finished messages, then call `on_recorded`, so that the pool acknowledges them."""
+        now = time.time()
+        dead = [letter for message in done for letter in message.dead_letters(self._worker, now)]
+        if not self._write([], dead):
+            return
+        if dead:
+            self._statistics.totals.failed += len(dead)
+            # An error's text may quote a post, so the log shows only its type, the last word of the traceback.
+            why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
+            first = printable(f"{dead[0].id}: {why}")
+            logger.warning("%d posts failed, first %s", len(dead), first)
+        for message in done:
+            if message.deaths and self._suspects:
+                self._suspects.clear(message.task_id)
+            self._on_recorded(message)
+
+    def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
+        """Retry a write to the store until it succeeds. Return False if the pipeline stops first."""
+        if not results and not dead:
+            return not self._stopping.is_set()
+        return self.until_taken(lambda: self._store.write(results, dead))

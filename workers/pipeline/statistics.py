@@ -1,0 +1,183 @@
+"""A worker's totals, rates and distributions, for `inspect stats`, Prometheus and its log."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workers.pipeline.window import HasLength
+
+#: Upper bounds, inclusive, of the histogram buckets. Rows and tokens use powers of two.
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKEN_BOUNDS = tuple(2**power for power in range(7, 19))
+PADDING_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+#: Seconds per forward pass, from a small batch on a GPU to a large one on a CPU; and seconds from sending to storing,
+#: from an idle system to a backlog of a day.
+FORWARD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LAG_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0,
+)  # fmt: skip
+
+#: Seconds of device time after which a pass has a third of its weight in the device's speed.
+SPEED_DECAY_S = 10.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums since the worker started.
+
+    Each field has a single writing thread: the submitting thread for messages and queued_seconds, the tokenizer thread
+    for answered, and the writer thread for all others.
+    """
+
+    #: Posts classified, and posts that failed as dead letters.
+    posts: int = 0
+    failed: int = 0
+    #: Posts answered with a stored classification.
+    answered: int = 0
+    #: Messages with a sending time, and the total seconds that they waited for this worker.
+    messages: int = 0
+    queued_seconds: float = 0.0
+    batches: int = 0
+    rows: int = 0
+    tokens: int = 0
+    #: Tokens of all micro-batches if padded: each batch's longest row times its rows.
+    padded_tokens: int = 0
+    #: Seconds that the whole device computed. A lane counts for its share of the device.
+    device_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Averages over a period of time."""
+
+    seconds: float
+    posts: int
+    posts_per_second: float
+    rows_per_batch: float
+    tokens_per_batch: float
+    #: Share of real tokens in padded micro-batches.
+    padding_efficiency: float
+    #: Share of time that the device computed.
+    device_busy: float
+    #: Average seconds from sending a message until this worker fetched it.
+    queue_wait: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.posts_per_second:.1f} posts/s; {self.rows_per_batch:.1f} rows and {self.tokens_per_batch:.0f} "
+            f"tokens a batch, padding efficiency {self.padding_efficiency:.3f}, device busy {self.device_busy:.2f}, "
+            f"{self.queue_wait:.1f} s in the queue"
+        )
+
+
+def rates(earlier: Totals, later: Totals, seconds: float) -> Rates:
+    """Return the rates between two states of a worker's totals that are `seconds` apart."""
+    batches = later.batches - earlier.batches
+    posts = later.posts - earlier.posts
+    tokens = later.tokens - earlier.tokens
+    return Rates(
+        seconds=seconds,
+        posts=posts,
+        posts_per_second=_share(posts, seconds),
+        rows_per_batch=_share(later.rows - earlier.rows, batches),
+        tokens_per_batch=_share(tokens, batches),
+        padding_efficiency=_share(tokens, later.padded_tokens - earlier.padded_tokens),
+        device_busy=_share(later.device_seconds - earlier.device_seconds, seconds),
+        queue_wait=_share(later.queued_seconds - earlier.queued_seconds, later.messages - earlier.messages),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+class Histogram:
+    """Counts of values per bucket, and their sum. One thread adds, others read."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Speed:
+    """The device's recent speed in rows per second. One thread adds, others read."""
+
+    __slots__ = ("_rows", "_seconds", "rows_per_second")
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+        #: None before the first pass.
+        self.rows_per_second: float | None = None
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Count a pass that took `seconds` of the whole device. Older passes decay exponentially."""
+        fading = math.exp(-seconds / SPEED_DECAY_S)
+        self._rows = self._rows * fading + rows
+        self._seconds = self._seconds * fading + seconds
+        self.rows_per_second = self._rows / self._seconds if self._seconds else math.inf
+
+
+class Statistics:
+    """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
+
+    interval: seconds.
+    now: seconds of a monotonic clock, here and below.
+    """
+
+    def __init__(self, interval: float, now: float) -> None:
+        self.totals = Totals()
+        #: Histograms of micro-batches, written only by the writer thread: rows, padded tokens, share of padding, and
+        #: seconds per forward pass.
+        self.batch_rows = Histogram(ROW_BOUNDS)
+        self.batch_tokens = Histogram(TOKEN_BOUNDS)
+        self.padding = Histogram(PADDING_BOUNDS)
+        self.forward_seconds = Histogram(FORWARD_BOUNDS_S)
+        #: Seconds from sending a message until its last result was stored.
+        self.lag = Histogram(LAG_BOUNDS_S)
+        self.speed = Speed()
+        self._interval = interval
+        self._since = now
+        self._earlier = Totals()
+        self._last: Rates | None = None
+
+    def count(self, rows: Sequence[HasLength], seconds: float, share: float) -> None:
+        """Count a micro-batch whose forward pass took `seconds` on a share of the device."""
+        lengths = [row.length for row in rows]
+        tokens, padded = sum(lengths), len(lengths) * max(lengths)
+        self.totals.batches += 1
+        self.totals.rows += len(lengths)
+        self.totals.tokens += tokens
+        self.totals.padded_tokens += padded
+        self.totals.device_seconds += seconds * share
+        self.speed.add(len(lengths), seconds * share)
+        self.batch_rows.add(len(lengths))
+        self.batch_tokens.add(padded)
+        self.padding.add(1 - tokens / padded if padded else 0.0)
+        self.forward_seconds.add(seconds)
+
+    def forget_speed(self) -> None:
+        """Reset the speed, because another model becomes active."""
+        self.speed = Speed()
+
+    def turn(self, now: float) -> Rates | None:
+        """Start a new interval if the last one is over, and return its rates if posts were classified in it."""
+        if now - self._since < self._interval:
+            return None
+        totals = replace(self.totals)
+        self._last = rates(self._earlier, totals, now - self._since)
+        self._earlier, self._since = totals, now
+        return self._last if self._last.posts else None
+
+    def recent(self, now: float) -> Rates:
+        """Return the rates of the last complete interval; before the first one ends, the rates so far."""
+        earlier, since = self._earlier, self._since  # read before `_last`, which `turn` sets first on another thread
+        return self._last or rates(earlier, self.totals, now - since)

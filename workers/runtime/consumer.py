@@ -1,0 +1,381 @@
+"""Celery's consumer, adapted to a pool that holds many messages at a time: what it fetches and what it reports.
+
+A message that no task can process becomes a dead letter. Celery alone would discard it.
+
+Relies on these internals of Celery 5.7 and kombu 5.7:
+
+- `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (redis_transport.py); `can_consume` decides
+  whether it fetches at all. Celery's worker_disable_prefetch replaces it too.
+- `Consumer`'s first argument passes each request to the pool, after any delay. It raises the result backend's errors if
+  the request was revoked or has expired.
+- `Consumer.ensure_connected` waits for the broker. The two `on_connection_error_…` methods receive each error that a
+  new connection may solve. `create_task_handler` returns the callback for incoming messages. `on_decode_error`,
+  `on_unknown_message`, `on_unknown_task` and `on_invalid_task` receive each message that Celery discards, and log it in
+  a format such as UNKNOWN_FORMAT (celery/worker/consumer/consumer.py).
+- `Mingle.send_hello` asks every other worker for its state, and drops the answer under its own node name. Before
+  Control has started, such an answer comes from another worker (celery/worker/consumer/mingle.py).
+- The `info` of a bootstep goes into `inspect stats` and overrides that of earlier steps (celery/bootsteps.py).
+- `Autoscaler` calls `maybe_scale` at each message, and `update` on the remote command (celery/worker/autoscale.py).
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from celery import bootsteps
+from celery.app.task import Context
+from celery.exceptions import CPendingDeprecationWarning, InvalidTaskError, WorkerShutdown
+from celery.platforms import EX_FAILURE
+from celery.states import FAILURE
+from celery.worker import consumer, state
+from celery.worker.autoscale import Autoscaler
+from celery.worker.consumer import consumer as _celery_consumer
+from celery.worker.consumer.mingle import Mingle
+from celery.worker.control import control_command
+from celery.worker.state import maybe_shutdown
+from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import ResponseError
+
+from shared.broker import Application, plainly
+from shared.errors import RequestRefused, printable
+from shared.messages import DeadLetter
+from shared.metrics import connect_briefly
+from shared.redis_errors import is_denied
+from shared.results import ResultsStore
+from shared.settings import PREFIX
+from workers.pipeline.message import Message, traced, without_posts
+from workers.runtime import validation
+from workers.runtime.events import EventBatches, keep_client
+from workers.runtime.message_metadata import arguments_of, came_from, id_of, times_delivered, times_fatal
+from workers.runtime.pending import BACKEND_ERRORS
+from workers.runtime.pool import DevicePool
+from workers.transport.redis_transport import LAPSES_BEFORE_ALONE, claim, is_held, put_off, unclaim
+
+logger = logging.getLogger(__name__)
+
+#: Fields of kombu's connection info that contain passwords: those of Redis, in Sentinel addresses, and of the
+#: Sentinels.
+FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
+#: The type stubs cover little of this module.
+celery_consumer: Any = _celery_consumer
+
+#: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+#: Celery's log formats for discarded messages. Each quotes the start of the body, which is a user's post.
+FORMATS_THAT_QUOTE_BODIES = frozenset(
+    {
+        celery_consumer.UNKNOWN_FORMAT,
+        celery_consumer.UNKNOWN_TASK_ERROR,
+        celery_consumer.INVALID_TASK_ERROR,
+        celery_consumer.MESSAGE_DECODE_ERROR,
+    }
+)
+#: Maximum bytes of memory for messages with an ETA in a worker.
+MAX_ETA_BYTES = 128 * 2**20
+#: Maximum characters of an error's text, or of a task's name, quoted in a dead letter.
+MAX_QUOTE_CHARS = 200
+
+
+class Consumer(consumer.Consumer):
+    """Celery's consumer with clear Redis errors, fast reconnects, and an exit on permanent errors."""
+
+    app: Application
+
+    #: Seconds between connection attempts, initial and maximum. Celery's own delay grows to 30 s after each error.
+    RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.5, 2.0
+    #: Retry interval, in seconds, for delivering a message with an ETA in isolation.
+    ALONE_INTERVAL_S = 0.1
+
+    def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
+        # Uses a client with short timeouts, because the event loop waits for it.
+        self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
+        celery_consumer.logger.addFilter(_quotes_no_body)
+        for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
+            if isinstance(step, Mingle):
+                step.send_hello = self._greet_workers  # type: ignore[method-assign, assignment]  # the stub's returns nothing
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """Wait until Redis is reachable. Log each distinct error once."""
+        logged: set[str] = set()
+
+        def failed(error: Exception, *_: Any) -> None:
+            self._end_if_denied(error)
+            if (what := plainly(error, self.app.settings) or repr(error)) not in logged:
+                logged.add(what)
+                logger.error("%s Retrying.", what)
+
+        # kombu has no URL for a transport that is given by class path.
+        conn.as_uri = lambda **_: self.app.settings.redis_address
+        connected = conn.ensure_connection(
+            failed,
+            interval_start=self.RETRY_DELAY_S,
+            interval_step=self.RETRY_DELAY_S,
+            interval_max=self.MAX_RETRY_DELAY_S,
+            callback=maybe_shutdown,
+        )
+        self.first_connection_attempt = False
+        return connected
+
+    def on_connection_error_before_connected(self, exc: Exception) -> None:
+        self._end_if_denied(exc)
+        super().on_connection_error_before_connected(exc)
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        self._end_if_denied(exc)
+        if isinstance(exc, ResponseError):  # Celery logs only its type
+            logger.warning("%s", plainly(exc, self.app.settings) or repr(exc))
+        with warnings.catch_warnings():  # its advice would cancel tasks that are on the device
+            warnings.simplefilter("ignore", CPendingDeprecationWarning)
+            super().on_connection_error_after_connected(exc)
+
+    def _greet_workers(self, _: Any) -> dict[str, Any]:
+        """Return the other workers' answers to Mingle's hello.
+
+        On the first connection, end this worker if another one has the same node name.
+        """
+        asking = self.app.control.inspect(timeout=1.0, connection=self.connection)
+        answers: dict[str, Any] = asking.hello(self.hostname, list(state.revoked)) or {}
+        if self.hostname in answers and not self.restart_count:
+            logger.critical(
+                "node name %s is taken by another worker on this Redis, and remote control cannot tell them apart: "
+                "stop that worker, or start this one with another --name",
+                self.hostname,
+            )
+            raise WorkerShutdown(EX_FAILURE)
+        return answers
+
+    def _hand_over(self, on_task_request: Callable[[Any], None], request: Any) -> None:
+        """Give a claimed request to the pool, which finishes it even if the connection is lost.
+
+        A lost connection returns unclaimed requests (with an ETA, or held back by a rate limit) to the queue.
+        """
+        if not is_held(request.message):
+            return  # it returned to the queue while it waited
+        if not claim(request.message):
+            self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
+            return
+        try:
+            on_task_request(request)
+        except BACKEND_ERRORS as fault:
+            again = partial(self._hand_over, on_task_request, request)
+            self._retry_later(str(request), fault, request.message, again)
+        except BaseException:
+            unclaim(request.message)
+            raise
+
+    def _retry_later(self, what: str, fault: Exception, message: Any, again: Callable[[], None]) -> None:
+        """Hold a revoked or expired message until Redis stores its result. again: the call to repeat."""
+        claim(message)
+        logger.warning("cannot store the result of %s (%s); retrying in %.1f s", what, fault, self.MAX_RETRY_DELAY_S)
+        self.timer.call_after(self.MAX_RETRY_DELAY_S, again)
+
+    # Messages that no task can process.
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Celery's message handler, guarded against malformed messages, which would end the worker."""
+        handle = super().create_task_handler(*args, **kwargs)
+
+        def on_task_received(message: Any) -> Any:
+            try:
+                if LAPSES_BEFORE_ALONE + times_fatal(message) >= self.app.settings.max_deliveries:
+                    return self._refuse_fatal(message)
+                validation.check(message)
+                self._bound_later(message)
+                handle(message)
+                put_off(message)  # does nothing if the pool has claimed it
+            except (InvalidTaskError, *MALFORMED) as error:
+                return self.on_invalid_task(None, message, error)
+            except BACKEND_ERRORS as fault:
+                self._retry_later(f"message {_quoted(id_of(message))}", fault, message, partial(take_again, message))
+
+        def take_again(message: Any) -> None:
+            unclaim(message)
+            on_task_received(message)
+
+        return on_task_received
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        what = f"cannot decode its body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
+        self._refuse(message, what, message.ack, exc)
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        what = "not a Celery message: neither its headers nor its body name a task"
+        self._refuse(message, what, partial(super().on_unknown_message, body, message))
+
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+        what = f"this worker has no task {_quoted(exc)}; set {PREFIX}INCLUDE to load your own tasks"
+        self._refuse(message, what, partial(super().on_unknown_task, body, message, exc))
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+        def discard() -> None:
+            super(Consumer, self).on_invalid_task(body, message, exc)
+            task_id, properties = message.headers.get("id"), message.properties
+            if isinstance(task_id, str) and not message.headers.get("ignore_result"):  # as for an unknown task
+                asked = Context(reply_to=properties.get("reply_to"), correlation_id=properties.get("correlation_id"))
+                self.app.backend.store_result(task_id, exc, FAILURE, request=asked)
+
+        self._refuse(message, "invalid Celery message", discard, exc)
+
+    def _bound_later(self, message: Any) -> None:
+        """Raise InvalidTaskError if a message with an ETA would exceed the memory limit for such messages."""
+        leases = getattr(message.channel, "leases", None)
+        if leases and leases.bytes_later > MAX_ETA_BYTES:
+            fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
+            if message.headers.get("eta") or fields.get("eta"):
+                raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
+
+    def _refuse_fatal(self, message: Any) -> None:
+        """Write a dead letter, without decoding the body, for a message that killed several workers."""
+        fatal = f"{times_fatal(message)} workers died while handling it in isolation"
+        what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
+        self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
+
+    def _tell_failed(self, message: Any, what: str) -> None:
+        task_id = id_of(message)
+        if task_id and not message.headers.get("ignore_result"):
+            self.app.backend.mark_as_failure(task_id, RequestRefused(what))
+
+    def _refuse(
+        self,
+        message: Any,
+        what: str,
+        discard: Callable[[], None],
+        error: Exception | None = None,
+        unread: bool = False,
+    ) -> None:
+        """Write a message's dead letters, have Celery notify its sender, and acknowledge it.
+
+        what: the reason. The error's own text may quote a post and stays out of the log.
+        discard: Celery's handler for such a message.
+        unread: do not decode the body, because decoding may be what ended other workers.
+
+        While Redis takes no writes, the worker keeps the message and retries. If the connection is lost meanwhile, the
+        message is redelivered.
+        """
+        if message.acknowledged:
+            return
+        try:
+            self._store.write([], _letters(message, what, error, self.hostname, unread))
+        except RedisFault as fault:
+            self._end_if_denied(fault)
+            logger.warning("cannot write a dead letter (%s); retrying in %.1f s", fault, self.MAX_RETRY_DELAY_S)
+            self.timer.call_after(self.MAX_RETRY_DELAY_S, self._refuse, (message, what, discard, error, unread))
+            return
+        logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
+        try:
+            discard()
+        except (*MALFORMED, *BACKEND_ERRORS) as fault:  # the reply address is missing or malformed, or Redis is full
+            logger.warning("cannot notify the sender of message %s (%s)", _quoted(id_of(message)), type(fault).__name__)
+        if not message.acknowledged:
+            message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
+
+    def catch_up(self) -> None:
+        """Rewrite recent dead letters that Redis may have lost, and forget those that are safe."""
+        with suppress(RedisFault):  # the next call retries
+            self._store.catch_up()
+
+    def _end_if_denied(self, error: Exception) -> None:
+        """End the worker if Redis denies it access: no new connection changes its permissions."""
+        if is_denied(error):
+            logger.critical("%s", plainly(error, self.app.settings))
+            raise WorkerShutdown(EX_FAILURE) from None
+
+
+def _quotes_no_body(record: logging.LogRecord) -> bool:
+    return record.msg not in FORMATS_THAT_QUOTE_BODIES
+
+
+def _letters(message: Any, what: str, error: Exception | None, worker: str, unread: bool) -> Sequence[DeadLetter]:
+    """Return a dead letter for each post found in a kombu message.
+
+    Without posts, or with `unread`, return a single dead letter with the message's body.
+    """
+    reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
+    traceback = traced(error) if error else None
+    now, task_id = time.time(), id_of(message)
+    attempts, queue = times_delivered(message) - unread, came_from(message)
+    arguments = {} if unread else arguments_of(message)
+    found = Message(arguments, None, task_id, attempts=attempts, queue=queue)
+    if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
+        found.refused = RequestRefused(reason)
+        found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
+        return found.dead_letters(worker, now)
+    return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
+
+
+def _quoted(value: object) -> str:
+    """Return untrusted text, shortened to one printable line."""
+    try:
+        text = str(value)
+    except MALFORMED:
+        return f"<{type(value).__name__}>"
+    return printable(text[:MAX_QUOTE_CHARS])
+
+
+class ConsumerFit(bootsteps.StartStopStep):
+    """Bootstep that connects Celery's consumer to the pool, again after each lost connection."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        if not isinstance(parent.pool, DevicePool):
+            return  # the command line selects another pool
+        channel = parent.task_consumer.channel
+        credit, most = channel.qos.room, channel.room_bytes
+        channel.qos.room = lambda: (
+            min(parent.pool.room(), room) if (room := credit()) is not None else parent.pool.room()
+        )
+        channel.room_bytes = lambda: min(parent.pool.room_bytes(), most())
+        with suppress(ResponseError):  # Redis is full; after a lost connection, this step runs again
+            parent._store.catch_up()
+        with suppress(ResponseError):
+            parent.pool.adopt(parent.event_dispatcher)
+        parent.pool.catch_up = parent.catch_up
+        if parent.event_dispatcher.enabled:
+            keep_client(parent.event_dispatcher.producer.channel)
+        parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
+
+    def info(self, parent: Any) -> Any:
+        """Return how Redis is reached, for `inspect stats` and Flower. Omits all three passwords; Celery masks only
+        two.
+        """
+        if not parent.connection:
+            return {}
+        connection_info = parent.connection.info()
+        return {"broker": {name: value for name, value in connection_info.items() if name not in FIELDS_WITH_PASSWORDS}}
+
+    def stop(self, parent: Any) -> None:
+        """Flush pending events to the dispatcher, which passes unsent ones to its successor."""
+        if isinstance(parent.pool, DevicePool):
+            parent.pool.flush_events()
+
+
+@control_command()
+def feedmill_deploy(state: Any) -> dict[str, Any]:
+    """Schedule a deployment check of this worker's queue and return the latest status."""
+    pool = state.consumer.pool
+    return pool.deploy() if isinstance(pool, DevicePool) else {}
+
+
+class Scaler(Autoscaler):
+    """Celery's autoscaler, disabled for DevicePool, which always has one slot."""
+
+    def __init__(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(pool, *args, **kwargs)
+        self._fixed = isinstance(pool, DevicePool)
+        if self._fixed:
+            logger.warning("ignoring --autoscale: a worker has one device")
+
+    def maybe_scale(self, req: Any = None) -> None:
+        if not self._fixed:
+            super().maybe_scale(req)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fixed:
+            raise NotImplementedError("the pool is one device and cannot be scaled: start a worker for another device")
+        return super().update(*args, **kwargs)

@@ -1,0 +1,90 @@
+"""Classify in the calling process, for callers that run the task instead of sending it.
+
+A task that runs outside Feedmill's pool has no outcomes yet. This module computes them with the worker's own pipeline;
+each calling thread submits one message and waits for it.
+"""
+
+import os
+import threading
+from typing import ClassVar
+
+from shared.broker import connect
+from shared.errors import DeviceFull, DeviceLost, ModelError, clause
+from shared.results import ResultsStore
+from shared.settings import Settings
+from workers.models import device
+from workers.models.classifiers.registry import load_classifier
+from workers.pipeline.calibration import calibrate
+from workers.pipeline.message import Message
+from workers.pipeline.offline import Nowhere, lost
+from workers.pipeline.pipeline import Pipeline
+
+
+class InProcess:
+    """The pipeline of this process.
+
+    worker: name recorded in results, which then go to the results store. None stores nothing.
+    """
+
+    #: One model per process: the latest requested.
+    _latest: ClassVar["InProcess | None"] = None
+    _lock = threading.Lock()
+
+    @classmethod
+    def classify(cls, message: Message, settings: Settings, worker: str | None) -> None:
+        """Block until the message has its outcomes. Raises UserError, or ModelError if the device fails permanently."""
+        found = cls._acquire(settings, worker)
+        try:
+            found._classify(message)
+        finally:
+            with cls._lock:
+                found._users -= 1
+                found._stop_if_unused()
+
+    @classmethod
+    def _acquire(cls, settings: Settings, worker: str | None) -> "InProcess":
+        """Return this process's pipeline, after replacing it if the settings have changed."""
+        with cls._lock:
+            latest, wanted = cls._latest, (os.getpid(), settings, worker)
+            if latest is None or latest._made_for != wanted:
+                cls._latest = None  # creating the replacement may fail
+                if latest and latest._made_for[0] == os.getpid():
+                    latest._stop_if_unused()
+                cls._latest = latest = cls(settings, worker)
+            latest._users += 1
+            return latest
+
+    def _stop_if_unused(self) -> None:
+        """Stop a replaced pipeline once its last user is done. Called with the lock held."""
+        if self is not InProcess._latest and not self._users:
+            self._pipeline.stop()
+
+    def __init__(self, settings: Settings, worker: str | None) -> None:
+        self._made_for = (os.getpid(), settings, worker)
+        self._users = 0
+        try:
+            classifier = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+            budget = calibrate(classifier, settings)
+        except (DeviceFull, DeviceLost) as error:
+            raise ModelError(
+                f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+            ) from None
+        self._submitting = threading.Lock()
+        self._pipeline = Pipeline(
+            classifier,
+            ResultsStore(connect(settings), settings) if worker else Nowhere(),
+            settings,
+            budget,
+            worker or "here",
+            on_recorded=lambda message: message.ticket.set(),
+            on_failure=lambda: None,
+        )
+        self._pipeline.start()
+
+    def _classify(self, message: Message) -> None:
+        message.ticket = done = threading.Event()
+        with self._submitting:
+            self._pipeline.submit(message)
+        while not done.wait(1):
+            if self._pipeline.failure:
+                raise lost(self._pipeline)

@@ -1,0 +1,116 @@
+"""A pending task: one of Celery's requests while the device has it, with its callbacks, time limits and ending.
+
+Relies on these internals of Celery 5.7:
+
+- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it. If the request was terminated
+  before it was accepted, `on_accepted` ends it.
+- The tracer handles the task's own errors. It raises only Reject, or errors of the result backend
+  (celery/app/trace.py).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
+from celery.concurrency.base import apply_target
+from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
+from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as ConnectionFault
+from redis.exceptions import DataError
+from redis.exceptions import RedisError as RedisFault
+
+from shared.redis_errors import WRONG_TYPE
+from workers.pipeline.message import Message
+
+#: Errors that the redis and rpc result backends raise after their own retries.
+BACKEND_ERRORS = (RedisFault, OperationalError)
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """Everything needed to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    accepted: Callable[[int, float], None]
+    succeeded: Callable[[Any], None]
+    failed: Callable[[Any], None]
+    timed_out: Callable[[bool, float], None]
+    #: Its posts in the pipeline; None for a task that is not micro-batched.
+    message: Message | None = None
+    #: Callback for the consumer's thread, once all results and dead letters are stored.
+    ending: Callable[[], None] = lambda: None
+    #: Timers of the time limits.
+    timers: list[Any] = field(default_factory=list)
+    #: True once the tracer has run the task.
+    traced: bool = False
+
+    @property
+    def request(self) -> Any:
+        """The Celery request."""
+        return self.accepted.__self__  # type: ignore[attr-defined]
+
+    def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
+        """Yield each time limit, in seconds from acceptance, with the error for exceeding it.
+
+        The message's own limit takes precedence over the task's, and that over the worker's. A stock worker keeps the
+        task's limit from its start; this uses the current one.
+        """
+        hard, soft = self.request.time_limits
+        soft = soft or self.request.task.soft_time_limit or worker_soft
+        hard = hard or self.request.task.time_limit or worker_hard
+        for limit, fault in ((soft, SoftTimeLimitExceeded()), (hard, TimeLimitExceeded(hard))):
+            # The sender can set anything, such as an integer too large for a float.
+            if isinstance(limit, int | float) and 0 < limit <= sys.float_info.max:
+                yield limit, fault
+
+    def trace(self) -> None:
+        """Have Celery run the task and set `ending`. Raises redis' errors if the result is not stored.
+
+        Celery's own pools acknowledge such a message and lose its result. Here it is not acknowledged: the body of a
+        micro-batched task runs again when Redis is back, and any other message returns to the queue after a while.
+        """
+
+        def ended(outcome: Any) -> None:
+            if isinstance(outcome, ExceptionInfo):  # its body raised a BaseException
+                self.ending = partial(self.failed, outcome)
+                return
+            failed, value, _ = outcome
+            if failed and isinstance(value.exception, ExceptionWithTraceback):
+                value.exception = value.exception.exc  # as from a child process; Celery logs it as the reason to retry
+            if self.message and failed:
+                self.message.sent_again = _is_sent_again(value.exception)
+            self.ending = partial(self.succeeded, outcome)
+
+        try:
+            apply_target(self.target, self.args, callback=ended)
+        except Exception as error:
+            if self.request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
+                if isinstance(error, RedisFault):
+                    raise
+                raise ConnectionFault(str(error)) from error
+            self.ending = partial(self.failed, ExceptionInfo())
+        finally:
+            self.traced = True
+
+
+def is_of_message(error: BaseException) -> bool:
+    """Return whether the message itself causes the error, so that every retry on every worker fails too.
+
+    Celery sends a failed message's errbacks with the options that the sender set. kombu turns most errors of sending
+    into OperationalError, such as an unknown compression, or a queue whose name is a Redis key of another type.
+    """
+    causes = [error]
+    while (cause := causes[-1].__cause__) and cause not in causes:
+        causes.append(cause)
+    if faults := [cause for cause in causes if isinstance(cause, RedisFault | OSError)]:
+        return any(isinstance(fault, DataError) or WRONG_TYPE in str(fault) for fault in faults)
+    return not isinstance(causes[-1], OperationalError)
+
+
+def _is_sent_again(exception: Any) -> bool:
+    """Return whether a message that ended with this exception is sent again, by a retry or a requeue."""
+    return isinstance(exception, Retry) or (isinstance(exception, Reject) and exception.requeue)  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""The task `feedmill.classify`, and the base class of tasks whose posts are classified in micro-batches.
+
+A task's body only returns one outcome per post. In Feedmill's own pool, the device has computed the outcomes before the
+body runs. Elsewhere (called directly, with `apply`, with `task_always_eager` or on a stock worker) the same pipeline
+computes them in the calling process.
+
+A custom task keeps all of Celery's task features. A worker loads it with the setting `include`:
+
+    @shared_task(bind=True, base=ClassifyTask, autoretry_for=(MessageFailed,), max_retries=3, rate_limit="10/s")
+    def careful(self, *args, **kwargs):
+        return self.outcomes()
+"""
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from celery import Task, shared_task
+from celery.exceptions import SoftTimeLimitExceeded
+
+from shared.broker import CLASSIFY_TASK, SENT_AT, Application
+from shared.errors import MessageFailed, RequestRefused, UserError
+from shared.settings import load
+from workers.pipeline.message import Message
+
+#: The message whose task Celery's tracer runs on this thread. The pool has its outcomes.
+CURRENT_MESSAGE: ContextVar[Message | None] = ContextVar("CURRENT_MESSAGE", default=None)
+#: The task's positional arguments, in order.
+POSITIONS = ("posts", "labels", "template", "multi_label", "strict", "top_k")
+
+
+def named(args: object, kwargs: object) -> dict[str, Any]:
+    """Return the task's arguments by name, however they were sent; empty if they are malformed.
+
+    An extra positional argument becomes an unknown option. An argument given twice fails later, in the tracer, with
+    Python's own error.
+    """
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
+        return {}
+    surplus = {f"argument {number}": value for number, value in enumerate(args[len(POSITIONS) :], len(POSITIONS) + 1)}
+    return dict(zip(POSITIONS, args, strict=False)) | surplus | dict(kwargs)
+
+
+class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
+    """Base class of tasks whose posts are classified in micro-batches. A task's body calls `outcomes`."""
+
+    abstract = True
+    Request = "workers.runtime.request:ClassifyRequest"
+    # Caused by the sender, not by this worker, so logged without a traceback.
+    throws = (MessageFailed, RequestRefused, SoftTimeLimitExceeded)
+
+    @property
+    def queue(self) -> str | None:
+        """The queue to send to: the setting `queue` in other applications, None in Feedmill's own, whose
+        default it is.
+        """
+        return None if isinstance(self.app, Application) else load().queue
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        """Return one outcome per post, in order.
+
+        Raises RequestRefused or MessageFailed (see docs/messages.md), or SoftTimeLimitExceeded.
+        """
+        return self._message().result()
+
+    def reply(self) -> list[dict[str, Any]] | str:
+        """Return the outcomes, as `outcomes` does, or only a summary for signals, events and Flower if no one reads the
+        result.
+        """
+        message, request = self._message(), self.request
+        message.check()
+        unread = request.ignore_result and not (request.callbacks or request.chain or request.chord)
+        # Serializing unread outcomes took an eighth of a message's time.
+        return message.summary() if unread and not request.is_eager else message.result()
+
+    def _message(self) -> Message:
+        """Return the message with an outcome for each of its posts."""
+        request = self.request
+        message = None if request.called_directly or request.is_eager else CURRENT_MESSAGE.get()
+        return message or self._classify_here(named(request.args, request.kwargs))
+
+    def _classify_here(self, arguments: dict[str, Any]) -> Message:
+        """Classify in this process. On a stock worker, also store the results, as a Feedmill worker does."""
+        request = self.request
+        try:
+            from workers.runtime.in_process import InProcess  # noqa: PLC0415 - torch is optional
+        except ImportError as missing:
+            raise UserError(
+                f"Classifying in this process requires the package {missing.name}: run `pip install "
+                f"'feedmill[worker]'`. To use a worker instead, send the task with {self.name}.delay(…)."
+            ) from None
+        settings = self.app.settings if isinstance(self.app, Application) else load()
+        by_worker = not (request.called_directly or request.is_eager)
+        queue = settings.queue if by_worker else None
+        message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
+        InProcess.classify(message, settings, worker=request.hostname if by_worker else None)
+        return message
+
+
+@shared_task(bind=True, base=ClassifyTask, name=CLASSIFY_TASK)  # type: ignore[arg-type]  # the stub wants no `*surplus`
+def classify(
+    self: ClassifyTask,
+    posts: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG001 - documents the arguments, which the message parses
+    labels: Mapping[str, Any] | Sequence[str] | str | None = None,  # noqa: ARG001
+    template: str | None = None,  # noqa: ARG001
+    multi_label: bool = False,  # noqa: ARG001
+    strict: bool = False,  # noqa: ARG001
+    top_k: int | None = None,  # noqa: ARG001
+    *surplus: Any,  # noqa: ARG001 - the message rejects surplus and unknown arguments itself
+    version: int = 1,  # noqa: ARG001
+    **unknown: Any,  # noqa: ARG001
+) -> list[dict[str, Any]] | str:
+    """Return one outcome per post, in order. See docs/messages.md for the arguments and outcomes."""
+    return self.reply()

@@ -1,0 +1,1 @@
+"""Reserve messages under leases: the Redis transport, its leases and their scripts."""

@@ -1,0 +1,394 @@
+"""Messages that this process holds: reserved under leases, renewed while it lives, returned when a lease expires.
+
+    `reserved`         hash: tag -> the message as it was in its list
+    `reserved_index`   sorted set: tag -> expiry of its lease, by Redis' clock
+    `undecodable`      list, newest first, bounded: messages that could not be decoded
+
+A *tag* names one reservation of one message: `<process>-<lease seconds>-<reservation>-<position> <list>`. Tags sort in
+order of reservation and name the list that the message returns to. A late acknowledgement cannot remove a later
+delivery, because that has another tag. The keys differ from kombu's `unacked`: stock workers and Feedmill's workers
+never redeliver each other's messages.
+
+A message is held until it is acknowledged or returned. The lease thread renews leases meanwhile, and returns the
+messages of other processes whose leases expired. When a connection ends, its messages return to their lists, except
+those that are *claimed*: work on them continues, and their acknowledgements are sent over the next connection. The code
+that claims a message must acknowledge it, reject it or drop the claim. References and garbage collection play no
+role.
+
+A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
+kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
+process vanished or stalled; and `alone_lapse_count`, those of them that were delivered in isolation
+(workers/transport/redis_transport.py).
+
+Channels must provide the options listed in workers/transport/redis_transport.py.
+"""
+
+import atexit
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+from weakref import WeakSet
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from shared.encoding import MAX_DECODED, is_too_large, memory_of
+from shared.redis_errors import is_replica
+from workers.transport.lease_scripts import RENEW, REPLACE, RESERVE, RESTORE, SET_ASIDE
+
+logger = logging.getLogger(__name__)
+
+#: Limits per Redis call, which keep each one to a few milliseconds: leases renewed; expired leases returned; bytes of
+#: messages returned, which the last message may exceed.
+RENEWALS_PER_CALL, EXPIRED_PER_CALL, EXPIRED_BYTES = 1000, 100, 2**20
+#: Maximum bytes kept of an undecodable message: 64 MiB for all of them with the default `undecodable_limit`.
+MAX_UNDECODABLE_BYTES = 2**16
+
+
+@dataclass(slots=True)
+class Held:
+    """A message that this process holds."""
+
+    #: Bytes of the message in its list; 0 if it was fetched with `basic_get`.
+    queued: int = 0
+    #: Estimated bytes of memory; includes the body once the message is delivered.
+    size: int = 0
+    delivered: bool = False
+    #: True if the message stays held when its connection ends.
+    claimed: bool = False
+    #: True if the message is postponed: it waits for its ETA or for a rate limit.
+    later: bool = False
+
+
+class Leases:
+    """Leases of the messages that this process holds in one Redis, and the thread that renews them. Thread-safe."""
+
+    def __init__(self, channel: Any) -> None:
+        prefix = channel.global_keyprefix
+        self.reserved, self.index, self.undecodable = (
+            prefix + key for key in (channel.reserved_key, channel.reserved_index_key, channel.undecodable_key)
+        )
+        self.seconds = float(channel.visibility_timeout)
+        self._interval_s = min(float(channel.unacked_restore_interval), self.seconds / 3)
+        self._undecodable_limit = channel.undecodable_limit
+        pool = channel._get_pool()
+        #: Timeout of a command, in seconds. Waiting longer would let leases expire.
+        self.timeout_s = self._interval_s
+        for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
+            pool.connection_kwargs[option] = self.timeout_s
+        self.client: Redis = Redis(connection_pool=pool)
+        script = self.client.register_script
+        self._renew_script, self._restore, self._set_aside, self._replace = map(
+            script, (RENEW, RESTORE, SET_ASIDE, REPLACE)
+        )
+        self.reserve = script(RESERVE)
+        #: Messages by tag.
+        self.held: dict[str, Held] = {}
+        #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
+        self.bytes_held = self.bytes_later = 0
+        #: The message delivered in isolation: its tag, and its bytes as received.
+        self._isolated: tuple[str, bytes] | None = None
+        #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
+        self.waiting_for_isolation: set[str] = set()
+        #: Messages to return as soon as Redis answers: their tags, and the command that returns them.
+        self._pending_returns: deque[tuple[list[str], str]] = deque()
+        #: Tags whose acknowledgements have not been sent yet.
+        self.acknowledged: deque[str] = deque()
+        self.channels: WeakSet[Any] = WeakSet()
+        #: True if an event loop sends the acknowledgements. It uses only its channels' connections: after a reconnect,
+        #: recent results may have to be written again first (shared/replay.py).
+        self.evented = False
+        self._process, self._numbers = uuid4().hex, count()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        #: Time of the next renewal, by the monotonic clock. By Redis' clock: its last answer, and the start of the
+        #: current period without gaps between answers.
+        self._renew_at = self._contact = self._since = 0.0
+        self._pid = os.getpid()
+        atexit.register(self.release)
+
+    def prefix(self) -> str:
+        """Return a new prefix for the tags of one reservation. Later prefixes sort later."""
+        return f"{self._process}-{self.seconds:g}-{next(self._numbers):012d}"
+
+    # Held messages.
+
+    def hold(self, tag: str, message: bytes) -> None:
+        """Start renewing the lease of a reserved message."""
+        with self._lock:
+            self.held[tag] = Held(len(message), memory_of(message))
+
+    def deliver(self, tag: str, size: int) -> None:
+        """Record the delivery of a message. size: bytes of memory of its body."""
+        with self._lock:
+            found = self.held.setdefault(tag, Held())
+            found.size += size
+            found.delivered = True
+            self.bytes_held += found.size
+
+    def claim(self, tag: str) -> None:
+        """Hold a message until it is acknowledged or returned, even if its connection ends."""
+        with self._lock:
+            if found := self.held.get(tag):
+                found.claimed = True
+                if found.later:
+                    found.later = False
+                    self.bytes_held += found.size
+                    self.bytes_later -= found.size
+
+    def unclaim(self, tag: str) -> None:
+        """Drop a claim: the message returns to its list when its connection ends."""
+        if found := self.held.get(tag):
+            found.claimed = False
+
+    def are_claimed(self) -> bool:
+        """Return whether any message is claimed."""
+        with self._lock:
+            return any(found.claimed for found in self.held.values())
+
+    def put_off(self, tag: str) -> None:
+        """Mark a delivered message as postponed (ETA or rate limit) and count its memory separately."""
+        with self._lock:
+            found = self.held.get(tag)
+            if found and not (found.claimed or found.later):
+                found.later = True
+                self.bytes_held -= found.size
+                self.bytes_later += found.size
+
+    def _forget(self, tag: str) -> None:
+        with self._lock:
+            found = self.held.pop(tag, None)
+            if found and found.later:
+                self.bytes_later -= found.size
+            elif found and found.delivered:
+                self.bytes_held -= found.size
+            if self._isolated and self._isolated[0] == tag:
+                self._isolated = None
+            self.waiting_for_isolation.discard(tag)
+
+    # Delivery in isolation.
+
+    def begin_isolation(self, tag: str, message: bytes) -> None:
+        """Record in Redis that this message is delivered in isolation, so that a crash counts against it."""
+        self._isolated = tag, message
+        noted = json.loads(message)
+        noted["properties"]["delivery_info"]["alone"] = True
+        self._replace([self.reserved], [tag, json.dumps(noted)])
+
+    def record_isolation(self, tag: str) -> None:
+        """Record isolation for a message that was delivered earlier and starts now."""
+        if tag in self.held and not self.is_alone(tag):
+            held: Any = self.client.hget(self.reserved, tag)
+            if held:
+                self.begin_isolation(tag, held)
+
+    def end_alone(self, tag: str) -> None:
+        """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
+        alone = self._isolated
+        if alone and alone[0] == tag:
+            self._replace([self.reserved], [tag, alone[1]])
+
+    def is_alone(self, tag: str) -> bool:
+        alone = self._isolated
+        return bool(alone and alone[0] == tag)
+
+    def is_isolating(self) -> bool:
+        """Return whether a message delivered in isolation is being processed."""
+        alone = self._isolated
+        found = self.held.get(alone[0]) if alone else None
+        return bool(found and found.claimed)
+
+    # Acknowledging and returning messages.
+
+    def take_acknowledged(self) -> list[str]:
+        with self._lock:
+            return [self.acknowledged.popleft() for _ in range(len(self.acknowledged))]
+
+    def acknowledge(self, tag: str) -> None:
+        self.acknowledged.append(tag)  # before `_forget`: the lease thread exits once nothing is held or pending
+        self._forget(tag)
+
+    def flush(self) -> None:
+        """Send pending acknowledgements. Does not use MULTI, which Redis rejects at `maxmemory`."""
+        if tags := self.take_acknowledged():
+            try:
+                pipe = self.client.pipeline(transaction=False)
+                pipe.hdel(self.reserved, *tags)
+                pipe.zrem(self.index, *tags)
+                pipe.execute()
+            except BaseException:
+                self.acknowledged.extend(tags)
+                raise
+
+    def check_writable(self) -> None:
+        """Test that Redis accepts writes. Raises its error otherwise: read-only replica, no permission, disk full."""
+        self.client.zrem(self.index, "")
+        self.client.hdel(self.reserved, "")
+
+    def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
+        """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
+        delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
+        self._restore_all(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
+        for tag in tags:
+            self._forget(tag)
+
+    def return_unclaimed(self, tags: Iterable[str], command: str = "RPUSH") -> None:
+        """Return unclaimed messages, now or as soon as Redis answers. Their leases are renewed until then."""
+        free = [tag for tag in tags if (found := self.held.get(tag)) and not found.claimed]
+        self._pending_returns.append((free, command))
+        with suppress(RedisError, OSError):
+            self._return_pending()
+
+    def _return_pending(self) -> None:
+        while self._pending_returns:
+            with self._lock:
+                tags, command = self._pending_returns.popleft() if self._pending_returns else ([], "")
+            try:
+                self.return_messages([tag for tag in tags if tag in self.held], command)
+            except BaseException:
+                self._pending_returns.appendleft((tags, command))
+                raise
+
+    def _restore_all(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
+        if tags:
+            arguments: list[Any] = [command, until]
+            messages: list[Any] = self.client.hmget(self.reserved, tags)
+            for tag, message in zip(tags, messages, strict=True):
+                arguments += (tag, marked(tag, message or b""))
+            self._restore([self.reserved, self.index, *(tag.partition(" ")[2] for tag in tags)], arguments)
+
+    def set_aside(self, tag: str, message: bytes, reason: str) -> None:
+        """Move an undecodable message to the `undecodable` list, truncated, so that no worker receives it again."""
+        queue = tag.partition(" ")[2]
+        logger.error("undecodable message in %r (%s): moved to %r", queue, reason, self.undecodable)
+        keys = [self.reserved, self.index, self.undecodable]
+        self._forget(tag)
+        if gone := self._set_aside(keys, [tag, message[:MAX_UNDECODABLE_BYTES], self._undecodable_limit]):
+            logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
+
+    # The lease thread.
+
+    def start(self, channel: Any) -> None:
+        """Run the lease thread for as long as this channel is open or a message is held."""
+        with self._lock:
+            self.channels.add(channel)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kombu-redis-leases", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        pause, warned = threading.Event(), False
+        while True:
+            more = False
+            try:
+                more, warned = self._run_once(), False
+            except Exception as fault:  # any error: leases must be renewed as long as the process lives
+                logger.log(logging.DEBUG if warned else logging.WARNING, "cannot renew leases (%s); retrying", fault)
+                self._renew_at, warned = 0.0, True
+                if is_replica(fault):  # after a failover, a new connection may reach the new master
+                    self.client.connection_pool.disconnect(inuse_connections=False)
+            with self._lock:
+                if not (self.channels or self.held or self.acknowledged):
+                    self._thread = None
+                    break
+            if not more:
+                pause.wait(self._interval_s)
+        self.client.connection_pool.disconnect(inuse_connections=False)
+
+    def _run_once(self) -> bool:
+        """Renew leases that are due and return some expired messages. Return whether more have expired.
+
+        The work per turn is bounded, so that many expired leases cannot delay the renewal of this process' own.
+        """
+        held: list[str] = []
+        if monotonic() >= self._renew_at:
+            self._renew_at = monotonic() + self.seconds / 3
+            with self._lock:
+                held = list(self.held)
+            for start in range(RENEWALS_PER_CALL, len(held), RENEWALS_PER_CALL):
+                self._renew(held[start : start + RENEWALS_PER_CALL], 0)
+        settled = self._contact - self._since >= 1.5 * self._interval_s
+        now, ended, more = self._renew(held[:RENEWALS_PER_CALL], EXPIRED_PER_CALL if settled else 0)
+        if not 0 <= float(now) - self._contact <= 2 * self._interval_s:
+            self._since = float(now)  # Redis was unreachable, or its clock was changed
+        self._contact = float(now)
+        if not self.evented:
+            self.flush()
+        self._return_pending()
+        self._restore_all([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
+        return bool(more)
+
+    def _renew(self, renewed: Sequence[str], limit: int) -> Any:
+        """Renew these leases and find up to `limit` expired ones. Return the result of the RENEW script."""
+        arguments: list[Any] = [
+            self.seconds,
+            limit,
+            self._contact,
+            2 * self._interval_s,
+            EXPIRED_BYTES,
+            *renewed,
+        ]
+        return self._renew_script([self.index, self.reserved], arguments)
+
+    def release(self) -> None:
+        """Send pending acknowledgements and return all held messages without waiting for their leases to expire."""
+        if os.getpid() == self._pid and (self.held or self.acknowledged):
+            with suppress(RedisError, OSError):
+                self.flush()
+                self.return_messages(sorted(self.held, reverse=True))
+
+
+#: Leases by process, keys and connection parameters.
+_LEASES: dict[tuple[Any, ...], Leases] = {}
+
+
+def release() -> None:
+    """Return all messages that this process holds. Call before `os._exit`, which skips `atexit` handlers."""
+    for leases in _LEASES.values():
+        leases.release()
+
+
+def leases_of(channel: Any) -> Leases:
+    keys = channel.global_keyprefix, channel.reserved_key, channel.reserved_index_key
+    where = (os.getpid(), *keys, *map(repr, channel.connection.client.__eqhash__()))
+    if where not in _LEASES:
+        _LEASES[where] = Leases(channel)
+    return _LEASES[where]
+
+
+def counted(message: bytes, *, lapse: bool = False) -> bytes | str:
+    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged."""
+    try:
+        if is_too_large(message, MAX_DECODED):
+            return message
+        found = json.loads(message)
+        info = found["properties"]["delivery_info"]
+        info["redelivered"] = True
+        if isinstance(found.get("headers"), dict):
+            found["headers"]["redelivered"] = True
+        alone = info.pop("alone", None) is True
+        counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
+        info |= {name: count_in(info, name) + 1 for name, applies in counts.items() if applies}
+        return json.dumps(found)
+    except Exception:  # malformed input can raise any error; raising would block the return of all other messages
+        return message
+
+
+def lapsed(message: bytes) -> bytes | str:
+    """Mark a message whose lease expired because its process vanished or stalled."""
+    return counted(message, lapse=True)
+
+
+def count_in(delivery_info: dict[str, Any], name: str) -> int:
+    """Return a counter written by `counted`; 0 if the sender put an invalid value there."""
+    found = delivery_info.get(name)
+    return found if type(found) is int and 0 < found < 2**31 else 0
