@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.running import own_folder
+from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    with own_folder() as folder:
+    with run_folder() as folder:
         print(json.dumps(run(given.posts, given.count, given.rounds, folder)))
 
 

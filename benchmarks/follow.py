@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.running import own_folder
+from benchmarks.running import run_folder
 from feedmill.stack.embedded import find_redis_server
 from feedmill.stack.prerequisites import server_version
 from feedmill.stack.processes import Child, free_port, python_command
@@ -122,7 +122,7 @@ def percentiles(waits: list[float]) -> dict[str, float]:
 
 
 def answers(redis: Redis) -> bool:
-    with suppress(RedisFault):
+    with suppress(RedisError):
         return bool(redis.ping())
     return False
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="average writes per second")
     parser.add_argument("--group", action="store_true", help="read as a member of a consumer group")
     arguments = parser.parse_args()
-    with own_folder() as folder:
+    with run_folder() as folder:
         run(arguments, folder)
 
 

@@ -44,8 +44,8 @@ BATCHES = 8
 
 console = Console(soft_wrap=True, highlight=False)
 
-Batch = list[Tokens]
-Forward = Callable[[Batch], Any]
+TokenBatch = list[Tokens]
+Forward = Callable[[TokenBatch], Any]
 
 
 def library(weights: Weights, chosen: Device) -> Forward:
@@ -54,7 +54,7 @@ def library(weights: Weights, chosen: Device) -> Forward:
     model.to(chosen.torch).eval()
 
     @torch.inference_mode()
-    def forward(rows: Batch) -> Any:
+    def forward(rows: TokenBatch) -> Any:
         longest = max(len(row.ids) for row in rows)
         ids = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows], device=chosen.torch)
         mask = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows], device=chosen.torch)
@@ -78,10 +78,10 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
     return found
 
 
-def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[Batch]]:
+def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[TokenBatch]]:
     """Return the batches by the name of their shape."""
     source = random.Random(7)
-    found: dict[str, list[Batch]] = {
+    found: dict[str, list[TokenBatch]] = {
         f"{TOKENS // length} × {length}": [
             [Tokens([source.randrange(1000, 2000) for _ in range(length)]) for _ in range(TOKENS // length)]
         ]
@@ -98,7 +98,7 @@ def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, li
     return found
 
 
-def seconds(forward: Forward, batches: Sequence[Batch]) -> float:
+def seconds(forward: Forward, batches: Sequence[TokenBatch]) -> float:
     began = time.perf_counter()
     for batch in batches:
         forward(batch)
@@ -107,7 +107,7 @@ def seconds(forward: Forward, batches: Sequence[Batch]) -> float:
     return time.perf_counter() - began
 
 
-def measure(chosen: Device, by_shape: dict[str, list[Batch]], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(chosen: Device, by_shape: dict[str, list[TokenBatch]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the shares of the ceiling in one precision, by shape and engine. Each round measures the ceiling, too."""
     weights = locate(load().model)
     config = json.loads((weights.folder / "config.json").read_text())
@@ -145,7 +145,7 @@ def main() -> None:
         wanted = arguments.dtypes.split(",") if arguments.dtypes else [settings.dtype]
         if unknown := set(wanted) - {"auto", *device.DTYPES}:
             parser.error(f"--dtypes: unknown {', '.join(sorted(unknown))}; choose from {', '.join(device.DTYPES)}")
-        devices = [device.choose(settings.device, dtype) for dtype in wanted]
+        devices = [device.select_device(settings.device, dtype) for dtype in wanted]
         console.print(describe(devices[0]))
         by_shape = shapes(settings, devices[0], arguments.posts)
         found = {str(chosen.dtype).removeprefix("torch."): measure(chosen, by_shape, arguments) for chosen in devices}

@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.hardware import describe, matrix_ceiling
-from benchmarks.running import own_folder
+from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
 from feedmill.stack.embedded import Stack
 from shared.broker import connect, make_app, publish
@@ -157,12 +157,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="posts of the idle run, at least 2")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load, in seconds")
     arguments = parser.parse_args()
-    with own_folder() as folder:
+    with run_folder() as folder:
         run(arguments, load(), folder)
 
 
 def run(arguments: argparse.Namespace, settings: Settings, folder: Path) -> None:
-    chosen = device.choose(settings.device, settings.dtype)
+    chosen = device.select_device(settings.device, settings.dtype)
     console.print(describe(chosen))
     ceiling = matrix_ceiling(chosen)
     console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")

@@ -8,7 +8,7 @@ from threading import Lock
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.rivals import Job
+from benchmarks.rivals import BenchmarkJob
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from producers.push import Pusher
@@ -37,7 +37,7 @@ class Ideal:
     budget and number of lanes.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         self._job = job
         self._budgets = CPU_BUDGETS if job.device.torch.type == "cpu" else GPU_BUDGETS
         #: Token budget and lanes: the fastest pair after `tune`, middle values before.
@@ -140,10 +140,10 @@ def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
         yield batch
 
 
-class Feedmill:
+class FeedmillVariant:
     """The complete system: producer, Redis, a worker process with events on, Flower listening, the results store."""
 
-    def __init__(self, job: Job, posts_per_message: int) -> None:
+    def __init__(self, job: BenchmarkJob, posts_per_message: int) -> None:
         self._device = job.device
         self._settings: Settings = job.settings.model_copy(update={"posts_per_message": posts_per_message})
         self._folder: Path = job.folder / f"feedmill_{posts_per_message}"

@@ -14,7 +14,7 @@ MIN_AGREEMENT = 0.97
 OURS, RIVALS = "#c2571a", "#8a8f98"
 
 
-class Measured(NamedTuple):
+class VariantResult(NamedTuple):
     """The throughput and the labels of one variant in one round."""
 
     posts_per_s: float
@@ -22,7 +22,7 @@ class Measured(NamedTuple):
 
 
 #: Measurements of each round by variant; None for a round in which the variant failed.
-Record = dict[str, list[Measured | None]]
+VariantResults = dict[str, list[VariantResult | None]]
 
 
 def agreement(labels: Sequence[str], ideal: Sequence[str]) -> float:
@@ -30,18 +30,18 @@ def agreement(labels: Sequence[str], ideal: Sequence[str]) -> float:
     return sum(mine == theirs for mine, theirs in zip(labels, ideal, strict=True)) / len(ideal)
 
 
-def rates(record: Record, name: str) -> list[float]:
+def rates(record: VariantResults, name: str) -> list[float]:
     """Return the variant's posts/s in the rounds in which it did not fail."""
     return [measured.posts_per_s for measured in record.get(name, ()) if measured]
 
 
-def shares(record: Record, name: str) -> list[float]:
+def shares(record: VariantResults, name: str) -> list[float]:
     """Return the ratio of the variant's rate to the ideal's in each round. It is robust against a drifting machine."""
     pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
     return [mine.posts_per_s / ideal.posts_per_s for mine, ideal in pairs if mine and ideal]
 
 
-def agreements(record: Record, name: str) -> list[float]:
+def agreements(record: VariantResults, name: str) -> list[float]:
     """Return the variant's agreement with the ideal in each round."""
     pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
     return [agreement(mine.labels, ideal.labels) for mine, ideal in pairs if mine and ideal]
@@ -52,7 +52,7 @@ def middle(values: Sequence[float], digits: int) -> float | None:
     return round(median(values), digits) if values else None
 
 
-def disagreeing(record: Record) -> dict[str, str]:
+def disagreeing(record: VariantResults) -> dict[str, str]:
     """Return the variants below MIN_AGREEMENT, each with the reason for leaving it out."""
     shares = {name: middle(agreements(record, name), 4) for name in record}
     return {
@@ -62,13 +62,13 @@ def disagreeing(record: Record) -> dict[str, str]:
     }
 
 
-def comparable(record: Record) -> Record:
+def comparable(record: VariantResults) -> VariantResults:
     """Return the record without the variants whose labels differ from the ideal's."""
     left_out = disagreeing(record)
     return {name: rounds for name, rounds in record.items() if name not in left_out}
 
 
-def print_round(console: Console, record: Record, number: int, rounds: int) -> None:
+def print_round(console: Console, record: VariantResults, number: int, rounds: int) -> None:
     """Print the table of the last round, with a warning for each variant whose labels differ from the ideal's."""
     table = Table(title=f"round {number} of {rounds}", title_justify="left")
     table.add_column("variant")
@@ -90,7 +90,7 @@ def print_round(console: Console, record: Record, number: int, rounds: int) -> N
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
-def summary(record: Record, names: Sequence[str]) -> dict[str, object]:
+def summary(record: VariantResults, names: Sequence[str]) -> dict[str, object]:
     """Return the JSON figures of each variant: medians of the rates and of the ratios to the ideal.
 
     A variant whose labels differ from the ideal's has no figures; `left_out` holds the reason.

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from feedmill.stack.processes import ended_by_signals
+from feedmill.stack.processes import exit_on_signals
 from shared.errors import UserError
 
 
 @contextmanager
-def own_folder() -> Iterator[Path]:
+def run_folder() -> Iterator[Path]:
     """Yield a temporary folder. Its path is short enough for Unix sockets."""
     try:
-        with tempfile.TemporaryDirectory(prefix="mill-") as folder, ended_by_signals():
+        with tempfile.TemporaryDirectory(prefix="mill-") as folder, exit_on_signals():
             yield Path(folder)
     except UserError as error:
         sys.exit(f"benchmark: {error}")

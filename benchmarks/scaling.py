@@ -38,7 +38,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from celery import Celery
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from rich.console import Console
 
 from benchmarks.throughput import read_posts
@@ -111,7 +111,7 @@ class Spent(NamedTuple):
     memory: int
 
 
-class House:
+class Installation:
     """A private redis-server and the workers connected to it."""
 
     def __init__(self, folder: Path, posts: Sequence[Post], **settings: Any) -> None:
@@ -130,7 +130,7 @@ class House:
         self.app = make_app(self.settings)
 
     def _answers(self) -> bool:
-        with suppress(RedisFault):
+        with suppress(RedisError):
             return bool(self.redis.ping())
         return False
 
@@ -241,7 +241,7 @@ def produce(settings: Settings, posts: Sequence[Post], ready: Any, spent: Any) -
     spent.put(time.process_time() - cpu)
 
 
-def measure_publish(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     rates: dict[tuple[int, str], list[float]] = {(1, "gzip"): [], (2, "gzip"): [], (2, "none"): []}
     spent: dict[tuple[int, str], list[float]] = {kind: [] for kind in rates}
@@ -284,7 +284,7 @@ def measure_publish(house: House, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     paces: list[Pace] = []
     commands: dict[str, float] = {}
     for _ in range(given.rounds):
@@ -308,7 +308,7 @@ def measure_worker(house: House, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_stages(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_stages(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     found: dict[int, dict[str, float]] = {}
     for size in SIZES:
         house.clear()
@@ -338,12 +338,12 @@ def measure_stages(house: House, given: argparse.Namespace) -> dict[str, Any]:
     return {"stages_by_posts_per_message": found, "tokenize_us": _tokenizing(house)}
 
 
-def _tokenizing(house: House) -> float:
+def _tokenizing(house: Installation) -> float:
     """Return the CPU time that the embedded model's tokenizer takes per post, in microseconds."""
     from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415 - torch
-    from workers.models.device import choose  # noqa: PLC0415
+    from workers.models.device import select_device  # noqa: PLC0415
 
-    classifier = load_classifier(house.settings, choose("cpu"))
+    classifier = load_classifier(house.settings, select_device("cpu"))
     label_set, texts = classifier.label_set(ClassifyOptions()), [post.text for post in house.posts(6400)]
     began = time.process_time()
     for start in range(0, len(texts), LARGE):
@@ -353,7 +353,7 @@ def _tokenizing(house: House) -> float:
     return took
 
 
-def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(house: Installation, _: argparse.Namespace) -> dict[str, Any]:
     found, stock = {}, {}
     for size in SIZES:
         house.clear()
@@ -373,7 +373,7 @@ def measure_memory(house: House, _: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _held_by_stock_client(house: House, posts: Sequence[Post], size: int, packed: str) -> int:
+def _held_by_stock_client(house: Installation, posts: Sequence[Post], size: int, packed: str) -> int:
     """Return the bytes in Redis per waiting post when a stock Celery client sends the posts."""
     house.clear()
     client: Any = Celery("elsewhere", broker=house.settings.broker_url, set_as_current=False)
@@ -385,7 +385,7 @@ def _held_by_stock_client(house: House, posts: Sequence[Post], size: int, packed
     return round(held / len(posts))
 
 
-def measure_speedup(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_speedup(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     paces: dict[int, list[Pace]] = {1: [], 2: [], 4: [], 8: []}
     for number in range(given.rounds):
         for count in list(paces)[:: -1 if number % 2 else 1]:
@@ -403,7 +403,7 @@ def measure_speedup(house: House, given: argparse.Namespace) -> dict[str, Any]:
     return speedups | {"one_worker_posts_s": round(rates[1]), "cores_of_workers_redis_and_share_of_all": taken}
 
 
-def measure_fairness(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_fairness(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     ratios = []
     for _ in range(given.rounds):
         house.clear()
@@ -422,13 +422,13 @@ def measure_fairness(house: House, given: argparse.Namespace) -> dict[str, Any]:
     return {"fairness_ratio": round(median(ratios), 3)}
 
 
-def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_backlog(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     """Compare the throughput with a long and a short backlog.
 
     Each round consumes a part of the long backlog; the short one is topped up.
     """
     rates: dict[str, list[float]] = {"long": [], "short": []}
-    short = House(house._folder / "short", house._source)
+    short = Installation(house._folder / "short", house._source)
     try:
         house.clear()
         with console.status(f"sending {given.backlog:,} posts …"):
@@ -455,7 +455,7 @@ def measure_backlog(house: House, given: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _topped_up(house: House, messages: int) -> Iterator[None]:
+def _topped_up(house: Installation, messages: int) -> Iterator[None]:
     """While the block runs, keep `messages` messages in the queue, refilled from the list ASIDE until that is empty."""
     done = threading.Event()
     script = house.redis.register_script(TOP_UP)
@@ -473,7 +473,7 @@ def _topped_up(house: House, messages: int) -> Iterator[None]:
         thread.join()
 
 
-def measure_first(house: House, given: argparse.Namespace) -> dict[str, Any]:
+def measure_first(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     """Measure the time to the first result; the first start, which measures the token budget, is not counted."""
     took = []
     environment = (
@@ -523,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"{os.cpu_count()} cores, Redis {version}, Python {sys.version.split()[0]}, {len(posts):,} posts")
     found: dict[str, Any] = {"cores": os.cpu_count(), "redis": version}
     with tempfile.TemporaryDirectory() as folder:
-        house = House(Path(folder) / "house", posts)
+        house = Installation(Path(folder) / "house", posts)
         try:
             for part in PARTS:
                 if part in parts:

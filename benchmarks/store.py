@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.hardware import describe
-from benchmarks.running import own_folder
+from benchmarks.running import run_folder
 from benchmarks.throughput import read_posts
 from feedmill.stack.embedded import Stack
 from shared.broker import connect
@@ -44,14 +44,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    with own_folder() as folder:
+    with run_folder() as folder:
         print(json.dumps(run(given.posts, given.count, given.rounds, folder)))
 
 
 def run(file: str | None, count: int, rounds: int, folder: Path) -> dict[str, Any]:
     settings = load()
     posts = read_posts(file, count)
-    where = device.choose(settings.device, settings.dtype, settings.engine)
+    where = device.select_device(settings.device, settings.dtype, settings.engine)
     console.print(describe(where))
     classifier = load_classifier(settings, where)
     budget = calibrate(classifier, settings)

@@ -21,13 +21,13 @@ from typing import NamedTuple
 from rich.console import Console
 
 from benchmarks.hardware import describe, forward_flops, matrix_ceiling
-from benchmarks.ours import Feedmill, Ideal
-from benchmarks.report import Measured, Record, comparable, draw, middle, print_round, rates, summary
-from benchmarks.rivals import Job, NotInstalled, Variant
+from benchmarks.ours import FeedmillVariant, Ideal
+from benchmarks.report import VariantResult, VariantResults, comparable, draw, middle, print_round, rates, summary
+from benchmarks.rivals import BenchmarkJob, NotInstalled, Variant
 from benchmarks.rivals.by_celery import celery_batches, plain_celery, plain_celery_prefork
 from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
-from benchmarks.running import own_folder
+from benchmarks.running import run_folder
 from feedmill.stack.demo import sample_posts
 from producers.files import read
 from shared.messages import Post
@@ -36,10 +36,10 @@ from workers.models import device
 from workers.models.weights import locate
 
 #: Factory of each variant, in the order of the report.
-VARIANTS: dict[str, Callable[[Job], Variant]] = {
+VARIANTS: dict[str, Callable[[BenchmarkJob], Variant]] = {
     "ideal": Ideal,
-    "feedmill_32": partial(Feedmill, posts_per_message=32),
-    "feedmill_1": partial(Feedmill, posts_per_message=1),
+    "feedmill_32": partial(FeedmillVariant, posts_per_message=32),
+    "feedmill_1": partial(FeedmillVariant, posts_per_message=1),
     "plain_celery": plain_celery,
     "plain_celery_prefork": plain_celery_prefork,
     "celery_batches": celery_batches,
@@ -60,7 +60,7 @@ console = Console(soft_wrap=True, highlight=False)
 
 def main() -> None:
     arguments = parsed()
-    with own_folder() as folder:
+    with run_folder() as folder:
         run(arguments, folder)
 
 
@@ -88,24 +88,24 @@ def parsed() -> argparse.Namespace:
 def run(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all variants and print the results."""
     settings = load()
-    job = Job(settings, device.choose(settings.device, settings.dtype), folder)
+    job = BenchmarkJob(settings, device.select_device(settings.device, settings.dtype), folder)
     hardware = describe(job.device)
     console.print(hardware)
     ceiling = matrix_ceiling(job.device)
     console.print(f"ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
     posts = read_posts(arguments.posts, arguments.limit)
     ideal = Ideal(job)
-    lengths = look_at(ideal, posts, tune="ideal" in arguments.only)
+    lengths = statistics_of(ideal, posts, tune="ideal" in arguments.only)
     variants = make(arguments.only, job, ideal)
-    record: Record = {name: [] for name in variants}
-    looks: list[Look] = []
+    record: VariantResults = {name: [] for name in variants}
+    statistics: list[WorkerStatistics] = []
     for number in range(1, arguments.rounds + 1):
         # Every other round runs backwards, so that a machine that drifts favours no variant.
         for name in list(variants) if number % 2 else reversed(variants):
             measured = measure(name, variants[name], posts, f"round {number} of {arguments.rounds}: {name}")
             record[name].append(measured)
             if name == "feedmill_32" and measured:
-                looks.append(look(variants[name], len(posts) / measured.posts_per_s))
+                statistics.append(worker_statistics(variants[name], len(posts) / measured.posts_per_s))
         print_round(console, record, number, arguments.rounds)
     if arguments.chart:
         draw(
@@ -118,8 +118,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         (middle(rates(comparable(record), "feedmill_32"), 3) or 0) * forward_flops(config, lengths) / len(posts) / 1e9
     )
     found = summary(record, list(VARIANTS)) | {
-        "padding_efficiency": middle([look.padding_efficiency for look in looks], 4),
-        "device_busy": middle([look.device_busy for look in looks], 3),
+        "padding_efficiency": middle([look.padding_efficiency for look in statistics], 4),
+        "device_busy": middle([look.device_busy for look in statistics], 3),
         "ceiling_share": round(model_gflops / ceiling, 3) if model_gflops else None,
         "posts": len(posts),
         "tokens_per_post": round(sum(lengths) / len(posts), 1),
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "ceiling_gflops": round(ceiling),
         "offline_token_budget": ideal.token_budget,
         "offline_lanes": ideal.lanes,
-        "worker": next((made.ran for made in variants.values() if isinstance(made, Feedmill)), {}),
+        "worker": next((made.ran for made in variants.values() if isinstance(made, FeedmillVariant)), {}),
     }
     print(json.dumps(found))
 
@@ -141,7 +141,7 @@ def read_posts(path: str | None, limit: int) -> list[Post]:
     return [post.model_copy(update={"id": f"{post.id}-{number}"}) for number, post in enumerate(repeated)]
 
 
-def look_at(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
+def statistics_of(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
     """Return the number of tokens of each post and, if `tune`, tune the ideal on a sample."""
     ideal.start()
     try:
@@ -156,7 +156,7 @@ def look_at(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
     return lengths
 
 
-def make(names: Sequence[str], job: Job, ideal: Ideal) -> dict[str, Variant]:
+def make(names: Sequence[str], job: BenchmarkJob, ideal: Ideal) -> dict[str, Variant]:
     """Create the requested variants; print which ones are not installed."""
     variants: dict[str, Variant] = {}
     for name in (name for name in VARIANTS if name in names):
@@ -167,7 +167,7 @@ def make(names: Sequence[str], job: Job, ideal: Ideal) -> dict[str, Variant]:
     return variants
 
 
-def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Measured | None:
+def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> VariantResult | None:
     """Measure one variant in one round. Return None if an alternative fails; failures of OURS are raised."""
     warm_up = [post.model_copy(update={"id": f"warm-up-{number}"}) for number, post in enumerate(posts[:WARM_UP])]
     try:
@@ -178,7 +178,7 @@ def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Me
             began = perf_counter()
             variant.run(posts)
             seconds = perf_counter() - began
-            measured = Measured(len(posts) / seconds, variant.labels())
+            measured = VariantResult(len(posts) / seconds, variant.labels())
     except Exception as error:
         if name in OURS:
             raise
@@ -190,18 +190,18 @@ def measure(name: str, variant: Variant, posts: Sequence[Post], what: str) -> Me
     return measured
 
 
-class Look(NamedTuple):
+class WorkerStatistics(NamedTuple):
     """Statistics of Feedmill's worker after a run."""
 
     padding_efficiency: float
     device_busy: float
 
 
-def look(variant: Variant, seconds: float) -> Look:
+def worker_statistics(variant: Variant, seconds: float) -> WorkerStatistics:
     """Return the worker's statistics after a run of `seconds`. Raises TypeError for other variants than Feedmill."""
-    if not isinstance(variant, Feedmill):
+    if not isinstance(variant, FeedmillVariant):
         raise TypeError(f"{type(variant).__name__} has no Feedmill worker")
-    return Look(variant.padding_efficiency, variant.device_seconds / seconds)
+    return WorkerStatistics(variant.padding_efficiency, variant.device_seconds / seconds)
 
 
 if __name__ == "__main__":

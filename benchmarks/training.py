@@ -29,7 +29,7 @@ from shared.settings import Settings, load
 from shared.training import TrainOptions
 from workers.models import device
 from workers.training.examples import Dataset, Example
-from workers.training.run import Progress, Training
+from workers.training.run import Training, TrainingProgress
 
 #: Options of the variant `plain`, the basis of all others.
 PLAIN = {"batch_size": 8, "precision": "float32", "length_grouping": False, "fused_optimizer": False}
@@ -48,18 +48,18 @@ LABELS = tuple(f"label {number}" for number in range(16))
 console = Console(soft_wrap=True, highlight=False)
 
 
-class Measured(NamedTuple):
+class TrainingResult(NamedTuple):
     """The throughput and peak memory (10^6 bytes; None if unknown) of one variant in one round."""
 
     samples_per_s: float
     peak_mb: float | None
 
 
-def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Measured:
+def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> TrainingResult:
     """Train for one epoch with these options changed."""
     ends: list[float] = []
 
-    def note(_: Progress) -> None:
+    def note(_: TrainingProgress) -> None:
         ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def measure(dataset: Dataset, settings: Settings, changes: dict[str, Any]) -> Me
         )
         found = Training(dataset, options, settings, progress=note).run()
     samples = (len(ends) - 1) * found.plan.effective_batch
-    return Measured(samples / (ends[-1] - ends[0]), found.peak_mb)
+    return TrainingResult(samples / (ends[-1] - ends[0]), found.peak_mb)
 
 
 def examples(path: str | None, count: int) -> Dataset:
@@ -91,7 +91,7 @@ def main() -> None:
         parser.error("--samples must be a multiple of 32 and at least 64, so that all batches are full")
     try:
         settings = load()
-        chosen = device.choose(settings.device, "float32")
+        chosen = device.select_device(settings.device, "float32")
         precision, why = device.for_training(chosen)
         console.print(f"{describe(chosen)}; mixed precision: {why}")
         for dtype in dict.fromkeys((torch.float32, precision)):
@@ -102,7 +102,7 @@ def main() -> None:
             del variants["mixed precision"]
             console.print("Left out: mixed precision, which this device does not support. `all` uses float32, too.")
         dataset = examples(arguments.posts, arguments.samples)
-        found: dict[str, list[Measured]] = {name: [] for name in variants}
+        found: dict[str, list[TrainingResult]] = {name: [] for name in variants}
         for number in range(arguments.rounds):
             for name in list(variants) if number % 2 == 0 else reversed(variants):
                 found[name].append(measure(dataset, settings, variants[name]))

@@ -41,10 +41,10 @@ from transformers import (
 )
 
 from benchmarks.hardware import describe, matrix_ceiling
-from benchmarks.ours import Feedmill, Ideal
-from benchmarks.report import Record, agreement, comparable, draw, print_round, rates, summary
-from benchmarks.rivals import Job, Variant
-from benchmarks.running import own_folder
+from benchmarks.ours import FeedmillVariant, Ideal
+from benchmarks.report import VariantResults, agreement, comparable, draw, print_round, rates, summary
+from benchmarks.rivals import BenchmarkJob, Variant
+from benchmarks.running import run_folder
 from benchmarks.throughput import measure, read_posts
 from shared.errors import StackError
 from shared.messages import Post
@@ -53,7 +53,7 @@ from shared.topics import TOPICS
 from workers.models import device
 from workers.models.device import Device
 from workers.models.tokenizer import Tokenizer as RowTokenizer
-from workers.models.weights import EMBEDDED, locate
+from workers.models.weights import EMBEDDED_MODEL, locate
 
 #: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8
@@ -66,14 +66,14 @@ console = Console(soft_wrap=True, highlight=False)
 class ZeroShotPipeline:
     """transformers' zero-shot pipeline. batch_size: None until `tune` has found the best one."""
 
-    def __init__(self, job: Job, batch_size: int | None) -> None:
+    def __init__(self, job: BenchmarkJob, batch_size: int | None) -> None:
         self._job = job
         self.batch_size = batch_size
         self._pipeline: Any = None
         self._labels: list[str] = []
 
     def start(self) -> None:
-        torch.set_num_threads(device.CORES)
+        torch.set_num_threads(device.TORCH_THREADS)
         folder = locate(self._job.settings.model).folder
         chosen = self._job.device
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -111,7 +111,7 @@ class ZeroShotPipeline:
 class DirectForward:
     """The usual hand-written replacement for the pipeline: forward passes over padded batches of pairs."""
 
-    def __init__(self, job: Job, by_length: bool) -> None:
+    def __init__(self, job: BenchmarkJob, by_length: bool) -> None:
         self._job = job
         self._by_length = by_length
         self.batch_size = BATCH_SIZES[0]
@@ -119,7 +119,7 @@ class DirectForward:
         self._labels: list[str] = []
 
     def start(self) -> None:
-        torch.set_num_threads(device.CORES)
+        torch.set_num_threads(device.TORCH_THREADS)
         weights = locate(self._job.settings.model)
         self._tokenizer = RowTokenizer(weights, self._job.settings.max_tokens)
         model: Any = AutoModelForSequenceClassification.from_pretrained(weights.folder, dtype=self._job.device.dtype)
@@ -139,7 +139,7 @@ class DirectForward:
 
     @torch.inference_mode()
     def _classify(self, posts: Sequence[Post], batch_size: int) -> list[str]:
-        pairs = self._tokenizer.whole_pairs(
+        pairs = self._tokenizer.encode_pairs(
             [(post.text, f"This example is {topic}.") for post in posts for topic in TOPICS]
         )
         order = sorted(range(len(pairs)), key=lambda at: len(pairs[at].ids)) if self._by_length else range(len(pairs))
@@ -196,7 +196,7 @@ def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> 
 
 def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None:  # noqa: ARG001 - one signature
     """Save a model with the embedded model's configuration and tokenizer and a head of three classes."""
-    source = locate(EMBEDDED).folder
+    source = locate(EMBEDDED_MODEL).folder
     given = json.loads((source / "config.json").read_text()) | {"id2label": CLASSES, "architectures": None}
     given |= {"label2id": {name: number for number, name in CLASSES.items()}}
     _save(BertConfig(**given | ({"num_hidden_layers": layers} if layers else {})), folder)
@@ -218,7 +218,7 @@ def _save(config: Any, folder: Path) -> None:
 
 def main() -> None:
     arguments = parsed()
-    with own_folder() as folder:
+    with run_folder() as folder:
         run(arguments, folder)
 
 
@@ -243,7 +243,7 @@ def parsed() -> argparse.Namespace:
 def run(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all variants in each precision and print the results."""
     settings = load()
-    own = device.choose(settings.device)
+    own = device.select_device(settings.device)
     precisions = (arguments.dtypes or f"float32,{str(own.dtype).removeprefix('torch.')}").split(",")
     posts = read_posts(arguments.posts, arguments.limit)
     model = arguments.model
@@ -256,7 +256,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     found: dict[str, Any] = {}
     exact: Sequence[str] = ()
     for precision in dict.fromkeys(precisions):
-        chosen = device.choose(settings.device, precision)
+        chosen = device.select_device(settings.device, precision)
         of_precision = settings.model_copy(update={"model": model, "dtype": precision, "classifier": "nli"})
         found[precision], labels = ladder(of_precision, chosen, posts, arguments, folder / precision)
         exact = exact or labels
@@ -271,7 +271,7 @@ def ladder(
     ceiling = matrix_ceiling(chosen)
     console.print(f"{chosen}; ceiling: {ceiling:.0f} GFLOP/s in a matrix product")
     folder.mkdir()
-    job = Job(settings, chosen, folder)
+    job = BenchmarkJob(settings, chosen, folder)
     best, ideal = ZeroShotPipeline(job, None), Ideal(job)
     direct, by_length = DirectForward(job, by_length=False), DirectForward(job, by_length=True)
     sample = posts[:: max(1, len(posts) // SAMPLE)][:SAMPLE]
@@ -290,9 +290,9 @@ def ladder(
         "direct": direct,
         "direct_sorted": by_length,
         "ideal": ideal,
-        "feedmill": (feedmill := Feedmill(job, 32)),
+        "feedmill": (feedmill := FeedmillVariant(job, 32)),
     }
-    record: Record = {name: [] for name in variants}
+    record: VariantResults = {name: [] for name in variants}
     for number in range(1, arguments.rounds + 1):
         for name in list(variants) if number % 2 else reversed(variants):
             what = f"{settings.dtype}, round {number} of {arguments.rounds}: {name}"

@@ -108,7 +108,7 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    from feedmill.reading.results import Wanted, open_reader  # noqa: PLC0415
+    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415
     from shared.broker import connect  # noqa: PLC0415
     from shared.settings import load  # noqa: PLC0415
 
@@ -116,17 +116,17 @@ def results(
     if since is None and not follow and group is None:
         since = 0.0
     redis = connect(settings)
-    filters = Wanted(label, min_score, subreddit)
+    filters = ResultFilter(label, min_score, subreddit)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
     return _items(reader, follow, settings, redis)
 
 
 def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> "Generator[Result | Missed]":
     """Yield the reader's items, and close the connection when the generator ends."""
-    from feedmill.reading.results import items, told_plainly  # noqa: PLC0415
+    from feedmill.reading.results import items, user_errors  # noqa: PLC0415
 
     try:
-        with told_plainly(settings):
+        with user_errors(settings):
             yield from items(reader, follow)
     finally:
         redis.close()

@@ -8,7 +8,7 @@ HOME = Path(__file__).resolve().parent.parent
 PACKAGES = ("shared", "producers", "workers")
 
 
-def mixed_up() -> str | None:
+def shadowed_package() -> str | None:
     """Return an error message if another package shadows one of ours, else None.
 
     The package names are common words, and Python imports the first match on its path, which may lie in the working
@@ -27,7 +27,7 @@ def mixed_up() -> str | None:
 
 def main() -> None:
     """Run the command; exit with status 2 if another package shadows one of ours."""
-    if problem := mixed_up():
+    if problem := shadowed_package():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
     from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above

@@ -36,7 +36,7 @@ COLUMNS = {
 #: Columns, in lower case, that together identify an export.
 EXPORT_COLUMNS = frozenset({"id", "label", "scores", "fingerprint", "classified_at"})
 #: A cell that a spreadsheet would run as a formula, plain or escaped (possibly more than once).
-FORMULA = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
+FORMULA_START = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")
 #: First characters of such cells: a cheap check before the regular expression.
 FORMULA_STARTS = frozenset("'=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
@@ -50,22 +50,22 @@ class Labelled(NamedTuple):
     model: str
 
 
-def escaped(text: str) -> str:
+def escape_formula(text: str) -> str:
     """Prefix an apostrophe if a spreadsheet would run the text as a formula."""
-    return f"'{text}" if text[:1] in FORMULA_STARTS and FORMULA.match(text) else text
+    return f"'{text}" if text[:1] in FORMULA_STARTS and FORMULA_START.match(text) else text
 
 
-def unescaped(cell: str) -> str:
-    """Reverse `escaped`."""
-    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
+def unescape_formula(cell: str) -> str:
+    """Reverse `escape_formula`."""
+    return cell[1:] if cell.startswith("'") and FORMULA_START.match(cell) else cell
 
 
-def is_exported(columns: Collection[str]) -> bool:
+def is_export_row(columns: Collection[str]) -> bool:
     """Return true if the columns, in lower case, include those that identify an export."""
     return all(mark in columns for mark in EXPORT_COLUMNS)
 
 
-def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
+def parse_post(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
     """Yield the row's post, or a BadRecord. Keys must be in lower case."""
     cells = ((field, record.get(column.lower())) for field, column in COLUMNS.items())
     fields = {field: value for field, value in cells if value is not None and value != ""}
@@ -81,9 +81,9 @@ def post_of(record: dict[str, Any], where: str) -> Iterator[Post | BadRecord]:
         yield BadRecord(where, printable(str(refused)))
 
 
-def labelled_of(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRecord]:
+def parse_labelled(record: dict[str, Any], where: str) -> Iterator[Labelled | BadRecord]:
     """Yield the row's post with its label, or a BadRecord. Keys must be in lower case."""
-    for found in post_of(record, where):
+    for found in parse_post(record, where):
         if isinstance(found, BadRecord):
             yield found
             continue

@@ -22,20 +22,20 @@ from pydantic_core import from_json
 
 from producers import exported
 from producers.records import (
-    EVERYTHING,
+    FIELD_ALIASES,
     FIELD_NAMES,
-    NAMES,
+    NO_FILTERS,
     BadRecord,
     Filters,
     Item,
     LeftOut,
     has_id,
     is_removed,
-    plain_key,
-    post_of,
-    with_plain_keys,
+    normalize_key,
+    normalize_keys,
+    parse_post,
 )
-from producers.unpack import CHUNK_BYTES, CountedFile, unpacked
+from producers.unpack import CHUNK_BYTES, CountedFile, decompressed
 from shared.errors import InputError, json_problem, printable
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
@@ -63,13 +63,13 @@ class Source:
     id_column: column or key with the posts' ids; None detects it by name.
     """
 
-    def __init__(self, path: str, filters: Filters = EVERYTHING, start: int = 0, id_column: str | None = None) -> None:
+    def __init__(self, path: str, filters: Filters = NO_FILTERS, start: int = 0, id_column: str | None = None) -> None:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
         self._filters = filters
         self._start = start
-        self._id_column = None if id_column is None else plain_key(id_column)
+        self._id_column = None if id_column is None else normalize_key(id_column)
         #: Candidate id columns if none was found, else None. Set after the first record.
         self.columns_to_choose: list[str] | None = None
         self._file: CountedFile | None = None
@@ -86,14 +86,14 @@ class Source:
 
         Raises InputError if the file cannot be read, UserError if a required package is not installed.
         """
-        return self._items(exported.post_of)
+        return self._items(exported.parse_post)
 
     def labelled(self) -> Iterator[Item | exported.Labelled]:
         """Yield items as `items` does, but from an export each post with its label. Raises the same errors."""
-        return self._items(exported.labelled_of)
+        return self._items(exported.parse_labelled)
 
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
-        wants_all = self._filters == EVERYTHING
+        wants_all = self._filters == NO_FILTERS
         id_column_checked = self._start > 0
         try:
             with ExitStack() as opened:
@@ -103,7 +103,7 @@ class Source:
                     elif isinstance(record, str):
                         yield BadRecord(f"{self.name}:{place}", record)
                     else:
-                        fields = with_plain_keys(record)
+                        fields = normalize_keys(record)
                         if not id_column_checked:
                             self._look_for_ids(fields)
                             id_column_checked = True
@@ -113,10 +113,10 @@ class Source:
                             yield LeftOut.REMOVED
                         else:
                             place_of_it = f"{self.name}:{place}"
-                            if exported.is_exported(fields):
+                            if exported.is_export_row(fields):
                                 yield from read_export(fields, place_of_it)
                             else:
-                                yield from post_of(fields, place_of_it, self._id_column)
+                                yield from parse_post(fields, place_of_it, self._id_column)
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
         except (OSError, EOFError, zlib.error) as error:
@@ -129,7 +129,7 @@ class Source:
         if self._id_column is None:
             if not has_id(first):
                 self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
-        elif exported.is_exported(first):
+        elif exported.is_export_row(first):
             raise InputError(f"{self.name} is an export of results and has its own ids: omit --id-column.")
         elif self._id_column not in first:
             raise InputError(
@@ -139,7 +139,7 @@ class Source:
 
     def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:
         """Yield (place, record) for each record, detecting the format by the file's first characters."""
-        binary = unpacked(self._open(opened), self.name, opened)
+        binary = decompressed(self._open(opened), self.name, opened)
         head = binary.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if head.startswith(b"PAR1"):
             raise InputError(f"{self.name} is a Parquet file. Convert it to JSONL or CSV, as docs/export.md shows.")
@@ -156,7 +156,7 @@ class Source:
         if is_lines:
             return _json_lines(binary, self._filters, self._start)
         # Exports keep the line ends within texts; in other files \r\n and \r are read as \n.
-        is_export = exported.is_exported(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
+        is_export = exported.is_export_row(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
         newline = "" if is_export else None
         text = opened.enter_context(
             TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
@@ -266,9 +266,10 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
     if not _posts_columns(header_line):
         raise InputError(
             f"{name} is neither JSON nor a CSV file with a title or body column. Its columns: "
-            f"{printable(', '.join(header)):.200}. Rename one to: {', '.join(NAMES['title'] + NAMES['body'])}."
+            f"{printable(', '.join(header)):.200}. Rename one to: "
+            f"{', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
         )
-    is_exported = exported.is_exported(header)
+    is_exported = exported.is_export_row(header)
     csv.field_size_limit(MAX_RECORD_SIZE)
     # Strict: otherwise an unclosed quote silently swallows all following rows.
     rows = csv.reader(iter(lambda: text.readline(MAX_RECORD_SIZE), ""), delimiter=delimiter, strict=True)
@@ -294,7 +295,7 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
             last = rows.line_num + 1
             yield line if line == last else f"{line}-{last}", problem
         elif row:
-            cells = map(exported.unescaped, row) if is_exported else row
+            cells = map(exported.unescape_formula, row) if is_exported else row
             yield line, dict(zip_longest(header, cells, fillvalue=""))
 
 
@@ -311,9 +312,9 @@ def _columns(header_line: str) -> tuple[str, list[str]]:
     """Return (delimiter, column names) from a CSV file's first line."""
     delimiter = max(",;\t", key=header_line.count)
     names = next(csv.reader([header_line], delimiter=delimiter), [])
-    return delimiter, [plain_key(name) for name in names]
+    return delimiter, [normalize_key(name) for name in names]
 
 
 def _posts_columns(header_line: str) -> bool:
     """Return true if a CSV file with this header contains posts."""
-    return any(column in NAMES["title"] + NAMES["body"] for column in _columns(header_line)[1])
+    return any(column in FIELD_ALIASES["title"] + FIELD_ALIASES["body"] for column in _columns(header_line)[1])

@@ -9,10 +9,10 @@ from redis import Redis
 
 from shared.keys import position_key
 from shared.messages import digest
-from shared.settings import DAY
+from shared.settings import DAY_S
 
 #: Lifetime of a position in seconds; equal to the default of the setting `sent_ttl`.
-POSITION_TTL = 30 * DAY
+POSITION_TTL = 30 * DAY_S
 #: Leading bytes that identify a file. Its size does not, since an interrupted download may continue later.
 HEAD_BYTES = 1 << 16
 

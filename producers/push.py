@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kombu import pools
 from kombu.exceptions import OperationalError
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from shared import broker
 from shared.errors import QueueFull, SettingsError
@@ -51,7 +51,7 @@ for i, mark in ipairs(cjson.decode(ARGV[3])) do
 end
 return found
 """
-SENT, GONE = 1, 2
+SENT, PURGED = 1, 2
 #: Mark each post as sent, except posts purged in the meantime.
 #:
 #:   ARGV[1] to ARGV[3]: as above. ARGV[4]: current time. ARGV[5]: TTL in seconds.
@@ -72,7 +72,7 @@ class Mark(NamedTuple):
     field: str
 
 
-def purpose(settings: Settings, options: ClassifyOptions) -> str:
+def send_scope(settings: Settings, options: ClassifyOptions) -> str:
     """Return the key under which sent posts and file positions are recorded.
 
     Contains the options and the queue, because a post sent to one queue can still be sent to another.
@@ -139,7 +139,7 @@ class Pusher:
         self._redis = redis
         self._settings = settings
         self._options = options
-        self._purpose = purpose(settings, options)
+        self._purpose = send_scope(settings, options)
         self._again = again
         self._wait = wait
         self._refuse = refuse
@@ -160,20 +160,20 @@ class Pusher:
         """
         try:
             self._push(posts)
-        except (RedisFault, OperationalError):
+        except (RedisError, OperationalError):
             raise  # redis-py and kombu have already reset their connections
         except BaseException:
             self._drop_connections()
             raise
 
-    def once_there_is_memory(self, write: Callable[[], object]) -> None:
+    def retry_until_memory(self, write: Callable[[], object]) -> None:
         """Write to Redis. If Redis is out of memory and `wait_for_memory` is set, retry until it succeeds."""
         try:
             while True:
                 try:
                     write()
                     return
-                except (RedisFault, OperationalError) as fault:
+                except (RedisError, OperationalError) as fault:
                     if not self._waits_for(fault):
                         raise
                     self._pause("Redis is at its memory limit")
@@ -194,7 +194,7 @@ class Pusher:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [Mark(post.id, digest(post.text, self._purpose)) for post in posts]
         for mark, post, status in zip(marks, posts, self._lookup(args=_script_arguments(marks)), strict=True):
-            if status == GONE:
+            if status == PURGED:
                 self.gone += 1
             elif mark in waiting or (status == SENT and not self._again):
                 self.skipped += 1
@@ -233,7 +233,7 @@ class Pusher:
             if not self._waits_for(fault):
                 raise
             for message in messages:
-                self.once_there_is_memory(partial(self._hand_over, [message]))
+                self.retry_until_memory(partial(self._hand_over, [message]))
 
     def _hand_over(self, messages: Sequence[Sequence[Post]]) -> None:
         broker.publish(self._app, messages, self._options, self._settings.priority)
@@ -266,7 +266,7 @@ class Pusher:
     def _remember(self, marks: Sequence[Mark]) -> None:
         """Mark posts as sent."""
         arguments = [*_script_arguments(marks), int(time.time()), self._settings.sent_ttl]
-        self.once_there_is_memory(partial(self._mark, args=arguments))
+        self.retry_until_memory(partial(self._mark, args=arguments))
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:

@@ -10,10 +10,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import GONE, Post, digest
+from shared.messages import REMOVED_BODIES, Post, digest
 
 #: Post field -> names it may have in a record, in order of preference.
-NAMES: dict[str, tuple[str, ...]] = {
+FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("id", "post_id"),
     "topic": ("topic", "label", "category"),
     "title": ("title", "headline", "subject"),
@@ -30,13 +30,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "extra": ("extra",),
 }
 #: All recognized names.
-FIELD_NAMES = frozenset(name for names in NAMES.values() for name in names)
+FIELD_NAMES = frozenset(name for names in FIELD_ALIASES.values() for name in names)
 #: Keys that hold a post's fullname in dumps. In other files they hold other names, shared by many posts.
-FULLNAMES = ("name", "fullname")
+FULLNAME_FIELDS = ("name", "fullname")
 #: Optional fields: an invalid value drops the field, not the post.
-OPTIONAL_FIELDS = frozenset(NAMES) - {"id", "title", "body"}
+OPTIONAL_FIELDS = frozenset(FIELD_ALIASES) - {"id", "title", "body"}
 #: Fields with times, which occur in several formats.
-TIMES = frozenset({"created_utc", "edited_utc"})
+TIME_FIELDS = frozenset({"created_utc", "edited_utc"})
 #: Values of Reddit's `edited` that carry no time.
 EDITED_FLAGS = frozenset({"false", "true", "0", "1"})
 #: A post's id in a Reddit URL, bare as in the API, and as a fullname with the prefix t3_.
@@ -47,7 +47,7 @@ REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
 DELETED_TITLE = re.compile(r"\[ ?(deleted|removed)( by [a-z -]+)? ?\]", re.IGNORECASE)
-#: Cache of keys that are already in plain form (`plain_key`): records of a dump share the same hundred keys.
+#: Cache of keys that are already in plain form (`normalize_key`): records of a dump share the same hundred keys.
 PLAIN_KEYS: set[str] = set()
 #: Limits of that cache: number of keys, and length of a key. Records may contain arbitrary keys.
 MAX_PLAIN_KEYS, MAX_KEY = 10_000, 100
@@ -90,7 +90,7 @@ class Filters(NamedTuple):
     until: float | None = None
 
     def admit(self, record: dict[str, Any]) -> bool:
-        """Return true if the record passes the filters. Its keys must be in the form of `plain_key`."""
+        """Return true if the record passes the filters. Its keys must be in the form of `normalize_key`."""
         if self.subreddits:
             subreddit = _first(record, "subreddit")
             if subreddit is None or subreddit_name(str(subreddit)) not in self.subreddits:
@@ -117,7 +117,7 @@ class Filters(NamedTuple):
         )
 
 
-EVERYTHING = Filters()
+NO_FILTERS = Filters()
 
 
 def subreddit_name(text: str) -> str:
@@ -125,15 +125,15 @@ def subreddit_name(text: str) -> str:
     return text.strip().lower().removeprefix("/").removeprefix("r/").removesuffix("/")
 
 
-def plain_key(name: str) -> str:
-    """Normalize a column's name to the form used in `NAMES`: "Created UTC" becomes "created_utc"."""
+def normalize_key(name: str) -> str:
+    """Normalize a column's name to the form used in `FIELD_ALIASES`: "Created UTC" becomes "created_utc"."""
     return name.strip().lower().replace(" ", "_")
 
 
-def with_plain_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with normalized keys (`plain_key`)."""
+def normalize_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with normalized keys (`normalize_key`)."""
     if not record.keys() <= PLAIN_KEYS:
-        named = {plain_key(key): value for key, value in record.items()}
+        named = {normalize_key(key): value for key, value in record.items()}
         if named.keys() != record.keys():
             return named
         if len(PLAIN_KEYS) < MAX_PLAIN_KEYS:
@@ -143,7 +143,7 @@ def with_plain_keys(record: dict[str, Any]) -> dict[str, Any]:
 
 def _first(record: dict[str, Any], field: str) -> Any:
     """Return the value under the first of a field's names that the record has; None if it has none."""
-    for name in NAMES[field]:
+    for name in FIELD_ALIASES[field]:
         value = record.get(name)
         if value is not None and value != "":
             return value
@@ -160,19 +160,19 @@ def is_removed(record: dict[str, Any]) -> bool:
         return True
     title, text = record.get("title"), record.get("selftext")
     return (isinstance(title, str) and DELETED_TITLE.fullmatch(title.strip()) is not None) or (
-        isinstance(text, str) and text.strip() in GONE
+        isinstance(text, str) and text.strip() in REMOVED_BODIES
     )
 
 
 def has_id(record: dict[str, Any]) -> bool:
-    """Return true if the record has an id or a field for one; otherwise `post_of` derives an id from the text."""
-    return any(name in record for name in NAMES["id"]) or _own_id(record) is not None
+    """Return true if the record has an id or a field for one; otherwise `parse_post` derives an id from the text."""
+    return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
 
 
-def post_of(record: dict[str, Any], where: str, id_column: str | None = None) -> Iterator[Post | BadRecord]:
+def parse_post(record: dict[str, Any], where: str, id_column: str | None = None) -> Iterator[Post | BadRecord]:
     """Yield the record's post, preceded by its problems. Invalid optional fields are dropped; the post is kept.
 
-    id_column: key of the id, in the form of `plain_key`; takes precedence over other ids. None detects it.
+    id_column: key of the id, in the form of `normalize_key`; takes precedence over other ids. None detects it.
     """
     if _is_comment(record):
         yield BadRecord(where, "a comment; only posts are read")
@@ -190,7 +190,7 @@ def post_of(record: dict[str, Any], where: str, id_column: str | None = None) ->
         except PostRefused as refused:
             field = refused.field.split(".")[0]
             reason = printable(str(refused))  # may quote a key of `extra`
-            if field in TIMES:
+            if field in TIME_FIELDS:
                 reason = f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20"
             dispensable = field in OPTIONAL_FIELDS and fields.pop(field, None) is not None
             yield BadRecord(where, reason, skipped=not dispensable)
@@ -209,10 +209,10 @@ def _is_comment(record: dict[str, Any]) -> bool:
 
 def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
     """Return the record's values by post field. A missing id is derived from the text, so it is the same every time."""
-    fields = {field: value for field in NAMES if (value := _first(record, field)) is not None}
+    fields = {field: value for field in FIELD_ALIASES if (value := _first(record, field)) is not None}
     if str(fields.get("edited_utc")).strip().lower() in EDITED_FLAGS:
         del fields["edited_utc"]
-    for field in TIMES & fields.keys():
+    for field in TIME_FIELDS & fields.keys():
         fields[field] = _seconds(fields[field])
     if isinstance(address := fields.get("permalink"), str) and REDDIT_PATH.match(address):
         fields["permalink"] = f"https://www.reddit.com{address}"
@@ -224,7 +224,7 @@ def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
 
 def _own_id(record: dict[str, Any]) -> Any:
     """Return the record's id: the fullname for a post from Reddit, otherwise the id as given; None if there is none."""
-    for name in FULLNAMES:
+    for name in FULLNAME_FIELDS:
         if isinstance(fullname := record.get(name), str) and REDDIT_FULLNAME.fullmatch(fullname):
             return fullname
     if (given := _first(record, "id")) is not None:

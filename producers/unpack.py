@@ -33,7 +33,7 @@ class CountedFile(FileIO):
         return size
 
 
-def unpacked(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedReader:
+def decompressed(packed: BufferedReader, name: str, opened: ExitStack) -> BufferedReader:
     """Return a reader of the decompressed bytes, or `packed` itself if it is not compressed.
 
     name: file name for errors. opened: exit stack that closes the readers.

@@ -11,7 +11,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 #: Default port of each supported URL scheme.
 PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
 HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
-FORMS = "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
+ADDRESS_FORMS = (
+    "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _malformed() -> str:
-    return f"must look like {FORMS}. Percent-encode / # ? and ; in the password"
+    return f"must look like {ADDRESS_FORMS}. Percent-encode / # ? and ; in the password"
 
 
 def _no_scheme(url: str) -> str:
@@ -72,6 +74,7 @@ def _no_scheme(url: str) -> str:
     if named is None or named[0].removesuffix("://") in PORTS:
         return _malformed()
     return (
-        f"must look like {FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record of sent "
+        f"must look like {ADDRESS_FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record "
+        "of sent "
         "posts in one Redis"
     )

@@ -23,10 +23,10 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared import encoding
-from shared.errors import RedisError, clause, printable
+from shared.errors import RedisUnavailable, clause, printable
 from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.redis_errors import cannot_save, causes_of, is_denied, is_full, is_replica
+from shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica
 from shared.replay import Connections
 from shared.settings import PREFIX, Settings
 
@@ -42,7 +42,9 @@ SENTINEL_TIMEOUT_S = 2.0
 PRIORITIES = (0, 3, 6, 9)
 PRIORITY_MARK = "\x06\x16"
 #: Transport options with the names of its keys: messages under lease, their leases, and undecodable messages.
-HELD = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {"undecodable_key": UNDECODABLE}
+TRANSPORT_KEYS = {f"{name}_key": f"feedmill:{name}" for name in ("reserved", "reserved_index")} | {
+    "undecodable_key": UNDECODABLE
+}
 #: Limits on a message's arguments in events, logs and Flower: arguments shown; items shown per list; characters shown
 #: per item.
 MAX_SHOWN_ARGUMENTS, MAX_SHOWN_ITEMS, MAX_SHOWN_CHARACTERS = 8, 3, 40
@@ -153,24 +155,24 @@ def _disconnecting_from_replicas(kind: Any) -> Any:
 
 
 @contextmanager
-def told_plainly(settings: Settings) -> Iterator[None]:
-    """Convert errors from an unreachable, untrusted or refusing Redis to RedisError, with a message for users."""
+def user_errors(settings: Settings) -> Iterator[None]:
+    """Convert errors from an unreachable, untrusted or refusing Redis to RedisUnavailable, with a message for users."""
     try:
         yield
     except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
-        if (message := plainly(fault, settings)) is None:
+        if (message := user_message(fault, settings)) is None:
             raise
-        raise RedisError(message) from None
+        raise RedisUnavailable(message) from None
 
 
-def plainly(fault: BaseException, settings: Settings) -> str | None:
+def user_message(fault: BaseException, settings: Settings) -> str | None:
     """Return a message for users: what failed and how to fix it. None if the error is unknown."""
     why = _why(fault, settings)
     return why and f"Redis at {settings.redis_address} {why}"
 
 
 def _why(fault: BaseException, settings: Settings) -> str | None:
-    causes = {type(cause): cause for cause in causes_of(fault)}
+    causes = {type(cause): cause for cause in exception_chain(fault)}
     message = _refusal(fault, causes, settings) or _tls_failure(causes, settings)
     if message or isinstance(fault, ResponseError):
         return message
@@ -261,17 +263,17 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
                 compression="gzip" if compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS else None,
                 priority=priority,
                 argsrepr="()",
-                kwargsrepr=shown_arguments(kwargs),
+                kwargsrepr=format_arguments(kwargs),
             )
 
 
-def shown_arguments(kwargs: Mapping[str, object]) -> str:
+def format_arguments(kwargs: Mapping[str, object]) -> str:
     """Format a message's arguments for events, logs and Flower: short, printable, and without any post's text."""
-    shown = (f"'{_short(name)}': {shown_argument(name, value)}" for name, value in kwargs.items())
+    shown = (f"'{_short(name)}': {format_argument(name, value)}" for name, value in kwargs.items())
     return f"{{{_first(shown, MAX_SHOWN_ARGUMENTS, len(kwargs))}}}"
 
 
-def shown_argument(name: object, value: object) -> str:
+def format_argument(name: object, value: object) -> str:
     """Format one argument. Values of unknown arguments could contain posts, so only their type is shown."""
     if value is None or isinstance(value, bool | int | float):
         return _short(value)
@@ -324,6 +326,6 @@ def queue_depth(redis: Redis, queue: str) -> QueueDepth:
     pipe: Any = redis.pipeline(transaction=False)
     for name in queue_lists(queue):
         pipe.llen(name)
-    pipe.hlen(HELD["reserved_key"])
+    pipe.hlen(TRANSPORT_KEYS["reserved_key"])
     *waiting, held = pipe.execute()
     return QueueDepth(sum(waiting), held)

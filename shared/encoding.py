@@ -1,9 +1,9 @@
 """Encode and decode message bodies: JSON, optionally compressed, compatible with any Celery application.
 
 `register` replaces kombu's codecs for the whole process, for speed: kombu's gzip takes six times as long as isal's, and
-its JSON reader checks every object for kombu's own types. `bound` adds limits for workers, because kombu decompresses
-bodies of any size: one megabyte of gzip can expand to a gigabyte. After `bound`, JSON whose objects would take too
-much memory is also rejected before it is parsed: 64 MiB of `{}` become 1.6 GB of Python objects.
+its JSON reader checks every object for kombu's own types. `limit_bodies` adds limits for workers, because kombu
+decompresses bodies of any size: one megabyte of gzip can expand to a gigabyte. After `limit_bodies`, JSON whose objects
+would take too much memory is also rejected before it is parsed: 64 MiB of `{}` become 1.6 GB of Python objects.
 """
 
 import bz2
@@ -58,20 +58,20 @@ MAX_BYTES_PER_CHARACTER = OBJECT_BYTES + 5
 NON_SEPARATORS = bytes(set(range(256)) - set(b"{[,:"))
 #: A JSON string, so that separators inside strings are not counted. Possessive quantifiers: with backtracking, each
 #: escape sequence would take a hundred bytes of state.
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 #: Serializes any body, with pydantic's fast path for posts: a fifth of the time.
-BODY: TypeAdapter[Any] = TypeAdapter(Any)
+BODY_ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def register() -> None:
     """Replace kombu's JSON and gzip codecs with faster ones and register the POSTS serializer, process-wide."""
-    write: Any = partial(BODY.dump_json, exclude_defaults=True)  # returns bytes; the stub expects str
+    write: Any = partial(BODY_ADAPTER.dump_json, exclude_defaults=True)  # returns bytes; the stub expects str
     serialization.register(POSTS, write, read, *JSON)
     serialization.register("json", dumps, read, *JSON)
     compression.register(pack, compression.get_decoder(GZIP), GZIP)
 
 
-#: Maximum bytes of memory for the objects of one JSON text, as `memory_of` estimates them. Set by `bound`.
+#: Maximum bytes of memory for the objects of one JSON text, as `memory_of` estimates them. Set by `limit_bodies`.
 _memory_limit = math.inf
 
 
@@ -114,7 +114,7 @@ def is_too_large(body: Any, limit: float) -> bool:
     if _characters(text) + _separators(text) <= limit:
         return False
     size, end = _characters(text), 0
-    for string in STRING.finditer(text):
+    for string in JSON_STRING.finditer(text):
         size += _separators(text[end : string.start()])
         end = string.end()
         if size > limit:
@@ -125,7 +125,7 @@ def is_too_large(body: Any, limit: float) -> bool:
 def read(data: Any) -> Any:
     """Parse JSON, including kombu's extended types. data: a string, or any UTF-8 buffer.
 
-    Raises ValueError before parsing if the body exceeds the limit set by `bound`.
+    Raises ValueError before parsing if the body exceeds the limit set by `limit_bodies`.
     """
     if is_too_large(data, _memory_limit):
         raise ValueError(f"the body's objects would take more than {_memory_limit:,} bytes of memory")
@@ -139,7 +139,7 @@ def pack(data: bytes) -> bytes:
     return packed
 
 
-def bound(limit: int, memory: int) -> None:
+def limit_bodies(limit: int, memory: int) -> None:
     """Reject bodies that are too large to decode safely, for the rest of the process.
 
     limit: maximum bytes of a decompressed body. memory: maximum bytes of memory for its decoded objects. Content types

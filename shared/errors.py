@@ -6,14 +6,14 @@ FeedmillError
  │   ├─ InputError       a file cannot be read as posts
  │   ├─ ModelError       the model's files are missing, damaged or of an unsupported kind
  │   ├─ StackError       a process of the embedded stack did not start, or exited
- │   ├─ RedisError       Redis is unreachable, or refuses a command
+ │   ├─ RedisUnavailable       Redis is unreachable, or refuses a command
  │   ├─ CredentialsError Reddit's credentials are missing or wrong
  │   └─ QueueFull        the queue has reached its limit, and the producer must not wait
  ├─ RequestRefused       a message's options are invalid; the whole message fails
  ├─ PostRefused          one post is invalid; the message's other posts are classified
  ├─ DeviceFull           the device ran out of memory for a micro-batch; a smaller one may fit
  ├─ DeviceLost           the device's context is broken; the worker exits without acknowledging
- ├─ ForwardHangs         a forward pass exceeded its time limit; the worker exits without acknowledging
+ ├─ ForwardTimeout         a forward pass exceeded its time limit; the worker exits without acknowledging
  └─ MessageFailed        every post of a message failed, or any post with strict=true
 """
 
@@ -65,7 +65,7 @@ class StackError(UserError):
     """
 
 
-class RedisError(UserError):
+class RedisUnavailable(UserError):  # noqa: N818 - named after what happened
     """Redis is unreachable, rejects the credentials, or refuses a command.
 
     Commands exit with status 2; posts reported as sent are in the queue. Workers and the Reddit daemon wait for Redis
@@ -128,7 +128,7 @@ class DeviceLost(FeedmillError):  # noqa: N818
     """
 
 
-class ForwardHangs(FeedmillError):  # noqa: N818 - named after what happened
+class ForwardTimeout(FeedmillError):  # noqa: N818 - named after what happened
     """A forward pass did not finish within the setting `forward_timeout`.
 
     Also raised for other classifier calls, for the trial of a deployed model, and for an application's own task that
@@ -160,7 +160,7 @@ QUOTED_CHARACTERS = 80
 LONGEST_PATH, LONGEST_REASON = 5, 1000
 
 
-def cut(text: str, limit: int = QUOTED_CHARACTERS) -> str:
+def truncate(text: str, limit: int = QUOTED_CHARACTERS) -> str:
     """Return the text, truncated to `limit` characters including a final "…"."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -172,9 +172,9 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     """
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic appends "[key]" to the path if a mapping's key is invalid.
-    field = ".".join(cut(str(part)) for part in problem["loc"][:LONGEST_PATH] if part != "[key]") or "the object"
+    field = ".".join(truncate(str(part)) for part in problem["loc"][:LONGEST_PATH] if part != "[key]") or "the object"
     reason = problem["msg"].removeprefix("Value error, ")
-    return field, cut(reason[0].lower() + reason[1:], LONGEST_REASON)
+    return field, truncate(reason[0].lower() + reason[1:], LONGEST_REASON)
 
 
 def json_problem(error: ValueError | RecursionError, unit: str = "column") -> str:
@@ -191,12 +191,12 @@ def clause(error: BaseException) -> str:
 
 #: Characters that move the cursor, change the terminal's state, end a line or change the text's direction; and lone
 #: surrogates, which cannot be encoded.
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """Escape control characters in untrusted text, so that it is safe to print on one line of a terminal."""
-    return UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+    return UNPRINTABLE_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def printable_lines(text: str) -> str:
@@ -207,4 +207,4 @@ def printable_lines(text: str) -> str:
 def json_line(value: object) -> str:
     """Return a value as one line of JSON, with control characters escaped for safe display in a terminal."""
     written = json.dumps(value, ensure_ascii=False)
-    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
+    return UNPRINTABLE_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", written)

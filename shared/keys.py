@@ -26,7 +26,7 @@ MODELS = "feedmill:models"
 #: Worker's node name -> when it last registered, by Redis' clock, and its process, as JSON.
 WORKERS = "feedmill:workers"
 #: Queue -> the model requested with `feedmill deploy`, as JSON.
-WANTED = "feedmill:wanted"
+REQUESTED_MODELS = "feedmill:wanted"
 #: Celery results that an application waits for. Feedmill's hold one outcome per post, as JSON.
 CELERY_RESULTS = "celery-task-meta-*"
 
@@ -35,13 +35,13 @@ REDDIT_WATERMARKS = "feedmill:reddit:watermarks"
 #: Subreddit -> creation time of the oldest post that the daemon guarantees to send.
 REDDIT_BEGINNINGS = "feedmill:reddit:beginnings"
 #: Topic -> when its listings were last read to the end.
-REDDIT_DEEP = "feedmill:reddit:deep"
+REDDIT_FULL_READS = "feedmill:reddit:deep"
 #: Subreddit and start of a gap -> the gap: a period whose posts could not be read, as JSON.
 REDDIT_GAPS = "feedmill:reddit:gaps"
 #: Subreddit -> why it is not read, and its substitute, as JSON.
-REDDIT_REPLACED = "feedmill:reddit:replaced"
+REDDIT_SUBSTITUTES = "feedmill:reddit:replaced"
 #: Posts to recheck, scored by due time.
-REDDIT_LOOKS = "feedmill:reddit:looks"
+REDDIT_RECHECKS = "feedmill:reddit:looks"
 #: Status of the Reddit daemon, as JSON.
 REDDIT_STATUS = "feedmill:reddit:status"
 
@@ -56,7 +56,7 @@ def result_key(post_id: str) -> str:
     return f"feedmill:result:{post_id}"
 
 
-def suspect_key(message: str) -> str:
+def poison_key(message: str) -> str:
     """Index of a post -> number of forward passes in which its worker vanished. message: digest of the message's id."""
     return f"feedmill:suspect:{message}"
 
@@ -76,7 +76,7 @@ def tombstone_key(post_id: str) -> str:
     return f"feedmill:gone:{post_id}"
 
 
-def buried_key(letter: str) -> str:
+def dead_letter_key(letter: str) -> str:
     """Stream entry id of a dead letter. letter: digest of what was sent."""
     return f"feedmill:buried:{letter}"
 
@@ -107,8 +107,10 @@ TABLE: tuple[Key, ...] = (
         "one field per group; stale ones are removed when a group first reads",
     ),
     Key(PASSES, "hash", "workers/pipeline/poison.py", "one field per lane of a worker process; ttl NOTE_TTL_S"),
-    Key(MODELS, "hash", "shared/model_routing.py", "one field per queue, at most MOST; dropped after KEPT"),
-    Key(WANTED, "hash", "shared/model_routing.py", "one field per queue, at most MOST"),
+    Key(
+        MODELS, "hash", "shared/model_routing.py", "one field per queue, at most MAX_QUEUES; dropped after QUEUE_TTL_S"
+    ),
+    Key(REQUESTED_MODELS, "hash", "shared/model_routing.py", "one field per queue, at most MAX_QUEUES"),
     Key(
         WORKERS,
         "hash",
@@ -126,21 +128,34 @@ TABLE: tuple[Key, ...] = (
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(REDDIT_BEGINNINGS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
-    Key(REDDIT_DEEP, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
+    Key(REDDIT_FULL_READS, "hash", "producers/reddit/state.py", "one field per topic of the topics file"),
     Key(REDDIT_GAPS, "hash", "producers/reddit/state.py", "MAX_GAPS fields"),
-    Key(REDDIT_REPLACED, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
+    Key(REDDIT_SUBSTITUTES, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),
     Key(
-        REDDIT_LOOKS, "zset", "producers/reddit/state.py", "ttl LOOKS_TTL; one member per post, until its last recheck"
+        REDDIT_RECHECKS,
+        "zset",
+        "producers/reddit/state.py",
+        "ttl RECHECKS_TTL; one member per post, until its last recheck",
     ),
     Key(REDDIT_STATUS, "string", "producers/reddit/state.py", "ttl STATUS_TTL"),
-    Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "KNOWN members; ttl KNOWN_TTL"),
+    Key("feedmill:reddit:known:*", "zset", "producers/reddit/state.py", "MAX_KNOWN_POSTS members; ttl KNOWN_TTL"),
     Key("feedmill:position:*", "string", "producers/positions.py", "ttl POSITION_TTL; deleted at the end of the file"),
     Key("feedmill:buried:*", "string", "shared/results.py", "ttl results_ttl"),
     Key("feedmill:gone:*", "string", "shared/purge.py", "ttl tombstone_ttl"),
     Key(CELERY_RESULTS, "string", "Celery, results of messages sent with a result", "ttl celery_result_ttl"),
     Key("celery-taskset-meta-*", "any", "Celery, state of groups and chords", "ttl celery_result_ttl"),
-    Key("feedmill:reserved", "hash", "leases.py, messages held under leases", "window_rows of each worker"),
-    Key("feedmill:reserved_index", "zset", "leases.py, expiry of each lease", "window_rows of each worker"),
+    Key(
+        "feedmill:reserved",
+        "hash",
+        "workers/transport/leases.py, messages held under leases",
+        "window_rows of each worker",
+    ),
+    Key(
+        "feedmill:reserved_index",
+        "zset",
+        "workers/transport/leases.py, expiry of each lease",
+        "window_rows of each worker",
+    ),
     Key(UNDECODABLE, "list", "workers/transport/leases.py, undecodable messages", "undecodable_limit entries"),
     Key("_kombu.binding.*", "set", "kombu, queues bound to each exchange", "one member per queue and worker"),
     Key("_kombu.binding_permanent.*", "set", "kombu, bindings that do not expire", "one member per queue"),

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from shared.errors import LONGEST_REASON, PostRefused, RequestRefused, cut, first_problem
+from shared.errors import LONGEST_REASON, PostRefused, RequestRefused, first_problem, truncate
 
 #: Incremented only if an older worker would misread a message. Workers read this version and all earlier ones. New
 #: optional fields do not change the version. See docs/messages.md and shared/schema/.
@@ -50,7 +50,7 @@ MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
 MAX_ALL_DESCRIPTIONS = 512
 #: Body texts that Reddit shows in place of removed or deleted bodies.
-GONE = frozenset({"[removed]", "[deleted]"})
+REMOVED_BODIES = frozenset({"[removed]", "[deleted]"})
 
 
 def clean(title: str, body: str) -> str:
@@ -59,7 +59,7 @@ def clean(title: str, body: str) -> str:
     Returns only the title if the body is missing, removed or deleted, and only the body if there is no title.
     """
     title = html.unescape(title).strip()
-    body = "" if body.strip() in GONE else html.unescape(body).strip()
+    body = "" if body.strip() in REMOVED_BODIES else html.unescape(body).strip()
     return f"{title}\n\n{body}" if title and body else title or body
 
 
@@ -162,7 +162,7 @@ def _parse_labels(value: object) -> object:
         if not isinstance(name, str):
             raise ValueError(f"each label must be text, not {type(label).__name__}")
         if name in described:
-            raise ValueError(f"the label {cut(name)!r} is named twice")
+            raise ValueError(f"the label {truncate(name)!r} is named twice")
         described[name] = (name,)
     return described
 
@@ -183,7 +183,7 @@ def _check_label_count(labels: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
 
 def _check_placeholder(template: str) -> str:
     if "{}" not in template:
-        raise ValueError(f"must contain {{}} for the label, as in 'This is about {{}}.', not {cut(template)!r}")
+        raise ValueError(f"must contain {{}} for the label, as in 'This is about {{}}.', not {truncate(template)!r}")
     return template
 
 
@@ -262,7 +262,7 @@ class Classification(BaseModel):
 
 #: Truncated types for values from senders and libraries, because each post of a message gets a copy.
 Id = Annotated[str, AfterValidator(lambda text: text[:MAX_ID]), Repaired]
-Reason = Annotated[str, AfterValidator(lambda text: cut(text, LONGEST_REASON)), Repaired]
+Reason = Annotated[str, AfterValidator(lambda text: truncate(text, LONGEST_REASON)), Repaired]
 
 
 class PostError(BaseModel):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from shared.broker import SENT_AT, connect, queue_depth, queue_lists
@@ -56,7 +56,7 @@ return found
 """
 
 
-class Kind(StrEnum):
+class MetricType(StrEnum):
     """Prometheus' metric types."""
 
     COUNTER = "counter"
@@ -65,11 +65,11 @@ class Kind(StrEnum):
     SUMMARY = "summary"
 
 
-class Figure(NamedTuple):
+class MetricSpec(NamedTuple):
     """Declaration of a metric: name, type, help text and label names. Names of counters end with _total."""
 
     name: str
-    kind: Kind
+    kind: MetricType
     help: str
     labels: tuple[str, ...] = ()
 
@@ -99,39 +99,39 @@ class Sum(NamedTuple):
 class Sample(NamedTuple):
     """The current value of a metric. `labels` are in the order of `figure.labels`."""
 
-    figure: Figure
+    figure: MetricSpec
     value: float | Spread | Sum
     labels: tuple[str, ...] = ()
 
 
 #: Returns current samples. Called on the server's threads for each scrape.
-Source = Callable[[], Iterable[Sample]]
+SampleSource = Callable[[], Iterable[Sample]]
 #: Returns one sentence per problem; none if healthy. Called on the server's threads.
-Verdict = Callable[[], Sequence[str]]
+HealthCheck = Callable[[], Sequence[str]]
 
-REDIS_UP = Figure("feedmill_redis_up", Kind.GAUGE, "1 if Redis answered this scrape, else 0.")
-QUEUE_MESSAGES = Figure(
+REDIS_UP = MetricSpec("feedmill_redis_up", MetricType.GAUGE, "1 if Redis answered this scrape, else 0.")
+QUEUE_MESSAGES = MetricSpec(
     "feedmill_queue_messages",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "Messages in each queue over all priorities (state waiting). Messages that workers hold, from any queue, are "
     "reported under this process' own queue (state held).",
     ("queue", "state"),
 )
-QUEUE_LIMIT = Figure(
+QUEUE_LIMIT = MetricSpec(
     "feedmill_queue_limit_messages",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "Number of waiting messages at which producers pause: the setting queue_limit of this process.",
     ("queue",),
 )
-QUEUE_OLDEST = Figure(
+QUEUE_OLDEST = MetricSpec(
     "feedmill_queue_oldest_seconds",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "Age of the oldest message among the next ones to be delivered; absent if the queue is empty.",
     ("queue",),
 )
 #: Metrics by field of the store's counters.
 RESULTS = {
-    field: Figure(f"feedmill_results_{field}_total", Kind.COUNTER, text)
+    field: MetricSpec(f"feedmill_results_{field}_total", MetricType.COUNTER, text)
     for field, text in {
         "stored": "Results stored since the store was created.",
         "repeated": "Results that were already stored, for example after a redelivery.",
@@ -143,10 +143,10 @@ RESULTS = {
     }.items()
 }
 #: Metrics that every process reads from Redis. All processes report the same values: aggregate with max, not sum.
-REDIS_FIGURES = (REDIS_UP, QUEUE_MESSAGES, QUEUE_LIMIT, QUEUE_OLDEST, *RESULTS.values())
+REDIS_METRICS = (REDIS_UP, QUEUE_MESSAGES, QUEUE_LIMIT, QUEUE_OLDEST, *RESULTS.values())
 
 
-def connect_briefly(settings: Settings) -> Redis:
+def connect_for_monitoring(settings: Settings) -> Redis:
     """Return a client for monitoring, with short timeouts and at most one retry."""
     redis = connect(settings)
     times = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
@@ -167,12 +167,12 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
     return max(0.0, time.time() - min(map(float, sent))) if sent else None
 
 
-class RedisFigures:
+class RedisMetrics:
     """Metrics that every process reads from Redis. If Redis is unreachable, only `feedmill_redis_up` is reported."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._redis = connect_briefly(settings)
+        self._redis = connect_for_monitoring(settings)
         self._store = ResultsStore(self._redis, settings)
 
     def samples(self) -> Iterator[Sample]:
@@ -181,7 +181,7 @@ class RedisFigures:
             depths = {name: queue_depth(self._redis, name) for name in queues(self._redis, self._settings)}
             oldest = {name: oldest_seconds(self._redis, name) for name, depth in depths.items() if depth.waiting}
             counters = self._store.counters()._asdict()
-        except RedisFault as fault:
+        except RedisError as fault:
             logger.debug("cannot read metrics from Redis: %s", fault)
             yield Sample(REDIS_UP, 0.0)
             return
@@ -195,16 +195,18 @@ class RedisFigures:
         for field, figure in RESULTS.items():
             yield Sample(figure, counters[field])
 
-    def away(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return a sentence if Redis is unreachable, else an empty list."""
         try:
             self._redis.ping()
-        except RedisFault as fault:
+        except RedisError as fault:
             return [f"Redis at {self._settings.redis_address} is unreachable ({clause(fault)})"]
         return []
 
 
-def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready: Verdict) -> "Server":
+def serve(
+    settings: Settings, sources: Sequence[SampleSource], health: HealthCheck, ready: HealthCheck
+) -> "MetricsServer":
     """Start an HTTP server: metrics at /metrics, health checks at /healthz and /readyz (200, or 503 with the problems).
 
     It runs on daemon threads. Raises UserError if prometheus-client is missing or the port is in use.
@@ -220,7 +222,7 @@ def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready:
     registry.register(_Collector(sources))
     address, port = settings.metrics_address, settings.metrics_port or 0
     try:
-        server = Server(address, port, registry, {"/healthz": health, "/readyz": ready})
+        server = MetricsServer(address, port, registry, {"/healthz": health, "/readyz": ready})
     except OSError as error:
         raise UserError(
             f"Cannot serve metrics on {address}:{port}: {error.strerror}. Set another {PREFIX}METRICS_PORT or "
@@ -233,11 +235,11 @@ def serve(settings: Settings, sources: Sequence[Source], health: Verdict, ready:
 class _Collector:
     """Adapter from samples to prometheus-client's metric families."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
         self._sources = sources
 
     def collect(self) -> "Iterator[Metric]":
-        of: dict[Figure, list[Sample]] = {}
+        of: dict[MetricSpec, list[Sample]] = {}
         for source in self._sources:
             for sample in source():
                 of.setdefault(sample.figure, []).append(sample)
@@ -245,23 +247,23 @@ class _Collector:
             yield _family(figure, samples)
 
 
-def _family(figure: Figure, samples: Iterable[Sample]) -> "Metric":
+def _family(figure: MetricSpec, samples: Iterable[Sample]) -> "Metric":
     from prometheus_client import core  # noqa: PLC0415 - an extra
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415
 
     make: Any = {
-        Kind.COUNTER: core.CounterMetricFamily,
-        Kind.GAUGE: core.GaugeMetricFamily,
-        Kind.HISTOGRAM: core.HistogramMetricFamily,
-        Kind.SUMMARY: core.SummaryMetricFamily,
+        MetricType.COUNTER: core.CounterMetricFamily,
+        MetricType.GAUGE: core.GaugeMetricFamily,
+        MetricType.HISTOGRAM: core.HistogramMetricFamily,
+        MetricType.SUMMARY: core.SummaryMetricFamily,
     }[figure.kind]
     family = make(figure.name, figure.help, labels=figure.labels)
     for _, value, labels in samples:
-        if figure.kind is Kind.HISTOGRAM and not isinstance(value, int | float | Sum):
+        if figure.kind is MetricType.HISTOGRAM and not isinstance(value, int | float | Sum):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
             counts = accumulate(list(value.counts))  # a copy, because another thread updates the counts
             family.add_metric(labels, list(zip(bounds, counts, strict=True)), value.total)
-        elif figure.kind is Kind.SUMMARY and isinstance(value, Sum):
+        elif figure.kind is MetricType.SUMMARY and isinstance(value, Sum):
             family.add_metric(labels, value.number, value.total)
         else:
             family.add_metric(labels, value)
@@ -269,7 +271,7 @@ def _family(figure: Figure, samples: Iterable[Sample]) -> "Metric":
     return metric
 
 
-class Server(ThreadingMixIn, TCPServer):
+class MetricsServer(ThreadingMixIn, TCPServer):
     """An HTTP server with one thread per request. Unlike http.server's, it makes no DNS lookup at startup.
 
     port: 0 selects a free one. Raises OSError.
@@ -278,7 +280,9 @@ class Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, address: str, port: int, registry: "CollectorRegistry", verdicts: dict[str, Verdict]) -> None:
+    def __init__(
+        self, address: str, port: int, registry: "CollectorRegistry", verdicts: dict[str, HealthCheck]
+    ) -> None:
         if ":" in address:
             self.address_family = AF_INET6
         self.registry = registry
@@ -298,7 +302,7 @@ class Server(ThreadingMixIn, TCPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "feedmill", ""
-    server: Server
+    server: MetricsServer
     timeout = HTTP_TIMEOUT_S
 
     def do_GET(self) -> None:

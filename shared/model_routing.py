@@ -21,21 +21,21 @@ from redis.client import NEVER_DECODE
 
 from shared.broker import queue_depth
 from shared.errors import UserError, printable
-from shared.keys import MODELS, WANTED, WORKERS
-from shared.settings import DAY, DEFAULT_QUEUE, PREFIX, Settings
+from shared.keys import MODELS, REQUESTED_MODELS, WORKERS
+from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings
 
 T = TypeVar("T")
 #: Seconds between two announcements of a worker.
-PERIOD = 60.0
+ANNOUNCE_INTERVAL_S = 60.0
 #: Seconds for which a queue stays known without workers and without waiting messages.
-KEPT = 30 * DAY
+QUEUE_TTL_S = 30 * DAY_S
 #: Maximum number of known queues. The most recently announced ones are kept.
-MOST = 100
+MAX_QUEUES = 100
 #: Seconds for which a worker is expected to answer after it stopped registering without deregistering.
 EXPECTED_S = 3600
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """The latest announcement for a queue."""
 
     model: str
@@ -53,7 +53,7 @@ class Registration(NamedTuple):
     pid: int = 0
 
 
-class Wanted(NamedTuple):
+class RequestedModel(NamedTuple):
     """The model requested for a queue by `feedmill deploy`."""
 
     #: Folder of the model on the workers' machines; None for the model in each worker's settings.
@@ -74,10 +74,10 @@ class Stage(StrEnum):
     FAILED = "failed"
 
 
-class Report(NamedTuple):
+class DeploymentReport(NamedTuple):
     """A worker's status report on the latest request."""
 
-    #: The request's time, `Wanted.at`.
+    #: The request's time, `RequestedModel.at`.
     at: float
     stage: Stage
     said: str
@@ -90,15 +90,15 @@ def announce(redis: Redis, queue: str, model: str) -> str | None:
     Raises redis.exceptions.RedisError.
     """
     now = time.time()
-    found = known(redis)
+    found = known_queues(redis)
     before = found.pop(queue, None)
     pipe: Any = redis.pipeline(transaction=False)
     pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)}))
     for rank, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
-        if rank > MOST or (now - found[other].seen > KEPT and not queue_depth(redis, other).waiting):
+        if rank > MAX_QUEUES or (now - found[other].seen > QUEUE_TTL_S and not queue_depth(redis, other).waiting):
             pipe.hdel(MODELS, other)
     pipe.execute()
-    return before.model if before and before.model != model and now - before.seen < 2 * PERIOD else None
+    return before.model if before and before.model != model and now - before.seen < 2 * ANNOUNCE_INTERVAL_S else None
 
 
 def register(redis: Redis, node: str) -> None:
@@ -125,7 +125,7 @@ def deregister(redis: Redis, node: str) -> None:
     redis.hdel(WORKERS, node)
 
 
-def expected(redis: Redis) -> dict[str, float]:
+def expected_workers(redis: Redis) -> dict[str, float]:
     """Return the workers that should answer, each with the seconds since its last registration.
 
     Includes workers that registered within EXPECTED_S and have not deregistered. Raises redis.exceptions.RedisError.
@@ -189,14 +189,14 @@ def _is_gone(registration: Registration) -> bool:
     return False
 
 
-def _served(value: Any) -> Served:
+def _served(value: Any) -> ServedModel:
     """Parse an announcement. Raises ValueError, KeyError, TypeError, OverflowError."""
     if not isinstance(value["model"], str):
         raise TypeError
-    return Served(value["model"], _time(value["seen"]))
+    return ServedModel(value["model"], _time(value["seen"]))
 
 
-def known(redis: Redis) -> dict[str, Served]:
+def known_queues(redis: Redis) -> dict[str, ServedModel]:
     """Return the latest announcement of each known queue. Skips invalid fields.
 
     Raises redis.exceptions.RedisError.
@@ -205,21 +205,22 @@ def known(redis: Redis) -> dict[str, Served]:
 
 
 def queues(redis: Redis, settings: Settings) -> list[str]:
-    """Return the names of all known queues and of this process' own queue, sorted. Raises as `known` does."""
-    return sorted({settings.queue, *known(redis)})
+    """Return the names of all known queues and of this process' own queue, sorted. Raises as `known_queues` does."""
+    return sorted({settings.queue, *known_queues(redis)})
 
 
-def wanted(redis: Redis, queue: str) -> Wanted | None:
+def requested_model(redis: Redis, queue: str) -> RequestedModel | None:
     """Return the request for a queue, or None. Raises UserError if it is invalid, and redis.exceptions.RedisError."""
-    text: Any = redis.hget(WANTED, queue)
+    text: Any = redis.hget(REQUESTED_MODELS, queue)
     if text is None:
         return None
     try:
         found = json.loads(text)
-        return Wanted(_text(found["model"]), _text(found["weights"]), float(found["at"]))
+        return RequestedModel(_text(found["model"]), _text(found["weights"]), float(found["at"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"The model requested for queue {queue} in {WANTED} is invalid. Deploy a model again, or run `feedmill "
+            f"The model requested for queue {queue} in {REQUESTED_MODELS} is invalid. Deploy a model again, or run "
+            "`feedmill "
             f"deploy --own --queue {queue}`."
         ) from None
 
@@ -231,25 +232,25 @@ def _text(value: object) -> str | None:
     return value
 
 
-def want(redis: Redis, queue: str, asked: Wanted | None) -> None:
+def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> None:
     """Set the model requested for a queue; None removes it. Raises UserError, redis.exceptions.RedisError."""
     if asked is None:
-        redis.hdel(WANTED, queue)
+        redis.hdel(REQUESTED_MODELS, queue)
         return
-    if not redis.hexists(WANTED, queue) and redis.hlen(WANTED) >= MOST:
+    if not redis.hexists(REQUESTED_MODELS, queue) and redis.hlen(REQUESTED_MODELS) >= MAX_QUEUES:
         raise UserError(
-            f"Models are deployed to {MOST} queues, the maximum. List them with `feedmill deploy --show`, and "
+            f"Models are deployed to {MAX_QUEUES} queues, the maximum. List them with `feedmill deploy --show`, and "
             "remove one with `feedmill deploy --own`."
         )
-    redis.hset(WANTED, queue, json.dumps(asked._asdict()))
+    redis.hset(REQUESTED_MODELS, queue, json.dumps(asked._asdict()))
 
 
-def queue_of(redis: Redis, model: str) -> str:
+def queue_for_model(redis: Redis, model: str) -> str:
     """Return the queue of a model. model: its name as in results, or the last part of that name.
 
     Raises UserError if no queue or several queues match, and redis.exceptions.RedisError.
     """
-    served = known(redis)
+    served = known_queues(redis)
     exact = [queue for queue, each in served.items() if each.model == model]
     found = exact or [queue for queue, each in served.items() if each.model.rstrip("/").rpartition("/")[2] == model]
     if not found:
@@ -262,8 +263,11 @@ def queue_of(redis: Redis, model: str) -> str:
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raise UserError if no worker has ever served the queue and it is not the default one. Also raises as `known`."""
-    served = known(redis)
+    """Raise UserError if no worker has ever served the queue and it is not the default one.
+
+    Also raises as `known_queues`.
+    """
+    served = known_queues(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(
             f"--queue: no worker has served {queue!r} yet, so the name may be misspelt. Set {PREFIX}QUEUE to use it "
@@ -271,12 +275,12 @@ def check_queue(redis: Redis, queue: str) -> None:
         )
 
 
-def _known_models(served: dict[str, Served]) -> str:
+def _known_models(served: dict[str, ServedModel]) -> str:
     """Return a sentence that lists the known queues and their models."""
     if not served:
         return "No queue is known yet: workers announce theirs after loading their model."
     return f"Known models: {_listed(served, served)}."
 
 
-def _listed(served: dict[str, Served], queues: Iterable[str]) -> str:
+def _listed(served: dict[str, ServedModel], queues: Iterable[str]) -> str:
     return ", ".join(f"{printable(served[queue].model)} (queue {printable(queue)})" for queue in queues)

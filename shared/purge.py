@@ -9,7 +9,7 @@ Limits: a post stays in a worker's memory until its message is finished. Its res
 application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages
 until the chord is finished. Redis frees a deleted stream entry when all entries of its stream node are deleted:
 immediately if `stream-node-max-entries` is 1, as in docker/redis.conf. The append-only file keeps old data until
-`rewrite`.
+`rewrite_append_only_file`.
 """
 
 import json
@@ -23,7 +23,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 
 from shared import model_routing, queue_redaction
-from shared.broker import HELD
+from shared.broker import TRANSPORT_KEYS
 from shared.errors import UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
 from shared.settings import Settings
@@ -102,7 +102,7 @@ FAILURE_IN_JSON = b'"exc_type"'
 REASONS_PREFIX, REASON_SEPARATOR, ID_SUFFIX = " posts failed: ", "; ", ": "
 
 
-class Purged(NamedTuple):
+class PurgeCounts(NamedTuple):
     """Number of items that a purge found and removed."""
 
     #: Posts with a record of having been sent.
@@ -119,7 +119,7 @@ class Purged(NamedTuple):
     messages: int = 0
 
 
-def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
+def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     """Delete everything stored about these posts, and leave a tombstone for each.
 
     A tombstone contains only its time. `Pusher` and `ResultsStore` reject a post until its tombstone expires
@@ -130,19 +130,19 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> Purged:
     for batch in _batches(posts):
         _set_tombstones(redis, settings, batch)
     # Messages first: afterwards, no worker can receive one of the posts any more.
-    found = Purged(messages=_remove_from_messages(redis, settings, posts))
+    found = PurgeCounts(messages=_remove_from_messages(redis, settings, posts))
     for batch in _batches(posts):
-        counts = Purged(
+        counts = PurgeCounts(
             sent=redis.unlink(*map(sent_key, batch)),
             results=redis.unlink(*map(result_key, batch)),
             entries=_sweep(redis, RESULTS_STREAM, batch),
             dead_letters=_sweep(redis, DEAD_LETTERS, batch),
         )
-        found = Purged(*map(sum, zip(found, counts, strict=True)))
+        found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
     return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)) if posts else 0)
 
 
-def lift(redis: Redis, ids: Iterable[str]) -> int:
+def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
     """Remove the tombstones of these posts, so that they can be sent again. Return how many were removed.
 
     Purged data is not restored. Raises as `purge` does.
@@ -150,7 +150,7 @@ def lift(redis: Redis, ids: Iterable[str]) -> int:
     return sum(redis.unlink(*map(tombstone_key, batch)) for batch in _batches(_valid_ids(ids)))
 
 
-def rewrite(redis: Redis) -> None:
+def rewrite_append_only_file(redis: Redis) -> None:
     """Start rewriting Redis' append-only file, so that it no longer contains purged data. Does nothing without one.
 
     Raises UserError while another rewrite is in progress, which may have started before the purge; and
@@ -232,7 +232,7 @@ def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection
     """Remove the posts from one result, last read as `text`. Return whether it was changed."""
     replace: Any = redis.register_script(REPLACE)
     while text is not None and (clean := _without(text, posts)) is not None:
-        if replace(keys=[key, HELD["reserved_key"]], args=[text, clean]):
+        if replace(keys=[key, TRANSPORT_KEYS["reserved_key"]], args=[text, clean]):
             return True
         (text,) = _fetch(redis, [key])  # another client has changed it meanwhile
     return False

@@ -18,7 +18,7 @@ from redis import Redis
 from redis.client import NEVER_DECODE
 
 from shared import encoding
-from shared.broker import CLASSIFY_TASK, HELD, queue_lists
+from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from shared.messages import Post
 
 #: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
@@ -59,7 +59,7 @@ def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int
     """
     waiting: Any = redis.register_script(EXCHANGE_WAITING)
     held: Any = redis.register_script(EXCHANGE_HELD)
-    lists, reserved = [name for queue in queues for name in queue_lists(queue)], HELD["reserved_key"]
+    lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
     changed = 0
     for name in (*lists, reserved, *lists):
         exchange, found = (held, _held(redis, name)) if name == reserved else (waiting, _waiting(redis, name))

@@ -12,41 +12,41 @@ DENIED_SCRIPT = "user executing the script can't"
 WRONG_TYPE = "WRONGTYPE"
 
 
-def hopeless(fault: BaseException) -> str | None:
+def permanent_reason(fault: BaseException) -> str | None:
     """Return what the user must fix before Redis accepts the command; None if the error may be transient."""
     if is_denied(fault):
         return f"its user lacks a permission ({clause(fault)}). See docs/redis.md for the permissions of each user."
-    if any(WRONG_TYPE in str(cause) for cause in causes_of(fault)):
+    if any(WRONG_TYPE in str(cause) for cause in exception_chain(fault)):
         return f"another application uses one of Feedmill's keys ({clause(fault)}). Use a separate Redis database."
     return None
 
 
 def is_full(fault: BaseException) -> bool:
     """Return whether Redis has reached its memory limit."""
-    return any("maxmemory" in str(cause) for cause in causes_of(fault))
+    return any("maxmemory" in str(cause) for cause in exception_chain(fault))
 
 
-def takes_no_writes(fault: BaseException) -> bool:
+def rejects_writes(fault: BaseException) -> bool:
     """Return whether Redis answers but rejects all writes: it is full, a replica, or unable to save."""
     return is_full(fault) or is_replica(fault) or cannot_save(fault)
 
 
 def cannot_save(fault: BaseException) -> bool:
     """Return whether Redis rejects writes because it cannot save them or has too few replicas."""
-    return any(word in str(cause) for cause in causes_of(fault) for word in ("MISCONF", "NOREPLICAS"))
+    return any(word in str(cause) for cause in exception_chain(fault) for word in ("MISCONF", "NOREPLICAS"))
 
 
 def is_replica(fault: BaseException) -> bool:
     """Return whether Redis is a read-only replica. Redis 6.2 embeds READONLY in other text if a script failed."""
-    return any(isinstance(cause, ReadOnlyError) or "-READONLY" in str(cause) for cause in causes_of(fault))
+    return any(isinstance(cause, ReadOnlyError) or "-READONLY" in str(cause) for cause in exception_chain(fault))
 
 
 def is_denied(fault: BaseException) -> bool:
     """Return whether Redis denied the command to its user."""
-    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in causes_of(fault))
+    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in exception_chain(fault))
 
 
-def causes_of(fault: BaseException | None) -> Iterator[BaseException]:
+def exception_chain(fault: BaseException | None) -> Iterator[BaseException]:
     """Yield the error and its causes: redis-py and kombu wrap TLS errors in their own."""
     seen: set[int] = set()
     while fault is not None and id(fault) not in seen:  # causes can form a cycle

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, buried_key, labels_key, result_key, tombstone_key
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, dead_letter_key, labels_key, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
@@ -115,7 +115,7 @@ return refreshed
 """
 
 #: Seconds per hour.
-HOUR = 3600
+HOUR_S = 3600
 #: Maximum labels counted per hour, because applications can send any number of labels. Further ones are not counted.
 MAX_LABELS_PER_HOUR = 1000
 #: Field with the latest score, in the hash of a post's classifications. Fingerprints are hex, so none equals it.
@@ -151,7 +151,7 @@ class Counters(NamedTuple):
 
 
 #: Entries per page. One dead letter can be half a megabyte.
-PAGE = 20
+PAGE_SIZE = 20
 
 
 class Score(NamedTuple):
@@ -213,7 +213,7 @@ class ResultsStore:
     def _write_call(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
         """Return the script call, and the number of bytes that it sends."""
         settings = self._settings
-        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR))]
+        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR_S))]
         arguments: list[Any] = [
             settings.results_ttl,
             settings.results_stream_length,
@@ -229,7 +229,7 @@ class ResultsStore:
         for letter in dead:
             # Posts sent without an id get "", which is not a valid id and cannot be purged.
             post_id = (letter.id or "").strip()
-            keys += [tombstone_key(post_id), buried_key(identity(letter))]
+            keys += [tombstone_key(post_id), dead_letter_key(dead_letter_digest(letter))]
             arguments += [post_id, letter.model_dump_json()]
         # Encoded only once, to bytes: a Python string can take four bytes per character.
         arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
@@ -282,7 +282,7 @@ class ResultsStore:
 
     def labels(self, hours: int) -> dict[int, dict[str, int]]:
         """Return the number of new results by label, for each of the last hours with any: hours since 1970 -> label."""
-        now = int(time.time() // HOUR)
+        now = int(time.time() // HOUR_S)
         wanted = range(now - hours + 1, now + 1)
         pipe: Any = self._redis.pipeline(transaction=False)
         for hour in wanted:
@@ -310,18 +310,18 @@ class ResultsStore:
 def newest_first(
     redis: Redis, stream: str, count: int | None = None, since: str = "-"
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (id, fields) of a stream's entries, newest first, holding PAGE of them in memory.
+    """Yield (id, fields) of a stream's entries, newest first, holding PAGE_SIZE of them in memory.
 
     count: maximum number of entries; None for all. since: the oldest entry id to yield. Raises
     redis.exceptions.RedisError.
     """
     until, left = "+", sys.maxsize if count is None else count
-    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(PAGE, left)))):
+    while left > 0 and (entries := cast(list[Any], redis.xrevrange(stream, until, since, count=min(PAGE_SIZE, left)))):
         yield from entries
         until, left = f"({entries[-1][0]}", left - len(entries)
 
 
-def identity(letter: DeadLetter) -> str:
+def dead_letter_digest(letter: DeadLetter) -> str:
     """Return a digest of the post, its options and its queue, so that repeated failures of one request are equal."""
     if letter.post is None:  # no readable post: compare the message instead
         return digest(letter.id, letter.payload, letter.message)

@@ -29,14 +29,14 @@ FALLBACK_REDIS_URL = "redis://127.0.0.1:6379/0"
 STACK_FILE = "stack.json"
 #: File in the data folder on which `feedmill up` holds an exclusive flock while it runs.
 LOCK_FILE = "lock"
-DAY = 86_400
+DAY_S = 86_400
 #: Queue used if none is set.
 DEFAULT_QUEUE = "feedmill"
 #: Pattern of the setting `devices`.
-DEVICES = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
+DEVICES_PATTERN = r"all|cpu(:[1-9][0-9]{0,3})?|(0|[1-9][0-9]{0,3})(,(0|[1-9][0-9]{0,3}))*"
 
 #: Pattern of a plug-in's import path, module:Class, in the settings `classifier` and `engine`.
-PLUGIN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+PLUGIN_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     #: error. The Reddit daemon always waits.
     when_full: Literal["wait", "refuse"] = "wait"
     #: Seconds for which sent posts are remembered and not sent again.
-    sent_ttl: Count = 30 * DAY
+    sent_ttl: Count = 30 * DAY_S
 
     # Reddit daemon.
 
@@ -111,7 +111,7 @@ class Settings(BaseSettings):
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: Section of praw.ini that contains the credentials. Unset: DEFAULT.
+    #: Section of praw.ini that contains the credentials. Unset: DEFAULT_TOPICS_FILE.
     reddit_site: str | None = None
     #: URL of another server with Reddit's API, which receives the credentials. Unset: Reddit.
     reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "a URL such as http://127.0.0.1:8080")] | None = None
@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     #: Timeout of a request to Reddit, in seconds: for the first byte of a response, and between two reads.
     reddit_timeout: Seconds = 15.0
     #: Seconds for which tombstones are kept. They block posts that were purged or have disappeared from Reddit.
-    tombstone_ttl: Count = 365 * DAY
+    tombstone_ttl: Count = 365 * DAY_S
 
     # Workers.
 
@@ -140,18 +140,18 @@ class Settings(BaseSettings):
     #: Classifier: nli, sequence or similarity (docs/models.md). auto selects one from the model's files. module:Class
     #: loads a plug-in (docs/extending.md).
     classifier: Annotated[
-        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN}", "auto, nli, sequence, similarity or module:Class")
+        str, _form(rf"auto|nli|sequence|similarity|{PLUGIN_PATTERN}", "auto, nli, sequence, similarity or module:Class")
     ] = "auto"
     #: Inference engine: torch, or onnx for ONNX Runtime with TensorRT, CUDA or CPU, the first one available.
     #: module:Class loads a plug-in.
-    engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN}", "torch, onnx or module:Class")] = "torch"
+    engine: Annotated[str, _form(rf"torch|onnx|{PLUGIN_PATTERN}", "torch, onnx or module:Class")] = "torch"
     #: Folder from which `feedmill deploy` may load models in this worker, including subfolders. Unset: any folder.
     models_folder: Path | None = None
     #: Device that runs the model. auto selects one of this machine's.
     device: Annotated[str, _form(r"auto|cpu|mps|cuda(:[0-9]+)?", "auto, cpu, cuda, cuda:N or mps")] = "auto"
     #: Devices of `feedmill worker`, which starts one process for each: all; GPU numbers, such as 0,2; cpu; or cpu:N for
     #: N workers that share the CPU's cores. Unset: the one in `device`.
-    devices: Annotated[str, _form(DEVICES, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
+    devices: Annotated[str, _form(DEVICES_PATTERN, "all, GPU numbers such as 0,2, cpu or cpu:N")] | None = None
     #: Precision. auto: float16 on a GPU, bfloat16 on a CPU with hardware support (engine torch only), else float32.
     #: int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
@@ -205,9 +205,9 @@ class Settings(BaseSettings):
     # Retention.
 
     #: Seconds for which results are kept.
-    results_ttl: Count = 7 * DAY
+    results_ttl: Count = 7 * DAY_S
     #: Seconds for which hourly counts by label are kept.
-    label_counts_ttl: Count = 30 * DAY
+    label_counts_ttl: Count = 30 * DAY_S
     #: Approximate maximum entries of the results stream. Redis trims whole nodes.
     results_stream_length: Count = 100_000
     #: Approximate maximum entries of the dead-letter stream.
@@ -325,7 +325,7 @@ class Settings(BaseSettings):
         """Redis' address including its password. Use it to connect; never show it to users."""
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
-        if not stack_runs(self.data_folder):
+        if not is_stack_running(self.data_folder):
             return FALLBACK_REDIS_URL
         try:
             return str(json.loads((self.data_folder / STACK_FILE).read_text())["redis_url"])
@@ -365,7 +365,7 @@ def _require_scheme(scheme: str, info: ValidationInfo) -> None:
         raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}")
 
 
-def stack_runs(folder: Path) -> bool:
+def is_stack_running(folder: Path) -> bool:
     """Return whether a running `feedmill up` has announced its address in this data folder.
 
     Checks the lock, because a killed stack leaves its file behind, and another program may have taken its port.

@@ -8,7 +8,7 @@ from contextlib import suppress
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
 
 
-def tell(state: str) -> None:
+def notify(state: str) -> None:
     """Send a state, READY=1 or STOPPING=1. Does nothing outside of systemd."""
     address = os.environ.get(NOTIFY_SOCKET)
     if not address:

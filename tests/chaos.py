@@ -49,11 +49,11 @@ from threading import Event, Thread
 from typing import Any
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from feedmill.stack.processes import Child
 from producers.push import Pusher
-from shared.broker import HELD, connect, make_app, queue_depth, queue_lists
+from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, queue_lists
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings
@@ -213,7 +213,7 @@ class Chaos:
             while not self._stopping.is_set():
                 try:
                     pusher.push(some)
-                except (RedisFault, OperationalError):
+                except (RedisError, OperationalError):
                     self._stopping.wait(0.2)
                 else:
                     self._sent += len(some)
@@ -230,7 +230,7 @@ class Chaos:
 
     def _wait(self, _: float) -> None:
         if self._stopping.wait(0.02):
-            raise RedisFault("time limit reached")
+            raise RedisError("time limit reached")
 
     def _posts(self) -> Iterator[Post]:
         for number in range(self._given.posts):
@@ -362,7 +362,7 @@ class Chaos:
         queued = [message for name in queue_lists(self._settings.queue) for message in client.lrange(name, 0, -1)]
         known = {
             int(post["id"].removeprefix("p"))
-            for message in (*queued, *client.hvals(HELD["reserved_key"]))
+            for message in (*queued, *client.hvals(TRANSPORT_KEYS["reserved_key"]))
             for post in body_of(message)[1]["posts"]
         }
         for stream in (RESULTS_STREAM, DEAD_LETTERS):
@@ -379,7 +379,7 @@ class Chaos:
             self._later(SLOW_S, lambda: setattr(proxy, "delay", 0.0))
 
     def _memory_limit(self, size: int) -> None:
-        with suppress(RedisFault):  # a Redis that is down has no limit after its restart
+        with suppress(RedisError):  # a Redis that is down has no limit after its restart
             self._redis.client.config_set("maxmemory", size)
 
     def _memory_full(self) -> None:
@@ -430,7 +430,7 @@ class Chaos:
                 _tell(f"{ended:,} of {self._sent:,} posts ended; memory in MB {self._latest_memory()}")
             sampled = now
             self._sample_memory()
-            with suppress(RedisFault):
+            with suppress(RedisError):
                 counted = self._ended()
                 if counted != ended or self._sent < given.posts:
                     ended, since = counted, now

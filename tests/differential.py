@@ -202,7 +202,7 @@ def start(name: str, redis: RedisServer, model: Path, folder: Path) -> Forking:
 
 def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit: float) -> Side:
     """Send all messages to a worker, wait for the last event, and stop the worker with SIGTERM."""
-    worker.wait_until(lambda: " ready." in worker.said())
+    worker.wait_until(lambda: " ready." in worker.output())
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
     # Do not subscribe to each result: nothing here waits for one.
@@ -220,7 +220,7 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
         seconds = time.monotonic() - began
     worker.process.terminate()
     if status := worker.process.wait(60):
-        raise RuntimeError(f"{worker.name} ended with status {status}. {worker.last_words()}")
+        raise RuntimeError(f"{worker.name} ended with status {status}. {worker.log_tail()}")
     return Side(worker.name, redis, log, seconds)
 
 
@@ -259,7 +259,7 @@ def all_done(worker: Forking, redis: RedisServer, log: EventLog, sendings: Seque
     def done() -> bool:
         nonlocal reported
         if worker.process.poll() is not None:
-            raise RuntimeError(f"{worker.name} ended. {worker.last_words()}")
+            raise RuntimeError(f"{worker.name} ended. {worker.log_tail()}")
         waiting, leased = queue_depth(redis.client, "feedmill")
         now = time.monotonic()
         if now - reported > 5:

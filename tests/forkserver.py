@@ -213,7 +213,7 @@ def _compute_on(threads: int) -> None:
     from workers.models import device  # noqa: PLC0415
 
     torch.set_num_threads(threads)
-    device.CORES = threads
+    device.TORCH_THREADS = threads
 
 
 def main() -> None:

@@ -35,14 +35,14 @@ from celery import Celery
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from shared.broker import HELD, SENT_AT, shown_arguments
+from shared.broker import SENT_AT, TRANSPORT_KEYS, format_arguments
 from shared.errors import RequestRefused
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, result_key
 from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
 from workers.pipeline.message import Message
-from workers.runtime.task import named
-from workers.transport.leases import MAX_UNDECODABLE_BYTES, lapsed
+from workers.runtime.task import arguments_by_name
+from workers.transport.leases import MAX_UNDECODABLE_BYTES, count_expired_lease
 from workers.transport.redis_transport import Channel, UndecodableError, decoded
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> N
 
 def read(element: bytes) -> str:
     """Decode an element like a worker, up to its dead letters. Return how far that got. Any exception is a bug."""
-    lapsed(element)
+    count_expired_lease(element)
     try:
         found = decoded(element)
         found["properties"]["delivery_tag"] = "tag"
@@ -95,16 +95,16 @@ def read(element: bytes) -> str:
         return "no arguments"
     args, kwargs, _ = body
     if isinstance(kwargs, dict):
-        shown_arguments(kwargs)
-    request = Message(named(args, kwargs), message.headers.get(SENT_AT))
+        format_arguments(kwargs)
+    request = Message(arguments_by_name(args, kwargs), message.headers.get(SENT_AT))
     try:
         for index, post in enumerate(request.read()):
-            request.settle(index, post)  # type: ignore[arg-type]  # valid posts stand in for their outcomes
+            request.set_outcome(index, post)  # type: ignore[arg-type]  # valid posts stand in for their outcomes
     except RequestRefused as refused:
         request.refused = refused
     for letter in request.dead_letters("worker", 0.0):
         letter.model_dump_json()
-    return "refused by us" if request.failed() else "good"
+    return "refused by us" if request.has_failed() else "good"
 
 
 class Served:
@@ -146,11 +146,11 @@ class Served:
         nameless = min(logged_dead["None"], len(lost))
         self.fates["told"] += nameless
         self.vanished += lost[nameless:]
-        self._redis.delete(HELD["undecodable_key"], DEAD_LETTERS)
+        self._redis.delete(TRANSPORT_KEYS["undecodable_key"], DEAD_LETTERS)
 
     def _fates(self, written: dict[str, bytes]) -> Iterator[tuple[str, str | None]]:
-        aside = set(self._raw("LRANGE", HELD["undecodable_key"], 0, -1))
-        waiting = set(self._raw("HVALS", HELD["reserved_key"]))
+        aside = set(self._raw("LRANGE", TRANSPORT_KEYS["undecodable_key"], 0, -1))
+        waiting = set(self._raw("HVALS", TRANSPORT_KEYS["reserved_key"]))
         entries: Any = self._redis.xrange(DEAD_LETTERS)
         letters = [json.loads(fields["letter"]) for _, fields in entries]
         dead = {
@@ -182,7 +182,7 @@ class Served:
         waiting = sum(
             self._redis.llen(name) for name in self._redis.keys("feedmill*") if "\x06" in name or name == "feedmill"
         )
-        return not waiting and all(FUTURE in element for element in self._raw("HVALS", HELD["reserved_key"]))
+        return not waiting and all(FUTURE in element for element in self._raw("HVALS", TRANSPORT_KEYS["reserved_key"]))
 
 
 def _is_named(element: bytes, task_id: str) -> bool:

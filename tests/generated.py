@@ -22,8 +22,8 @@ from typer.main import get_command
 from feedmill.cli.main import app
 from producers.reddit import metrics as reddit_metrics
 from shared import errors, keys, schema
-from shared.metrics import REDIS_FIGURES
-from shared.settings import DAY, PREFIX, Settings
+from shared.metrics import REDIS_METRICS
+from shared.settings import DAY_S, PREFIX, Settings
 from workers.runtime import metrics as worker_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,7 @@ FOLDERS = {
 PACKAGES = ("producers", "shared", "workers", "feedmill")
 #: Metrics by the process that serves them.
 FIGURES = {
-    "Every process that serves metrics (read from Redis)": REDIS_FIGURES,
+    "Every process that serves metrics (read from Redis)": REDIS_METRICS,
     "Workers": worker_metrics.FIGURES,
     "The Reddit daemon": reddit_metrics.FIGURES,
 }
@@ -152,8 +152,8 @@ def default(value: Any) -> str:
     """Return a default as it is written in the environment."""
     if value is None or value == ():
         return ""
-    if isinstance(value, int) and value and value % DAY == 0:
-        return f"`{value}` ({value // DAY} days)"
+    if isinstance(value, int) and value and value % DAY_S == 0:
+        return f"`{value}` ({value // DAY_S} days)"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from producers.push import Pusher
-from producers.reddit.budget import Budget
-from producers.reddit.client import Reddit
+from producers.reddit.budget import RequestBudget
+from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
 from producers.reddit.topics import Topics
 from shared.broker import connect, make_app
@@ -59,10 +59,10 @@ def poll(settings: dict[str, Any], shared: Any, hours: int, connection: Connecti
     clock = SharedClock(shared)
     chosen = Settings.model_validate(settings)
     redis = connect(chosen)
-    budget = Budget(clock, chosen.reddit_requests_per_minute)
+    budget = RequestBudget(clock, chosen.reddit_requests_per_minute)
     pusher = Pusher(make_app(chosen), redis, chosen, ClassifyOptions(), wait=clock.wait)
     topics = Topics(active=1, topics=TOPICS)
-    reddit = Reddit(chosen, budget, topics.topic_of)
+    reddit = RedditClient(chosen, budget, topics.topic_of)
     daemon = Daemon(reddit, budget, redis, pusher, topics, chosen, clock, depth=1000)
     for hour in range(1, hours + 1):
         while (left := hour * HOUR_S - clock.monotonic()) > 0:

@@ -8,9 +8,9 @@ from typing import Any
 from shared.broker import Application, make_app
 from shared.errors import SettingsError
 from shared.settings import Settings, load
-from workers.models.plugins import imported
+from workers.models.plugins import import_user_module
 from workers.runtime import task  # noqa: F401 - registers the shared task with every application
-from workers.transport.redis_transport import reserve
+from workers.transport.redis_transport import use_leases
 
 
 def make_worker_app(settings: Settings) -> Application:
@@ -19,7 +19,7 @@ def make_worker_app(settings: Settings) -> Application:
     Raises SettingsError.
     """
     app = make_app(settings)
-    reserve(app)
+    use_leases(app)
     app.conf.update(
         worker_pool="workers.runtime.pool:DevicePool",
         worker_concurrency=1,
@@ -35,7 +35,7 @@ def make_worker_app(settings: Settings) -> Application:
     )
     app.steps["consumer"].add("workers.runtime.consumer:ConsumerFit")
     for module in settings.include:
-        imported(module, "include")
+        import_user_module(module, "include")
     app.finalize()
     return app
 

@@ -30,8 +30,8 @@ def run(app: Application, node: str, **options: Any) -> int:
     settings = app.settings
     # Celery does not configure logging if this signal has a receiver.
     setup_logging.connect(lambda **_: logs.configure(settings), weak=False)
-    worker_ready.connect(lambda **_: systemd.tell("READY=1"), weak=False)
-    worker_shutting_down.connect(lambda **_: systemd.tell("STOPPING=1"), weak=False)
+    worker_ready.connect(lambda **_: systemd.notify("READY=1"), weak=False)
+    worker_shutting_down.connect(lambda **_: systemd.notify("STOPPING=1"), weak=False)
     # Containers often run as root. The warning is about pickle, and this worker accepts only JSON.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     worker = app.Worker(

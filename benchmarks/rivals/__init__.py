@@ -21,7 +21,7 @@ class NotInstalled(UserError):  # noqa: N818 - named after the state
     """A rival's libraries are missing. The message names them and the command that installs them."""
 
 
-class Job(NamedTuple):
+class BenchmarkJob(NamedTuple):
     """The settings common to all variants of a run. `folder` is empty at first and deleted after the run."""
 
     settings: Settings

@@ -15,9 +15,9 @@ from typing import Any
 
 from celery import Celery
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
-from benchmarks.rivals import Job, NotInstalled
+from benchmarks.rivals import BenchmarkJob, NotInstalled
 from benchmarks.rivals.celery_app import QUEUE_DATABASE, REDIS_URL, RESULTS_DATABASE, TASK
 from benchmarks.rivals.processes import Processes
 from feedmill.stack.embedded import find_redis_server
@@ -59,7 +59,7 @@ class OnCelery:
         self._worker.wait_until(lambda: bool(inspect.ping()))
 
     def _redis_answers(self) -> bool:
-        with suppress(RedisFault):
+        with suppress(RedisError):
             return bool(self._results.ping())
         return False
 
@@ -72,7 +72,7 @@ class OnCelery:
                 seen, since = stored, time.monotonic()
             if self._worker.process.poll() is not None or time.monotonic() - since > STALL_TIMEOUT_S:
                 raise StackError(
-                    f"The worker stopped after {stored} of {len(posts)} results. {self._worker.last_words()}"
+                    f"The worker stopped after {stored} of {len(posts)} results. {self._worker.log_tail()}"
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -84,17 +84,17 @@ class OnCelery:
         self._processes.stop()
 
 
-def plain_celery(job: Job) -> OnCelery:
+def plain_celery(job: BenchmarkJob) -> OnCelery:
     """Plain Celery with one post per task, in one process that uses all cores."""
     return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery", "solo")
 
 
-def plain_celery_prefork(job: Job) -> OnCelery:
+def plain_celery_prefork(job: BenchmarkJob) -> OnCelery:
     """Plain Celery with one post per task and its default pool: one process with a model per core."""
     return OnCelery("benchmarks.rivals.plain_celery", job.folder / "plain_celery_prefork", "prefork")
 
 
-def celery_batches(job: Job) -> OnCelery:
+def celery_batches(job: BenchmarkJob) -> OnCelery:
     """The library celery-batches. Raises NotInstalled."""
     if not (CELERY_BATCHES / "celery_batches").is_dir():
         raise NotInstalled(

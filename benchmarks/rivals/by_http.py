@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
-from benchmarks.rivals import Job, NotInstalled
+from benchmarks.rivals import BenchmarkJob, NotInstalled
 from benchmarks.rivals.processes import Processes
 from feedmill.stack.processes import free_port
 from shared.messages import Post
@@ -20,7 +20,7 @@ REQUEST_TIMEOUT_S = 120.0
 class OverHttp:
     """A server that runs `module` on a free port and returns the label and scores of a post's text."""
 
-    def __init__(self, module: str, job: Job, name: str) -> None:
+    def __init__(self, module: str, job: BenchmarkJob, name: str) -> None:
         self._module = module
         self._processes = Processes(job.folder / name)
         self._labels: list[str] = []
@@ -68,17 +68,17 @@ class OverHttp:
         self._processes.stop()
 
 
-def ray_serve(job: Job) -> OverHttp:
+def ray_serve(job: BenchmarkJob) -> OverHttp:
     """Ray Serve. Raises NotInstalled."""
     return _server("ray_serve", "ray", "benchmarks.rivals.ray_serve", job)
 
 
-def litserve(job: Job) -> OverHttp:
+def litserve(job: BenchmarkJob) -> OverHttp:
     """LitServe. Raises NotInstalled."""
     return _server("litserve", "litserve", "benchmarks.rivals.lit_serve", job)
 
 
-def _server(name: str, library: str, module: str, job: Job) -> OverHttp:
+def _server(name: str, library: str, module: str, job: BenchmarkJob) -> OverHttp:
     if not (find_spec(library) and find_spec("aiohttp")):
         raise NotInstalled(f"Left out: {name}. Install it with `make rivals`.")
     return OverHttp(module, job, name)

@@ -42,7 +42,7 @@ class ClassifierAPI(litserve.LitAPI):
 
 def main() -> None:
     settings = load()
-    kind = device.choose(settings.device, settings.dtype).torch.type
+    kind = device.select_device(settings.device, settings.dtype).torch.type
     server = litserve.LitServer(
         ClassifierAPI(max_batch_size=BATCH_SIZE, batch_timeout=BATCH_TIMEOUT_S),
         accelerator=kind,

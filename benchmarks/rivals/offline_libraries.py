@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, FeatureExtractionPipeline, pipeline
 
-from benchmarks.rivals import BATCH_SIZE, Job, NotInstalled
+from benchmarks.rivals import BATCH_SIZE, BenchmarkJob, NotInstalled
 from benchmarks.rivals.plain_model import SCALE, cores, label_names, label_vectors, mean_pooled
 from shared.messages import Post
 from workers.models.weights import locate
@@ -35,7 +35,7 @@ class MeanPooling(FeatureExtractionPipeline):
 class OfflineLibrary(ABC):
     """A classifier that embeds posts and gives each the label with the nearest description."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         self._job = job
         self._folder = locate(job.settings.model).folder
         self._names = label_names(job.settings)
@@ -90,7 +90,7 @@ class Pipeline32(OfflineLibrary):
 class SentenceTransformers(OfflineLibrary):
     """sentence-transformers' `encode`, which sorts the list by length first. Raises NotInstalled."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         if not find_spec("sentence_transformers"):
             raise NotInstalled("Left out: sentence_transformers. Install it with `pip install sentence-transformers`.")
         super().__init__(job)

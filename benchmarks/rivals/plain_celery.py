@@ -29,7 +29,7 @@ class OneByOne:
 
     def load(self, **_: Any) -> None:
         settings = load()
-        self._classifier = load_classifier(settings, device.choose(settings.device, settings.dtype))
+        self._classifier = load_classifier(settings, device.select_device(settings.device, settings.dtype))
         self._label_set = self._classifier.label_set(ClassifyOptions())
 
     def load_on_one_core(self, **_: Any) -> None:

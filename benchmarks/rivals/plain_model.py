@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
 from workers.models import device
-from workers.models.classifiers.similarity import TEMPLATE
+from workers.models.classifiers.similarity import DEFAULT_TEMPLATE
 from workers.models.weights import locate
 
 #: Factor that turns cosines into logits; the model was trained with it.
@@ -36,7 +36,7 @@ def label_names(settings: Settings) -> list[str]:
 
 def label_vectors(settings: Settings, embed: Callable[[list[str]], torch.Tensor]) -> torch.Tensor:
     """Return unit vectors [labels, dimensions] in float32, each the mean of a label's description vectors."""
-    template = settings.template or TEMPLATE
+    template = settings.template or DEFAULT_TEMPLATE
     described = list((settings.labels or DESCRIBED_TOPICS).values())
     sentences = [template.replace("{}", text) for texts in described for text in texts]
     of_labels = torch.split(embed(sentences).float(), [len(texts) for texts in described])
@@ -57,7 +57,7 @@ class PlainModel:
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(cores())
-        chosen = device.choose(settings.device, settings.dtype)
+        chosen = device.select_device(settings.device, settings.dtype)
         folder = locate(settings.model).folder
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._model: Any = AutoModel.from_pretrained(folder, dtype=chosen.dtype, local_files_only=True)

@@ -26,7 +26,7 @@ MAX_ONGOING = 1024
 OBJECT_STORE_BYTES = 256 << 20
 
 
-class Classifier:
+class RayClassifier:
     """The model in a single replica."""
 
     def __init__(self, settings: Settings) -> None:
@@ -43,7 +43,7 @@ class Classifier:
 
 def main() -> None:
     settings = load()
-    gpus = int(device.choose(settings.device, settings.dtype).torch.type == "cuda")
+    gpus = int(device.select_device(settings.device, settings.dtype).torch.type == "cuda")
     # SIGTERM acts like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -61,7 +61,7 @@ def main() -> None:
             max_ongoing_requests=MAX_ONGOING,
             ray_actor_options={"num_cpus": cores(), "num_gpus": gpus},
             logging_config={"enable_access_log": False},
-        )(Classifier)
+        )(RayClassifier)
         serve.run(replica.bind(settings), route_prefix="/predict")
         signal.pause()
     except KeyboardInterrupt:

@@ -11,9 +11,9 @@ import typer
 from redis import Redis
 
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
-from feedmill.reading.dead_letters import DeadLetters, Element, Entry
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from producers.push import Pusher
-from shared.broker import Application, connect, make_app, told_plainly
+from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
 from shared.messages import ClassifyOptions, DeadLetter, Post
 
@@ -24,8 +24,12 @@ MAX_QUOTED_IDS = 5
 
 app = typer.Typer(help="List, retry or drop dead letters (posts that could not be classified).", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the dead letter, as `list` shows it, or of its post.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of dead letters or of their posts.")]
+DeadLetterId = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of the dead letter, as `list` shows it, or of its post.")
+]
+DeadLetterIds = Annotated[
+    list[str] | None, typer.Argument(metavar="ID...", help="Ids of dead letters or of their posts.")
+]
 All = Annotated[bool, typer.Option("--all", help="Select every dead letter.")]
 
 
@@ -38,7 +42,7 @@ def list_(
     """List the newest dead letters with id, post, time and reason."""
     settings = settings_of(redis_url=redis_url)
     is_empty = True
-    with told_plainly(settings):
+    with user_errors(settings):
         for each in DeadLetters(connect(settings)).newest(count):
             is_empty = False
             typer.echo(_as_json(each) if as_json else _line(each))
@@ -47,10 +51,10 @@ def list_(
 
 
 @app.command()
-def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+def show(name: DeadLetterId, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Show one dead letter in full: reason, post, options and traceback."""
     settings = settings_of(redis_url=redis_url)
-    with told_plainly(settings):
+    with user_errors(settings):
         found, missing = _named(DeadLetters(connect(settings)), [name])
         for each in found:
             typer.echo(_as_json(each) if as_json else _described(each))
@@ -59,7 +63,7 @@ def show(name: Id, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
 
 
 @app.command()
-def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> None:
+def retry(ids: DeadLetterIds = None, every: All = False, redis_url: RedisUrl = None) -> None:
     """Send the posts of dead letters to their queues again, with their original options.
 
     A dead letter is removed once its post is in the queue. Exits 1 if a dead letter was not found or could not be
@@ -75,7 +79,7 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
         return make_app(settings.model_copy(update={"queue": queue or settings.queue}))
 
     sent = refused = 0
-    with told_plainly(settings):
+    with user_errors(settings):
         chosen, missing = _chosen(dead, ids, every)
         for each in chosen:
             if why := _send_again(each, dead, redis, app_of):
@@ -91,7 +95,7 @@ def retry(ids: Ids = None, every: All = False, redis_url: RedisUrl = None) -> No
 
 @app.command()
 def drop(
-    ids: Ids = None,
+    ids: DeadLetterIds = None,
     every: All = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation with --all.")] = False,
     redis_url: RedisUrl = None,
@@ -100,7 +104,7 @@ def drop(
     settings = settings_of(redis_url=redis_url)
     dead = DeadLetters(connect(settings))
     dropped = 0
-    with told_plainly(settings):
+    with user_errors(settings):
         chosen, missing = _chosen(dead, ids, every)
         if every and not yes:
             _confirm(dead.count())
@@ -119,14 +123,16 @@ def _confirm(count: int) -> None:
     typer.confirm(f"Drop {count:,} dead letters permanently?", abort=True)
 
 
-def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry | Element], list[str]]:
+def _chosen(
+    dead: DeadLetters, ids: Sequence[str] | None, every: bool
+) -> tuple[Iterator[DeadLetterEntry | UndecodableMessage], list[str]]:
     """Return the selected dead letters, and the ids without one. Raises UserError unless ids or --all are given."""
     if bool(ids) == every:
         raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
 
 
-def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry | Element], list[str]]:
+def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[DeadLetterEntry | UndecodableMessage], list[str]]:
     """Return the dead letter for each id, read lazily, and the ids without one.
 
     Raises UserError if several dead letters match one id.
@@ -150,10 +156,13 @@ def _report_missing(ids: Sequence[str]) -> None:
 
 
 def _send_again(
-    each: Entry | Element, dead: DeadLetters, redis: Redis, app_of: Callable[[str | None], Application]
+    each: DeadLetterEntry | UndecodableMessage,
+    dead: DeadLetters,
+    redis: Redis,
+    app_of: Callable[[str | None], Application],
 ) -> str | None:
     """Publish the post of a dead letter again; return the reason if that is impossible, else None."""
-    if isinstance(each, Element):
+    if isinstance(each, UndecodableMessage):
         return "the element is not a message"
     try:
         post, options = _read(each.letter)
@@ -175,23 +184,23 @@ def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
 
 
-def _as_json(each: Entry | Element) -> str:
-    if isinstance(each, Element):
+def _as_json(each: DeadLetterEntry | UndecodableMessage) -> str:
+    if isinstance(each, UndecodableMessage):
         found: dict[str, object] = {"entry": each.name, "element": each.content.decode("utf-8", "replace")}
     else:
         found = {"entry": each.name, **each.letter.model_dump()}
     return json_line(found)
 
 
-def _line(each: Entry | Element) -> str:
-    if isinstance(each, Element):
+def _line(each: DeadLetterEntry | UndecodableMessage) -> str:
+    if isinstance(each, UndecodableMessage):
         return f"{each.name}  {len(each.content):,} bytes, not a message"
     letter = each.letter
     return printable(f"{each.name:<18} {letter.id or '-':<12} {_time(letter.failed_at)}  {letter.reason}")
 
 
-def _described(each: Entry | Element) -> str:
-    if isinstance(each, Element):
+def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
+    if isinstance(each, UndecodableMessage):
         return f"{each.name}  not a message:\n{printable(each.content.decode('utf-8', 'replace'))}"
     letter = each.letter
     facts = {

@@ -16,10 +16,18 @@ from redis import Redis
 
 from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
 from feedmill.monitoring import watch
-from shared.broker import connect, make_app, told_plainly
+from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
-from shared.keys import WANTED
-from shared.model_routing import Report, Stage, Wanted, check_queue, queues, want, wanted
+from shared.keys import REQUESTED_MODELS
+from shared.model_routing import (
+    DeploymentReport,
+    RequestedModel,
+    Stage,
+    check_queue,
+    queues,
+    request_model,
+    requested_model,
+)
 from shared.settings import Settings
 
 #: Seconds without a report on the deployment after which a worker counts as unresponsive.
@@ -54,19 +62,21 @@ def deploy(
     redis, celery = connect(settings), make_app(settings)
     if [folder is not None, own, show].count(True) != 1:
         raise UserError("Give exactly one of FOLDER, --own and --show.")
-    with told_plainly(settings):
+    with user_errors(settings):
         if queue is not None:
             check_queue(redis, queue)
         if show:
             _show(redis, celery, settings, as_json)
             return
         name = queue or settings.queue
-        before = wanted(redis, name)
+        before = requested_model(redis, name)
         deployment = _requested(folder)
-        want(redis, name, deployment)
+        request_model(redis, name, deployment)
         nodes = [node for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]]
         if wait or not nodes:
-            reports = _wait_for_workers(celery, nodes, deployment, lambda: wanted(redis, name) == deployment, as_json)
+            reports = _wait_for_workers(
+                celery, nodes, deployment, lambda: requested_model(redis, name) == deployment, as_json
+            )
             message, status = _conclude(redis, name, deployment, before, reports)
         else:
             _poll(celery, nodes)
@@ -76,10 +86,10 @@ def deploy(
     raise typer.Exit(status)
 
 
-def _requested(folder: Path | None) -> Wanted:
+def _requested(folder: Path | None) -> RequestedModel:
     """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
     if folder is None:
-        return Wanted(None, None, time.time())
+        return RequestedModel(None, None, time.time())
     try:
         from workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
     except ModuleNotFoundError as missing:
@@ -92,18 +102,18 @@ def _requested(folder: Path | None) -> Wanted:
             f"Folder {place} does not exist. Give a folder that save_pretrained wrote; download a Hub model into one "
             "first."
         )
-    return Wanted(str(place), locate(str(place), offline=True).sha256, time.time())
+    return RequestedModel(str(place), locate(str(place), offline=True).sha256, time.time())
 
 
 def _wait_for_workers(
-    celery: Celery, nodes: list[str], deployment: Wanted, holds: Callable[[], bool], as_json: bool
-) -> dict[str, Report | None]:
+    celery: Celery, nodes: list[str], deployment: RequestedModel, holds: Callable[[], bool], as_json: bool
+) -> dict[str, DeploymentReport | None]:
     """Poll the workers until each has switched, failed or stopped reporting; print reports as they arrive.
 
     holds: returns False once another deployment replaces this one, which ends the wait.
     Returns each worker's last report; None for one that did not report on this deployment in time.
     """
-    reports: dict[str, Report | None] = dict.fromkeys(nodes)
+    reports: dict[str, DeploymentReport | None] = dict.fromkeys(nodes)
     heard = dict.fromkeys(nodes, time.monotonic())
     while nodes and holds():
         for node, report in _poll(celery, nodes):
@@ -120,21 +130,21 @@ def _wait_for_workers(
     return reports
 
 
-def _is_done(report: Report | None) -> bool:
+def _is_done(report: DeploymentReport | None) -> bool:
     return report is not None and report.stage in (Stage.DONE, Stage.FAILED)
 
 
-def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, Report]]:
+def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, DeploymentReport]]:
     """Ask the workers to check for a deployment; return each one's report on the latest deployment it has read."""
     answers = watch.ask(celery, "feedmill_deploy", nodes, ANSWER_TIMEOUT_S) if nodes else {}
     return [
-        (node, Report(found["at"], Stage(found["stage"]), found["said"]))
+        (node, DeploymentReport(found["at"], Stage(found["stage"]), found["said"]))
         for node, found in answers.items()
         if "at" in found
     ]
 
 
-def _show_report(node: str, report: Report, as_json: bool) -> None:
+def _show_report(node: str, report: DeploymentReport, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"worker": node} | report._asdict()))
     else:
@@ -142,14 +152,18 @@ def _show_report(node: str, report: Report, as_json: bool) -> None:
 
 
 def _conclude(
-    redis: Redis, queue: str, deployment: Wanted, before: Wanted | None, reports: dict[str, Report | None]
+    redis: Redis,
+    queue: str,
+    deployment: RequestedModel,
+    before: RequestedModel | None,
+    reports: dict[str, DeploymentReport | None],
 ) -> tuple[str, int]:
     """Return the summary and the exit status. Restores the previous deployment if every worker failed."""
     if not reports:
         return f"No worker serves queue {queue} now. The deployment applies when one starts.", 1
     done = sum(report is not None and report.stage is Stage.DONE for report in reports.values())
     silent = [node for node, report in reports.items() if report is None]
-    if wanted(redis, queue) != deployment:
+    if requested_model(redis, queue) != deployment:
         rest = "another deployment replaced this one (see --show)"
     elif done == len(reports):
         return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
@@ -158,7 +172,7 @@ def _conclude(
     elif done:
         rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
     else:
-        want(redis, queue, before)
+        request_model(redis, queue, before)
         rest = "rolled back to the previous deployment"
     return f"{done:,} of {len(reports):,} workers of queue {queue} have switched: {rest}.", 1
 
@@ -166,9 +180,9 @@ def _conclude(
 def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> None:
     """Print the deployed model of each queue and the model that each of its workers runs."""
     workers = watch.worker_statistics(celery)
-    known: Any = redis.hkeys(WANTED)
+    known: Any = redis.hkeys(REQUESTED_MODELS)
     for queue in sorted({*known, *queues(redis, settings)}):
-        deployment = wanted(redis, queue)
+        deployment = requested_model(redis, queue)
         serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
         if as_json:
             runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}

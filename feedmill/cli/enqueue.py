@@ -10,25 +10,25 @@ from redis import Redis
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from feedmill.cli.file_reading import Reading
+from feedmill.cli.file_reading import FileReading
 from feedmill.cli.options import (
     IdColumn,
-    Labels,
-    MultiLabel,
-    Priority,
+    LabelsOption,
+    MultiLabelOption,
+    PriorityOption,
     RedisUrl,
-    Template,
+    TemplateOption,
     ToModel,
     ToQueue,
-    options_of,
-    sending,
+    message_options,
+    select_queue,
     settings_of,
 )
 from producers.files import is_file
 from producers.positions import Position
-from producers.push import Pusher, purpose
-from producers.records import EVERYTHING, Filters, seconds_of_date, subreddit_name
-from shared.broker import connect, make_app, told_plainly
+from producers.push import Pusher, send_scope
+from producers.records import NO_FILTERS, Filters, seconds_of_date, subreddit_name
+from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError
 
 app = typer.Typer()
@@ -36,7 +36,7 @@ app = typer.Typer()
 #: Posts between two saves of the position in the file, about. After a crash, this many are checked again.
 SAVE_INTERVAL_POSTS = 1000
 #: Valid subreddit names in lower case. Some of the oldest contain dots.
-SUBREDDIT = re.compile(r"[a-z0-9_.-]{1,50}")
+SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
 @app.command()
@@ -64,12 +64,12 @@ def enqueue(
         str | None,
         typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).", show_default=False),
     ] = None,
-    labels: Labels = None,
-    template: Template = None,
-    multi_label: MultiLabel = False,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
+    multi_label: MultiLabelOption = False,
     to_model: ToModel = None,
     to_queue: ToQueue = None,
-    priority: Priority = None,
+    priority: PriorityOption = None,
     again: Annotated[bool, typer.Option(help="Start over and send posts again that were already sent.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[
@@ -91,26 +91,26 @@ def enqueue(
         labels=labels,
         template=template,
     )
-    options = options_of(settings, labels, template, multi_label)
+    options = message_options(settings, labels, template, multi_label)
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     redis = connect(settings)
-    settings = sending(settings, redis, to_model, to_queue)
+    settings = select_queue(settings, redis, to_model, to_queue)
     refuse = settings.when_full == "refuse"
     pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
-    with told_plainly(settings):
-        position = _position(redis, file, purpose(settings, options), filters, id_column)
+    with user_errors(settings):
+        position = _position(redis, file, send_scope(settings, options), filters, id_column)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
-        reading = Reading(file, notes, filters, start, id_column, shows_ids=True)
-        with _Bar(reading, pusher, notes):
+        reading = FileReading(file, notes, filters, start, id_column, shows_ids=True)
+        with _EnqueueBar(reading, pusher, notes):
             if position:
                 _push(reading, pusher, position, settings.posts_per_message)
             else:
                 # A pipe has no position to save, and posts from a slow one should be sent at once.
                 pusher.push(reading.posts())
-    if reading.told_all:
+    if reading.has_content:
         typer.echo(_summary(reading, pusher, filters))
     reading.end()
     found_none = start == 0 < reading.left_out == reading.records
@@ -122,7 +122,7 @@ def enqueue(
     raise typer.Exit(1 if reading.skipped or found_none else 0)
 
 
-def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_message: int) -> None:
+def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_message: int) -> None:
     """Send the posts and save the position in the file after each batch, so that a later run can resume."""
     # A multiple of the message size: only the last message of a batch may be smaller.
     for trip in reading.trips(posts_per_message * -(-SAVE_INTERVAL_POSTS // posts_per_message)):
@@ -130,7 +130,7 @@ def _push(reading: Reading, pusher: Pusher, position: Position, posts_per_messag
         if reading.complete:
             position.forget()
         elif reading.records:
-            pusher.once_there_is_memory(partial(position.save, reading.records))
+            pusher.retry_until_memory(partial(position.save, reading.records))
 
 
 def _position(redis: Redis, file: str, sent_for: str, filters: Filters, id_column: str | None) -> Position | None:
@@ -150,7 +150,7 @@ def _filters(subreddits: Iterable[str], since: str | None, until: str | None) ->
     for given in subreddits:
         found = [subreddit_name(name) for name in given.split(",") if name.strip()] or [given]
         for name in found:
-            if not SUBREDDIT.fullmatch(name):
+            if not SUBREDDIT_NAME.fullmatch(name):
                 raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Write python,learnpython.")
         names.update(found)
     filters = Filters(frozenset(names), _seconds("--since", since), _seconds("--until", until))
@@ -169,7 +169,7 @@ def _seconds(flag: str, date: str | None) -> float | None:
         raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).") from None
 
 
-def _summary(reading: Reading, pusher: Pusher, filters: Filters) -> str:
+def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:
     counts = [
         f"{pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent (messages: {pusher.messages:,})",
         f"{pusher.skipped:,} already sent",
@@ -179,15 +179,15 @@ def _summary(reading: Reading, pusher: Pusher, filters: Filters) -> str:
         counts.append(f"{pusher.gone:,} purged")
     if reading.removed:
         counts.append(f"{reading.removed:,} removed on Reddit")
-    if filters != EVERYTHING:
+    if filters != NO_FILTERS:
         counts.append(f"{reading.left_out:,} excluded by the filters")
     return ", ".join(counts)
 
 
-class _Bar(Progress):
+class _EnqueueBar(Progress):
     """Progress of reading and sending. Reads the counts at each redraw, so it stays current while the queue is full."""
 
-    def __init__(self, reading: Reading, pusher: Pusher, notes: Console) -> None:
+    def __init__(self, reading: FileReading, pusher: Pusher, notes: Console) -> None:
         self._reading, self._pusher = reading, pusher
         self._start = reading.records
         size = reading.source.size

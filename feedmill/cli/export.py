@@ -21,10 +21,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from feedmill.cli.options import RedisUrl, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import Folder, Target, Wanted
+from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.rows import Chunk, RowReader, seconds_of
 from producers.records import seconds_of_date
-from shared.broker import connect, told_plainly
+from shared.broker import connect, user_errors
 from shared.errors import UserError
 from shared.settings import PREFIX
 
@@ -110,13 +110,13 @@ def export_results(
         raise UserError("--part-seconds requires --follow and a value above 0.")
     settings = settings_of(redis_url=redis_url)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    with told_plainly(settings), _explaining_write_errors():
+    with user_errors(settings), _explaining_write_errors():
         redis = connect(settings)
         if purge:
             removed = writer.purge(out, RowReader(redis))
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
-        filters = Wanted(_seconds("--since", since), _seconds("--until", until), label, latest)
+        filters = ExportFilter(_seconds("--since", since), _seconds("--until", until), label, latest)
         if filters.since is not None and filters.until is not None and filters.since >= filters.until:
             raise UserError(f"--since {since} must be before --until {until}.")
         writes = writer.format_of(str(form), COLUMNS if columns is None else _columns(columns))
@@ -208,7 +208,7 @@ class _Run:
         self,
         reader: RowReader,
         target: Target,
-        filters: Wanted,
+        filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
         follow: bool,
@@ -235,13 +235,13 @@ class _Run:
             self._notes.print(f"resuming {where}where the last run stopped")
         if isinstance(target, Folder):
             target.sweep()
-        with _Bar(self._notes) as bar:
+        with _ExportBar(self._notes) as bar:
             if self._follow and isinstance(target, Folder):
                 self._follow_stream(target, bar)
             else:
                 self._read_to_end(bar)
 
-    def _read_to_end(self, bar: "_Bar") -> None:
+    def _read_to_end(self, bar: "_ExportBar") -> None:
         """Export every entry that the stream holds now, or stop after a chunk when a signal arrives."""
         place = self._target.place
         for chunk in self._reader.chunks(place):
@@ -253,7 +253,7 @@ class _Run:
         self._target.close(place)
         self._complete = True
 
-    def _follow_stream(self, target: Folder, bar: "_Bar") -> None:
+    def _follow_stream(self, target: Folder, bar: "_ExportBar") -> None:
         """Export entries until a signal. After a lost connection, read the rows of the open part again."""
         place, failures, swept_at = target.place, 0, time.monotonic()
         while not self._stop.is_set:
@@ -263,7 +263,7 @@ class _Run:
                 self._add(chunk, bar)
                 if time.monotonic() - target.begun >= self._part_seconds:
                     target.close(place)
-                if time.monotonic() - swept_at >= writer.SWEEP_EVERY:
+                if time.monotonic() - swept_at >= writer.SWEEP_INTERVAL_S:
                     target.sweep()
                     swept_at = time.monotonic()
                 if chunk.ended:
@@ -281,7 +281,7 @@ class _Run:
         target.close(place)
         self._complete = True
 
-    def _add(self, chunk: Chunk, bar: "_Bar") -> None:
+    def _add(self, chunk: Chunk, bar: "_ExportBar") -> None:
         if chunk.missed != 0:
             self._report_missed(chunk)
         rows = self._filters.of(chunk.rows)
@@ -337,7 +337,7 @@ def _seconds(flag: str, date: str | None) -> float | None:
     return seconds
 
 
-class _Bar(Progress):
+class _ExportBar(Progress):
     """Progress of an export; without a total where the stream's remaining length is unknown."""
 
     def __init__(self, notes: Console) -> None:

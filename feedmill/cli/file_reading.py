@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from producers.exported import Labelled
 from producers.files import Source
-from producers.records import EVERYTHING, NAMES, BadRecord, Filters, Item, LeftOut
+from producers.records import FIELD_ALIASES, NO_FILTERS, BadRecord, Filters, Item, LeftOut
 from shared.errors import InputError, printable
 from shared.messages import Post
 
@@ -17,7 +17,7 @@ BAD_RECORDS_SHOWN = 20
 TRIP_RECORDS = 100_000
 
 
-class Reading:
+class FileReading:
     """Read one file's posts and count its records.
 
     If reading fails, the posts read before the error are still yielded, and `end` raises the error.
@@ -30,7 +30,7 @@ class Reading:
         self,
         file: str,
         notes: Console,
-        filters: Filters = EVERYTHING,
+        filters: Filters = NO_FILTERS,
         start: int = 0,
         id_column: str | None = None,
         shows_ids: bool = False,
@@ -75,7 +75,7 @@ class Reading:
             raise self._broken
 
     @property
-    def told_all(self) -> bool:
+    def has_content(self) -> bool:
         """Return True if any record was read, or if there was no error."""
         return bool(self.records) or self._broken is None
 
@@ -99,7 +99,7 @@ class Reading:
             self._broken = error
 
     def _note_missing_ids(self, columns: list[str]) -> None:
-        note = f"{self.source.name}: no id column ({', '.join(NAMES['id'])}), so ids are derived from the text"
+        note = f"{self.source.name}: no id column ({', '.join(FIELD_ALIASES['id'])}), so ids are derived from the text"
         if columns:
             note += f"; set --id-column to one of: {printable(', '.join(columns)):.200}"
         self._notes.print(escape(note))

@@ -43,7 +43,7 @@ def flower(
         )
     from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
 
-    password = None if no_auth else password_of(settings)
+    password = None if no_auth else choose_flower_password(settings)
     terminal = None if no_auth or settings.flower_password else _terminal()
     dashboard = Dashboard(settings, address, port, password)
     if no_auth:
@@ -59,7 +59,7 @@ def flower(
     dashboard.run()
 
 
-def password_of(settings: Settings) -> str:
+def choose_flower_password(settings: Settings) -> str:
     """Return FEEDMILL_FLOWER_PASSWORD, or generate a password of 24 characters."""
     if settings.flower_password is not None:
         return settings.flower_password.get_secret_value()
@@ -74,7 +74,7 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def is_file(stream: IO[str]) -> bool:
+def is_regular_file(stream: IO[str]) -> bool:
     """Return True if the stream writes to a file, where a password would stay, or has no file descriptor."""
     try:
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
@@ -84,7 +84,7 @@ def is_file(stream: IO[str]) -> bool:
 
 def _terminal() -> IO[str]:
     """Return standard error, or the terminal if that is a file. Raises UserError if there is no terminal."""
-    if not is_file(sys.stderr):
+    if not is_regular_file(sys.stderr):
         return sys.stderr
     try:
         return Path("/dev/tty").open("w")

@@ -22,15 +22,15 @@ from rich.text import Text
 
 from feedmill.cli.options import (
     AsJson,
-    Labels,
-    MultiLabel,
-    Priority,
+    LabelsOption,
+    MultiLabelOption,
+    PriorityOption,
     RedisUrl,
-    Template,
+    TemplateOption,
     ToModel,
     ToQueue,
-    options_of,
-    sending,
+    message_options,
+    select_queue,
     settings_of,
 )
 from producers.push import Pusher
@@ -38,7 +38,7 @@ from producers.reddit import topics as topics_file
 from producers.reddit.clock import Clock, Stopped
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
-from shared.broker import connect, make_app, told_plainly
+from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
@@ -58,7 +58,7 @@ FIRST_LOG_DELAY_S = 10.0
 app = typer.Typer(help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
 
 
-class Kind(StrEnum):
+class ListingKind(StrEnum):
     """Reddit listings."""
 
     HOT = "hot"
@@ -82,7 +82,7 @@ class Period(StrEnum):
 def reddit(
     once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
     listing: Annotated[
-        Kind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
+        ListingKind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
     ] = None,
     limit: Annotated[
         int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
@@ -91,12 +91,12 @@ def reddit(
     topics: Annotated[
         Path | None, typer.Option(help="Topics file in TOML (default: built in).", show_default=False)
     ] = None,
-    labels: Labels = None,
-    template: Template = None,
-    multi_label: MultiLabel = False,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
+    multi_label: MultiLabelOption = False,
     to_model: ToModel = None,
     to_queue: ToQueue = None,
-    priority: Priority = None,
+    priority: PriorityOption = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
     ] = None,
@@ -107,7 +107,7 @@ def reddit(
     With --once, send what the listing holds now and exit; status 1 if a topic could not be read. Posts that were
     already sent are skipped.
     """
-    if not once and listing not in (None, Kind.NEW):
+    if not once and listing not in (None, ListingKind.NEW):
         raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
     settings = settings_of(
         redis_url=redis_url,
@@ -118,16 +118,16 @@ def reddit(
         priority=priority,
         metrics_port=metrics_port,
     )
-    options = options_of(settings, labels, template, multi_label)
+    options = message_options(settings, labels, template, multi_label)
     if find_spec("praw") is None:
         raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
     clock = Clock()
-    with _stopping_on_signals(clock), told_plainly(settings):
+    with _stopping_on_signals(clock), user_errors(settings):
         redis = connect(settings)
         redis.ping()  # fail before the first request to Reddit
-        settings = sending(settings, redis, to_model, to_queue)
+        settings = select_queue(settings, redis, to_model, to_queue)
         if once:
-            _one_pass(settings, options, clock, listing or Kind.HOT, limit, period)
+            _one_pass(settings, options, clock, listing or ListingKind.HOT, limit, period)
         else:
             _keep_reading(settings, options, clock, limit)
     raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
@@ -151,15 +151,15 @@ def _stopping_on_signals(clock: Clock) -> Iterator[None]:
 
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
     """Run the daemon until a signal raises Stopped."""
-    from producers.reddit.budget import Budget  # noqa: PLC0415
-    from producers.reddit.client import Reddit  # noqa: PLC0415
+    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
+    from producers.reddit.client import RedditClient  # noqa: PLC0415
     from producers.reddit.daemon import Daemon  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
-    budget = Budget(clock, settings.reddit_requests_per_minute)
+    budget = RequestBudget(clock, settings.reddit_requests_per_minute)
     redis = connect(settings)
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
-    reddit = Reddit(settings, budget, topics.topic_of)
+    reddit = RedditClient(settings, budget, topics.topic_of)
     daemon = Daemon(reddit, budget, redis, pusher, topics, settings, clock, limit)
     export = _exporter(settings)
     with _status_line() as show:
@@ -176,7 +176,7 @@ def _exporter(settings: Settings) -> Callable[["Daemon"], None]:
         return lambda _: None
     metrics = Metrics(settings)
     metrics.serve()
-    return lambda daemon: metrics.tell(daemon.status())
+    return lambda daemon: metrics.update(daemon.status())
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _status_line() -> Iterator[Any]:
             nonlocal logged_at
             if time.monotonic() - logged_at >= LOG_INTERVAL_S:
                 logged_at = time.monotonic()
-                logger.info("%s", described(daemon.status()))
+                logger.info("%s", format_daemon_status(daemon.status()))
 
         yield log
         return
@@ -204,12 +204,14 @@ def _status_line() -> Iterator[Any]:
             nonlocal shown
             if time.monotonic() - shown >= REFRESH_INTERVAL_S:
                 shown = time.monotonic()
-                live.update(Text(described(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True)
+                live.update(
+                    Text(format_daemon_status(daemon.status()), no_wrap=True, overflow="ellipsis"), refresh=True
+                )
 
         yield draw
 
 
-def described(status: dict[str, Any]) -> str:
+def format_daemon_status(status: dict[str, Any]) -> str:
     """Format the daemon's status as one line."""
     parts = [f"{status['subreddits']} subreddits of {status['topics']} topics", f"{status['sent']:,} sent"]
     if status["paused"]:
@@ -231,26 +233,26 @@ def described(status: dict[str, Any]) -> str:
 
 
 def _one_pass(
-    settings: Settings, options: ClassifyOptions, clock: Clock, kind: Kind, limit: int, period: Period
+    settings: Settings, options: ClassifyOptions, clock: Clock, kind: ListingKind, limit: int, period: Period
 ) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
-    from producers.reddit.budget import Budget  # noqa: PLC0415
-    from producers.reddit.client import Reddit  # noqa: PLC0415
-    from producers.reddit.client import told_plainly as reddit_told_plainly  # noqa: PLC0415
-    from producers.reddit.listing import Fault, RedditFault  # noqa: PLC0415
-    from producers.reddit.rechecks import Looks  # noqa: PLC0415
-    from producers.reddit.snapshot import Listing, Once, Reading, patiently  # noqa: PLC0415
+    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
+    from producers.reddit.client import RedditClient  # noqa: PLC0415
+    from producers.reddit.client import user_errors as reddit_user_errors  # noqa: PLC0415
+    from producers.reddit.listing import RedditFault, RequestFailed  # noqa: PLC0415
+    from producers.reddit.rechecks import Rechecker  # noqa: PLC0415
+    from producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
     from producers.reddit.subreddits import Roster  # noqa: PLC0415
 
     topics = topics_file.read(settings.reddit_topics)
-    reddit = Reddit(settings, Budget(clock, settings.reddit_requests_per_minute), topics.topic_of)
+    reddit = RedditClient(settings, RequestBudget(clock, settings.reddit_requests_per_minute), topics.topic_of)
     redis = connect(settings)
     state = State(redis)
     pusher = Pusher(make_app(settings), redis, settings, options, wait=clock.wait)
     roster = Roster(reddit, topics, state, clock)
-    snapshot = Once(reddit, pusher, state, clock)
+    snapshot = SnapshotReader(reddit, pusher, state, clock)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    listing = Listing(kind.value, limit, period.value if kind is Kind.TOP else "")
+    listing = Listing(kind.value, limit, period.value if kind is ListingKind.TOP else "")
     columns = (
         TextColumn("{task.description:<16}", markup=False),
         BarColumn(),
@@ -258,14 +260,14 @@ def _one_pass(
         TextColumn("{task.fields[note]}", markup=False),
     )
     problems = 0
-    with reddit_told_plainly(settings), Progress(*columns, console=notes) as progress:
+    with reddit_user_errors(settings), Progress(*columns, console=notes) as progress:
         for topic in topics.topics:
             bar = progress.add_task(topic, total=limit, note="checking subreddits")
             try:
-                patiently(partial(roster.check, topic), clock)
-            except Fault as fault:
+                with_retries(partial(roster.check, topic), clock)
+            except RequestFailed as fault:
                 notes.print(f"{topic}: cannot check its subreddits ({fault})", markup=False)
-            reading = Reading()
+            reading = SnapshotCounts()
             for reading in snapshot.read(roster.active[topic], listing):
                 note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
                 progress.update(
@@ -273,9 +275,9 @@ def _one_pass(
                 )
             progress.update(bar, total=max(reading.read, 1) if not reading.problem else limit)
             problems += bool(reading.problem)
-        rechecks = Looks(reddit, redis, state, settings, clock, snapshot.send)
+        rechecks = Rechecker(reddit, redis, state, settings, clock, snapshot.send)
         try:
-            while not patiently(rechecks.run, clock):
+            while not with_retries(rechecks.run, clock):
                 pass
         except RedditFault as fault:
             notes.print(f"recheck of earlier posts failed ({fault}); the next run repeats it", markup=False)
@@ -295,7 +297,7 @@ def gaps(
     Fill a gap from a dump with `feedmill enqueue --subreddit --since --until`, then clear the list.
     """
     settings = settings_of(redis_url=redis_url)
-    with told_plainly(settings):
+    with user_errors(settings):
         state = State(connect(settings))
         found = state.gaps()
         if clear:
@@ -319,7 +321,7 @@ def subreddits(
     """List each topic's subreddits, and which of them are replaced and why."""
     settings = settings_of(redis_url=redis_url, reddit_topics=topics)
     listed = topics_file.read(settings.reddit_topics)
-    with told_plainly(settings):
+    with user_errors(settings):
         replaced = State(connect(settings)).replaced()
     for topic, names in listed.topics.items():
         out = [replaced[name.lower()] for name in names if name.lower() in replaced]
@@ -337,7 +339,7 @@ def subreddits(
 @app.command("topics")
 def print_topics() -> None:
     """Print the default topics file, as a template for your own."""
-    typer.echo(topics_file.DEFAULT.read_text(encoding="utf-8"), nl=False)
+    typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)
 
 
 def _time(seconds: float) -> str:

@@ -34,19 +34,29 @@ from feedmill.cli import (
     train,
 )
 from feedmill.cli import status as status_commands
-from feedmill.cli.options import AsJson, DataFolder, Device, Dtype, Engine, Kind, Model, RedisUrl, Revision, settings_of
+from feedmill.cli.options import (
+    AsJson,
+    ClassifierOption,
+    DataFolder,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
+    ModelOption,
+    RedisUrl,
+    RevisionOption,
+    settings_of,
+)
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack
-from feedmill.stack.processes import ended_by_signals, python_command
+from feedmill.stack.processes import exit_on_signals, python_command
 from feedmill.stack.supervisor import Supervisor
-from shared.broker import connect, told_plainly
+from shared.broker import connect, user_errors
 from shared.errors import SettingsError, UserError, printable, printable_lines
-from shared.purge import Purged
-from shared.purge import lift as lift_tombstones
+from shared.purge import PurgeCounts, lift_tombstones
 from shared.purge import purge as purge_posts
-from shared.purge import rewrite as rewrite_file
-from shared.settings import DAY, PREFIX, stack_runs
+from shared.purge import rewrite_append_only_file as rewrite_file
+from shared.settings import DAY_S, PREFIX, is_stack_running
 
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -117,7 +127,7 @@ def up(data_folder: DataFolder = None) -> None:
             "`feedmill up` starts its own Redis, but FEEDMILL_REDIS_URL is set and sends the other commands "
             "elsewhere. Unset it, or run `feedmill worker` to use that Redis."
         )
-    with ended_by_signals():
+    with exit_on_signals():
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             for line in stack.start():
@@ -136,7 +146,7 @@ def url(data_folder: DataFolder = None) -> None:
     Pass it to other programs: `FEEDMILL_REDIS_URL=$(feedmill url) python app.py`.
     """
     settings = settings_of(data_folder=data_folder)
-    if settings.redis_url is None and not stack_runs(settings.data_folder):
+    if settings.redis_url is None and not is_stack_running(settings.data_folder):
         raise SettingsError(
             f"No `feedmill up` is running with data in {settings.data_folder}, and {PREFIX}REDIS_URL is not set. "
             "Start `feedmill up`, or set the variable."
@@ -146,15 +156,15 @@ def url(data_folder: DataFolder = None) -> None:
 
 @app.command()
 def worker(
-    model: Model = None,
+    model: ModelOption = None,
     queue: Annotated[
         str | None,
         typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
     ] = None,
-    revision: Revision = None,
-    classifier: Kind = None,
-    engine: Engine = None,
-    device: Device = None,
+    revision: RevisionOption = None,
+    classifier: ClassifierOption = None,
+    engine: EngineOption = None,
+    device: DeviceOption = None,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -162,7 +172,7 @@ def worker(
             show_default=False,
         ),
     ] = None,
-    dtype: Dtype = None,
+    dtype: DtypeOption = None,
     token_budget: Annotated[
         int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
     ] = None,
@@ -242,22 +252,22 @@ def purge(
         raise UserError("--lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.")
     subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
     redis = connect(settings)
-    with told_plainly(settings):
+    with user_errors(settings):
         if lift:
             counts = {"lifted": lift_tombstones(redis, posts)}
             summary = f"{subject} unblocked ({counts['lifted']:,} had been purged)"
         else:
             found = purge_posts(redis, settings, posts)
             counts = found._asdict()
-            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY:.3g} days"
+            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY_S:.3g} days"
     typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else summary)
     if rewrite:
-        with told_plainly(settings):
+        with user_errors(settings):
             rewrite_file(redis)
     raise typer.Exit(0 if any(counts.values()) else 1)
 
 
-def _removed(found: Purged) -> str:
+def _removed(found: PurgeCounts) -> str:
     """Format what a purge deleted, such as `sent: 1, results: 2`."""
     counts = {
         "marked as sent": found.sent,

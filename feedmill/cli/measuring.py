@@ -13,16 +13,26 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from feedmill.cli.file_reading import Reading
+from feedmill.cli.file_reading import FileReading
 from feedmill.cli.offline import load_model
-from feedmill.cli.options import Device, Dtype, Engine, IdColumn, Kind, Labels, Model, Template, settings_of
+from feedmill.cli.options import (
+    ClassifierOption,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
+    IdColumn,
+    LabelsOption,
+    ModelOption,
+    TemplateOption,
+    settings_of,
+)
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 
 if TYPE_CHECKING:
-    from feedmill.evaluation.run import Measured
+    from feedmill.evaluation.run import ModelMeasurement
     from workers.models.classifiers import Classifier
 
 app = typer.Typer()
@@ -37,13 +47,13 @@ LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a las
 @app.command()
 def tune(
     file: File,
-    labels: Labels = None,
-    template: Template = None,
-    model: Model = None,
-    classifier: Kind = None,
-    engine: Engine = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
+    model: ModelOption = None,
+    classifier: ClassifierOption = None,
+    engine: EngineOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
     rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
     csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
@@ -59,7 +69,7 @@ def tune(
     )
     _check_writable(csv_file, png)
     console, notes = _consoles()
-    reading = Reading(file, notes)
+    reading = FileReading(file, notes)
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
@@ -103,18 +113,18 @@ def tune(
 @app.command()
 def evaluate(
     file: File,
-    labels: Labels = None,
-    template: Template = None,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
+            "--model", help="ModelOption to evaluate, as for classify; repeat to compare several.", show_default=False
         ),
     ] = None,
-    classifier: Kind = None,
-    engine: Engine = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    classifier: ClassifierOption = None,
+    engine: EngineOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
     ] = None,
@@ -136,7 +146,7 @@ def evaluate(
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
     console, notes = _consoles()
-    reading = Reading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
+    reading = FileReading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")
@@ -175,9 +185,9 @@ def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, 
     """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
     # Imported late: needs torch, which only workers have.
     from feedmill.evaluation.report import show_side_by_side  # noqa: PLC0415
-    from feedmill.evaluation.run import of_one_kind  # noqa: PLC0415
+    from feedmill.evaluation.run import settings_for_comparison  # noqa: PLC0415
 
-    each = [of_one_kind(settings) for settings in each]
+    each = [settings_for_comparison(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
     found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
@@ -192,12 +202,13 @@ def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:
     """Return the posts whose topic is a label of every set, each with that label. Raises InputError without any."""
-    from feedmill.evaluation.measures import truth_of  # noqa: PLC0415 - needs numpy, which comes with torch
+    from feedmill.evaluation.measures import matching_label  # noqa: PLC0415 - needs numpy, which comes with torch
 
     known = [
         (post, truth)
         for post in posts
-        if (truth := truth_of(post.topic, label_sets[0])) is not None and all(truth in labels for labels in label_sets)
+        if (truth := matching_label(post.topic, label_sets[0])) is not None
+        and all(truth in labels for labels in label_sets)
     ]
     if not known:
         raise InputError(
@@ -208,7 +219,7 @@ def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[t
 
 def _measured(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, notes: Console
-) -> "Measured":
+) -> "ModelMeasurement":
     """Classify the posts with a progress bar, and compare the labels with the true ones."""
     from feedmill.evaluation.run import measure  # noqa: PLC0415 - needs torch, which only workers have
 
@@ -221,7 +232,7 @@ def _consoles() -> tuple[Console, Console]:
     return Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
 
 
-def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
+def _first(reading: FileReading, file: str, limit: int | None) -> list[Post]:
     """Return the first `limit` posts. Raises InputError if the file has none."""
     posts = list(islice(reading.posts(), limit))
     if not posts:
@@ -230,7 +241,7 @@ def _first(reading: Reading, file: str, limit: int | None) -> list[Post]:
     return posts
 
 
-def _end(reading: Reading, failed: bool = False) -> None:
+def _end(reading: FileReading, failed: bool = False) -> None:
     """Report skipped records and exit, with status 1 if a post failed or a record was skipped."""
     reading.end()
     raise typer.Exit(1 if failed or reading.skipped else 0)

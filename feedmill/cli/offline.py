@@ -12,18 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from feedmill.cli.file_reading import Reading
+from feedmill.cli.file_reading import FileReading
 from feedmill.cli.options import (
     AsJson,
-    Device,
-    Dtype,
-    Engine,
+    ClassifierOption,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
     IdColumn,
-    Kind,
-    Labels,
-    Model,
-    MultiLabel,
-    Template,
+    LabelsOption,
+    ModelOption,
+    MultiLabelOption,
+    TemplateOption,
     settings_of,
 )
 from shared.errors import (
@@ -63,14 +63,14 @@ def classify(
             metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
         ),
     ],
-    labels: Labels = None,
-    template: Template = None,
-    multi_label: MultiLabel = False,
-    model: Model = None,
-    classifier: Kind = None,
-    engine: Engine = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
+    multi_label: MultiLabelOption = False,
+    model: ModelOption = None,
+    classifier: ClassifierOption = None,
+    engine: EngineOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
     ] = None,
@@ -87,14 +87,14 @@ def classify(
     options = ClassifyOptions(multi_label=multi_label)
     if what == "-" or _is_file(what):
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
-        reading = Reading(what, notes, id_column=id_column, shows_ids=True)
+        reading = FileReading(what, notes, id_column=id_column, shows_ids=True)
         posts = islice(reading.posts(), limit)
         # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))
-        failed = _show_posts(classified(chain(first, posts), settings, options), as_json) if first else 0
+        failed = _show_posts(classify_posts(chain(first, posts), settings, options), as_json) if first else 0
         reading.end()
         raise typer.Exit(1 if failed or reading.skipped else 0)
-    ((post, outcome),) = classified([_post(what)], settings, options)
+    ((post, outcome),) = classify_posts([_post(what)], settings, options)
     if isinstance(outcome, PostError):
         raise UserError(f"Cannot classify the text: {outcome.error}")
     if as_json:
@@ -116,10 +116,12 @@ def load_model(settings: Settings) -> "Classifier":
         raise UserError(
             f"This command requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
         ) from None
-    return load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+    return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
 
 
-def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
+def classify_posts(
+    posts: Iterable[Post], settings: Settings, options: ClassifyOptions
+) -> Iterator[tuple[Post, Outcome]]:
     """Yield each post with its outcome from the model in the settings.
 
     Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
@@ -128,12 +130,12 @@ def classified(posts: Iterable[Post], settings: Settings, options: ClassifyOptio
     from workers.pipeline import offline  # noqa: PLC0415
     from workers.pipeline.calibration import calibrate  # noqa: PLC0415
 
-    with refusals_told(settings):
+    with explain_refusals(settings):
         yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
 
 
 @contextmanager
-def refusals_told(settings: Settings) -> Iterator[None]:
+def explain_refusals(settings: Settings) -> Iterator[None]:
     """Convert the model's refusals and device failures inside the block into UserError."""
     try:
         yield

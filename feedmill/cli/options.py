@@ -8,10 +8,10 @@ import typer
 from redis import Redis
 
 from shared import logs
-from shared.broker import told_plainly
+from shared.broker import user_errors
 from shared.errors import UserError
 from shared.messages import ClassifyOptions
-from shared.model_routing import check_queue, queue_of
+from shared.model_routing import check_queue, queue_for_model
 from shared.settings import Settings, load, unknown_variables
 
 logger = logging.getLogger(__name__)
@@ -30,40 +30,40 @@ DataFolder = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Model = Annotated[
+ModelOption = Annotated[
     str | None,
     typer.Option(
         help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
         show_default=False,
     ),
 ]
-Revision = Annotated[
+RevisionOption = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).", show_default=False)
 ]
-Kind = Annotated[
+ClassifierOption = Annotated[
     str | None,
     typer.Option(
         help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).", show_default=False
     ),
 ]
-Engine = Annotated[
+EngineOption = Annotated[
     str | None,
     typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).", show_default=False),
 ]
-Device = Annotated[
+DeviceOption = Annotated[
     str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).", show_default=False)
 ]
-Dtype = Annotated[
+DtypeOption = Annotated[
     str | None,
     typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).", show_default=False),
 ]
-Labels = Annotated[
+LabelsOption = Annotated[
     str | None,
     typer.Option(
         help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.', show_default=False
     ),
 ]
-Template = Annotated[
+TemplateOption = Annotated[
     str | None,
     typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'", show_default=False),
 ]
@@ -80,10 +80,10 @@ IdColumn = Annotated[
         metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).", show_default=False
     ),
 ]
-Priority = Annotated[
+PriorityOption = Annotated[
     int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.", show_default=False)
 ]
-MultiLabel = Annotated[bool, typer.Option(help="Score each label independently.")]
+MultiLabelOption = Annotated[bool, typer.Option(help="Score each label independently.")]
 
 
 #: The value of `--log-format`, which precedes the command; set by feedmill/cli/main.py.
@@ -103,7 +103,7 @@ def settings_of(**flags: Any) -> Settings:
     return settings
 
 
-def sending(settings: Settings, redis: Redis, model: str | None, queue: str | None) -> Settings:
+def select_queue(settings: Settings, redis: Redis, model: str | None, queue: str | None) -> Settings:
     """Return a producer's settings, with the queue that `--model` or `--queue` selects.
 
     FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
@@ -113,13 +113,13 @@ def sending(settings: Settings, redis: Redis, model: str | None, queue: str | No
     """
     if model is not None and queue is not None:
         raise UserError("--model and --queue both select a queue. Give one of them.")
-    with told_plainly(settings):
+    with user_errors(settings):
         if queue is not None:
             check_queue(redis, queue)
-        return settings if model is None else settings.model_copy(update={"queue": queue_of(redis, model)})
+        return settings if model is None else settings.model_copy(update={"queue": queue_for_model(redis, model)})
 
 
-def options_of(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:
+def message_options(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:
     """Return the message options that these flags select.
 
     Options that were not given stay unset, so that the worker's settings apply rather than this process's.

@@ -11,7 +11,7 @@ from feedmill.cli.options import RedisUrl, settings_of
 from feedmill.report import charts
 from feedmill.report.data import gather
 from feedmill.report.page import page
-from shared.broker import connect, told_plainly
+from shared.broker import connect, user_errors
 from shared.errors import UserError
 
 app = typer.Typer()
@@ -40,7 +40,7 @@ def report(
     settings = settings_of(redis_url=redis_url)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     began = time.monotonic()
-    with told_plainly(settings), notes.status("reading results") if notes.is_terminal else notes:
+    with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:
         found = gather(connect(settings), settings, hours)
     try:
         beside = out.with_name(f".{out.name}.tmp")

@@ -13,15 +13,15 @@ import typer
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.results import (
-    CLAIM_AFTER,
+    CLAIM_AFTER_S,
     Missed,
     Read,
     Reader,
-    Wanted,
+    ResultFilter,
     batches,
     newest,
     open_reader,
-    told_plainly,
+    user_errors,
 )
 from shared.broker import connect
 from shared.errors import UserError, json_line, printable
@@ -66,7 +66,7 @@ def results(
     claim_after: Annotated[
         float | None,
         typer.Option(
-            help=f"Seconds before taking over another reader's unacknowledged results (default: {CLAIM_AFTER:.0f})."
+            help=f"Seconds before taking over another reader's unacknowledged results (default: {CLAIM_AFTER_S:.0f})."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -89,11 +89,11 @@ def results(
         raise UserError("--limit cannot be combined with --group, which resumes where it stopped.")
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
-    filters = Wanted(label, min_score, subreddit)
+    filters = ResultFilter(label, min_score, subreddit)
     shown = DEFAULT_LIMIT if limit is None else limit
-    since, after = 0.0 if from_start else None, CLAIM_AFTER if claim_after is None else claim_after
+    since, after = 0.0 if from_start else None, CLAIM_AFTER_S if claim_after is None else claim_after
     reader = open_reader(redis, group, consumer, filters, since, shown, after)
-    with _exiting_on_interrupt(), told_plainly(settings):
+    with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
             _show(reader, follow, as_json)
             return
@@ -197,7 +197,7 @@ def get(
     """
     settings = settings_of(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)
-    with told_plainly(settings):
+    with user_errors(settings):
         found, score = store.get(post_id), store.score(post_id)
     if not found:
         typer.echo(f"No result for post {post_id!r}: not classified yet, or expired.", err=True)

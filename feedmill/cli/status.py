@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -18,11 +18,11 @@ from feedmill.cli import ingest
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
-from feedmill.monitoring.watch import Finding, Lookout, Part, Seen
-from feedmill.stack.processes import ended_by_signals
-from shared.broker import told_plainly
+from feedmill.monitoring.watch import Finding, HealthPart, StatusMonitor, StatusWithRates
+from feedmill.stack.processes import exit_on_signals
+from shared.broker import user_errors
 from shared.errors import clause, printable
-from shared.metrics import RedisFigures, connect_briefly, serve
+from shared.metrics import RedisMetrics, connect_for_monitoring, serve
 from shared.settings import Settings
 
 #: Seconds between two snapshots of `status --watch`; the workers take about one second to answer.
@@ -45,13 +45,13 @@ def status(
     """Show the state of queues, workers, results and Redis memory."""
     settings = settings_of(redis_url=redis_url)
     if not watched:
-        with told_plainly(settings):
+        with user_errors(settings):
             seen = watch.status(settings)
         typer.echo(json.dumps(seen.as_json()) if as_json else _summary(seen))
         return
-    with told_plainly(settings):
-        connect_briefly(settings).ping()  # fail if Redis is unreachable now; later losses are retried
-    with ended_by_signals():
+    with user_errors(settings):
+        connect_for_monitoring(settings).ping()  # fail if Redis is unreachable now; later losses are retried
+    with exit_on_signals():
         try:
             _watch(settings, as_json)
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ def _summary(seen: watch.Status) -> str:
         )
     facts += [("worker", _missing(node, age)) for node, age in seen.missing.items()]
     if seen.reddit:
-        facts.append(("reddit", ingest.described(seen.reddit)))
+        facts.append(("reddit", ingest.format_daemon_status(seen.reddit)))
     if seen.gaps:
         facts.append(("gaps", f"{seen.gaps:,} · `feedmill ingest gaps`"))
     # One block per worker: a table of these values is wider than most terminals.
@@ -132,7 +132,7 @@ def _watch(settings: Settings, as_json: bool) -> None:
     if as_json:
         for seen in snapshots:
             entry: dict[str, Any] = {"at": time.time()}
-            if isinstance(seen, Seen):
+            if isinstance(seen, StatusWithRates):
                 entry |= seen.status.as_json()
                 entry |= {"results_per_second": seen.results, "posts_per_second": seen.posts, "device_busy": seen.busy}
             else:
@@ -147,19 +147,19 @@ def _watch(settings: Settings, as_json: bool) -> None:
             console.print(_screen(seen, settings), end="\n\n")
 
 
-def _snapshots(settings: Settings) -> Iterator[Seen | str]:
+def _snapshots(settings: Settings) -> Iterator[StatusWithRates | str]:
     """Yield a snapshot every two seconds without end, or an error message while Redis is unreachable."""
-    lookout = Lookout(settings)
+    lookout = StatusMonitor(settings)
     while True:
         began = time.monotonic()
         try:
             yield lookout.look()
-        except (RedisFault, OperationalError) as fault:
+        except (RedisError, OperationalError) as fault:
             yield f"Redis at {settings.redis_address} is unreachable ({clause(fault)})"
         time.sleep(max(0.0, began + REFRESH_INTERVAL_S - time.monotonic()))
 
 
-def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
+def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     """Return a screen 80 columns wide, with a line per worker and about a dozen more."""
     head = Text(f"feedmill · {settings.redis_address} · {time.strftime('%H:%M:%S')} · Ctrl-C quits", style="bold")
     if isinstance(seen, str):
@@ -173,7 +173,7 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     facts.add_row("results", f"{pace} a minute · {_results(found)}")
     facts.add_row("dead letters", _dead_letters(found))
     if found.reddit:
-        facts.add_row("reddit", Text(printable(ingest.described(found.reddit))))
+        facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")
     facts.add_row("memory", str(found.memory or MEMORY_UNKNOWN))
     for node, age in found.missing.items():
@@ -187,7 +187,7 @@ def _screen(seen: Seen | str, settings: Settings) -> RenderableType:
     return Group(head, Text(), facts, Text(), _workers(seen))
 
 
-def _workers(seen: Seen) -> Table:
+def _workers(seen: StatusWithRates) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=32)
     table.add_column("device", no_wrap=True)
@@ -213,7 +213,7 @@ def _device(pool: dict[str, Any]) -> str:
 @app.command()
 def health(
     parts: Annotated[
-        list[Part] | None,
+        list[HealthPart] | None,
         typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
     ] = None,
     as_json: AsJson = False,
@@ -221,7 +221,7 @@ def health(
 ) -> None:
     """Check health. Exits 0 if healthy, 1 if not."""
     settings = settings_of(redis_url=redis_url)
-    findings = list(watch.examine(settings, parts or tuple(Part)))
+    findings = list(watch.check_health(settings, parts or tuple(HealthPart)))
     well = all(finding.well for finding in findings)
     if as_json:
         typer.echo(json.dumps({"healthy": well, "checks": [_entry(finding) for finding in findings]}))
@@ -252,8 +252,8 @@ def metrics(
     """
     settings = settings_of(metrics_port=metrics_port, redis_url=redis_url)
     settings = settings.model_copy(update={"metrics_port": settings.metrics_port or DEFAULT_METRICS_PORT})
-    figures = RedisFigures(settings)
+    figures = RedisMetrics(settings)
     ends = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server starts threads, which would receive them
-    serve(settings, [figures.samples], list, figures.away)
+    serve(settings, [figures.samples], list, figures.problems)
     signal.sigwait(ends)

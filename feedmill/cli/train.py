@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.offline import load_model
-from feedmill.cli.options import Device, Model, RedisUrl, settings_of
+from feedmill.cli.options import DeviceOption, ModelOption, RedisUrl, settings_of
 from feedmill.report import plots
 from shared.errors import UserError
 from shared.settings import Settings
@@ -38,7 +38,7 @@ def train(
         str, typer.Option("--from", help="Training data: `results` (the stream), an export, or a file of posts.")
     ],
     out: Annotated[str, typer.Option(help="Folder for the trained model; must be new or empty.")],
-    base: Model = None,
+    base: ModelOption = None,
     labels: Annotated[str | None, _option("Label source: topic, zero-shot or soft (default: topic).")] = None,
     min_score: Annotated[
         float | None, _option("Minimum score of the best label in results or exports (default: 0.5).")
@@ -100,7 +100,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in OUT.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs to OUT/runs.")] = False,
-    device: Device = None,
+    device: DeviceOption = None,
     redis_url: RedisUrl = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per line: plan, progress, trained.")
@@ -120,7 +120,7 @@ def train(
 
 @app.command()
 def trainer(
-    device: Device = None,
+    device: DeviceOption = None,
     name: Annotated[
         str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
     ] = None,
@@ -168,11 +168,11 @@ def _train(options: TrainOptions, settings: Settings, as_json: bool) -> None:
 
     collected = collect(options, settings, notes)
     dataset = make_dataset(collected.examples, collected.tested, options)
-    report = training_report.Report(notes, as_json, quiet=not first)
+    report = training_report.TrainingReport(notes, as_json, quiet=not first)
     report.data(dataset)
     training = run.Training(dataset, options, settings, report.planned, report.progress)
     if first:
-        begin(folder, options, dataset)
+        record_start(folder, options, dataset)
     try:
         trained = training.run()
     finally:
@@ -204,7 +204,7 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise UserError(f"Cannot create {folder}: {error.strerror}. Set another --out.") from None
 
 
-def begin(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
+def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> None:
     """Record the options and posts of the checkpoints. Raises UserError on a resume with different ones."""
     current = {"options": options.model_dump(mode="json", exclude={"resume"}), "digest": dataset.digest}
     record_file = folder / CHECKPOINTS / BEGUN
@@ -243,13 +243,13 @@ def _tested(
 
 def _zero_shot(options: TrainOptions, dataset: "Dataset", settings: Settings) -> Settings | None:
     """Return the settings to test the untrained base with, or None if it cannot classify or is not compared."""
-    from workers.models.classifiers.registry import kind_of  # noqa: PLC0415 - needs torch, which only workers have
+    from workers.models.classifiers.registry import classifier_kind  # noqa: PLC0415 - needs torch, which only workers have
     from workers.models.weights import locate  # noqa: PLC0415
 
     if not options.compare:
         return None
     try:
-        kind = kind_of(locate(options.base, settings.revision, settings.offline, settings.trust_remote_code))
+        kind = classifier_kind(locate(options.base, settings.revision, settings.offline, settings.trust_remote_code))
     except UserError:  # not a classifier without training
         return None
     if kind == "sequence":

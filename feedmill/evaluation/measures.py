@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 #: Bins of the calibration curve.
-BINS = 10
+NUM_BINS = 10
 
 Counts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
@@ -86,9 +86,9 @@ def bins_of(scored: Iterable[tuple[float, bool]]) -> list[Bin]:
     """Group posts into tenths by their best score, without empty tenths. scored: (best score, label is correct)."""
     found: dict[int, list[tuple[float, bool]]] = {}
     for score, right in scored:
-        found.setdefault(min(max(int(score * BINS), 0), BINS - 1), []).append((score, right))
+        found.setdefault(min(max(int(score * NUM_BINS), 0), NUM_BINS - 1), []).append((score, right))
     return [
-        Bin(tenth / BINS, len(some), *(float(np.mean(column)) for column in zip(*some, strict=True)))
+        Bin(tenth / NUM_BINS, len(some), *(float(np.mean(column)) for column in zip(*some, strict=True)))
         for tenth, some in sorted(found.items())
     ]
 
@@ -101,7 +101,7 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     return sum(each.posts * abs(each.confidence - each.accuracy) for each in bins) / sum(each.posts for each in bins)
 
 
-def truth_of(topic: str | None, labels: Sequence[str]) -> str | None:
+def matching_label(topic: str | None, labels: Sequence[str]) -> str | None:
     """Return the label equal to the topic, else the only label that differs in case alone, else None."""
     if topic is None or topic in labels:
         return topic

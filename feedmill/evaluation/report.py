@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from feedmill.evaluation.measures import Evaluation
-from feedmill.evaluation.run import Measured
+from feedmill.evaluation.run import ModelMeasurement
 from shared.errors import printable
 from shared.messages import Classification
 
@@ -30,7 +30,7 @@ def show(console: Console, found: Evaluation) -> None:
     typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
 
 
-def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
+def show_side_by_side(console: Console, models: Sequence[ModelMeasurement]) -> None:
     """Print one line of metrics per model, the most accurate first."""
     table = Table("model", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("accuracy", "macro-F1", "calibration error", "posts/s"):
@@ -42,7 +42,7 @@ def show_side_by_side(console: Console, models: Sequence[Measured]) -> None:
     console.print(table)
 
 
-def show_sureness(found: Measured) -> None:
+def show_sureness(found: ModelMeasurement) -> None:
     """Print the mean confidence, the calibration error and the throughput."""
     confidence = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
     typer.echo(

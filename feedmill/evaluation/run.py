@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from feedmill.cli.offline import refusals_told
+from feedmill.cli.offline import explain_refusals
 from feedmill.evaluation.measures import Bin, Evaluation, bins_of, calibration_error
 from shared.errors import UserError
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Track = Callable[[Iterable[tuple[Post, Outcome]], int], Iterable[tuple[Post, Outcome]]]
 
 
-class Measured(NamedTuple):
+class ModelMeasurement(NamedTuple):
     """The measurements of one model on a set of posts."""
 
     #: The model's name, as in results.
@@ -47,24 +47,24 @@ class Measured(NamedTuple):
         }
 
 
-def of_one_kind(settings: Settings) -> Settings:
+def settings_for_comparison(settings: Settings) -> Settings:
     """Return the settings for one of several models to compare, without labels and template if it has its own labels.
 
     Raises ModelError.
     """
-    from workers.models.classifiers.registry import kind_of  # noqa: PLC0415 - torch, which only workers have
+    from workers.models.classifiers.registry import classifier_kind  # noqa: PLC0415 - torch, which only workers have
     from workers.models.weights import locate  # noqa: PLC0415
 
     if not settings.labels and not settings.template:
         return settings
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
-    own = (kind_of(weights) if settings.classifier == "auto" else settings.classifier) == "sequence"
+    own = (classifier_kind(weights) if settings.classifier == "auto" else settings.classifier) == "sequence"
     return settings.model_copy(update={"labels": None, "template": None}) if own else settings
 
 
 def measure(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, track: Track = lambda found, _: found
-) -> Measured:
+) -> ModelMeasurement:
     """Classify posts and compare the labels with the true ones.
 
     known: (post, true label), where the label is one of the model's. track: wraps the iteration over the outcomes to
@@ -77,7 +77,7 @@ def measure(
     def outcomes() -> Iterator[tuple[Post, Outcome]]:
         return offline.classify((post for post, _ in known), loaded, settings, budget)
 
-    with refusals_told(settings):
+    with explain_refusals(settings):
         budget = calibrate(loaded, settings)
         began = time.perf_counter()
         found = [outcome for _, outcome in track(outcomes(), len(known))]
@@ -94,7 +94,7 @@ def measure(
             "Correct the posts, or use another model."
         )
     labels = loaded.label_set(ClassifyOptions()).labels
-    return Measured(
+    return ModelMeasurement(
         loaded.weights.name,
         Evaluation.of(labels, ((truth, outcome.label) for truth, outcome in predictions)),
         bins_of((outcome.scores[outcome.label], outcome.label == truth) for truth, outcome in predictions),

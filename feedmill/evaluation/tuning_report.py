@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shared.errors import ModelError
 from workers.models.classifiers import Classifier
-from workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, Measured, Tuning
+from workers.pipeline.tuning import BATCH_SIZE, TOKEN_BUDGET, Curve, SizeMeasurement, Tuning
 
 #: Length of the longest bar in characters.
 BAR_LENGTH = 24
@@ -67,7 +67,7 @@ class TuningReport:
         for kind, curve in self.measured.items():
             typer.echo(self._sentence(kind, curve.knee))
 
-    def _sentence(self, kind: str, knee: Measured) -> str:
+    def _sentence(self, kind: str, knee: SizeMeasurement) -> str:
         found = f"{NAMES[kind].capitalize()} {knee.value} is the smallest within 2% of the fastest"
         compared = self._compared(kind)
         if compared is None:
@@ -75,7 +75,7 @@ class TuningReport:
         against = f"{NAMES[BATCH_SIZE]} {compared.value}" + (", in arrival order" if kind == TOKEN_BUDGET else "")
         return f"{found}: {knee.posts_per_s / compared.posts_per_s:.2f} times the posts/s of {against}."
 
-    def _compared(self, kind: str) -> Measured | None:
+    def _compared(self, kind: str) -> SizeMeasurement | None:
         """Return the baseline of a curve's speed-up: the smallest batch size or, for token budgets, the best one."""
         sizes = self.measured.get(BATCH_SIZE)
         if sizes is None:
@@ -86,7 +86,7 @@ class TuningReport:
         """Write one line per measured size. peak_mb is empty if the device does not report its memory."""
         with path.open("w", newline="", encoding="utf-8") as file:
             lines = csv.writer(file)
-            lines.writerow(Measured._fields)
+            lines.writerow(SizeMeasurement._fields)
             for curve in self.measured.values():
                 for kind, value, *figures in curve.points:
                     lines.writerow((kind, value, *(None if figure is None else f"{figure:.6g}" for figure in figures)))

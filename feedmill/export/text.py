@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Protocol
 
 from pydantic_core import from_json, to_json
 
-from feedmill.reading.rows import Row
+from feedmill.reading.rows import ResultRow
 from producers import exported
 
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
@@ -33,7 +33,7 @@ ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permal
 class Writer(Protocol):
     """A writer of rows to one file."""
 
-    def add(self, rows: Sequence[Row]) -> None: ...
+    def add(self, rows: Sequence[ResultRow]) -> None: ...
 
     def close(self) -> None:
         """Flush everything to the operating system and close the file."""
@@ -96,7 +96,7 @@ class _JsonlWriter:
         self._file = file
         self._columns = columns
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[ResultRow]) -> None:
         records = ({column: values[column] for column in self._columns} for values in map(_values, rows))
         self._file.write(b"".join(to_json(record) + b"\n" for record in records))
 
@@ -121,7 +121,7 @@ class Csv:
     def ids(self, path: Path) -> Iterator[str]:
         rows = self._rows(path)
         id_column = next(rows, ["id"]).index("id")
-        return (exported.unescaped(row[id_column]) for row in rows)
+        return (exported.unescape_formula(row[id_column]) for row in rows)
 
     def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
         count = 0
@@ -131,7 +131,7 @@ class Csv:
             lines.writerow(columns := next(rows))
             id_column = columns.index("id")
             for row in rows:
-                if kept(exported.unescaped(row[id_column])):
+                if kept(exported.unescape_formula(row[id_column])):
                     lines.writerow(row)
                     count += 1
         return count
@@ -152,10 +152,10 @@ class _CsvWriter:
         if file.tell() == 0:
             self._lines.writerow(columns)
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[ResultRow]) -> None:
         self._lines.writerows(map(self._cells, rows))
 
-    def _cells(self, row: Row) -> list[str]:
+    def _cells(self, row: ResultRow) -> list[str]:
         values = _values(row)
         return [_cell(values[column], escape) for column, escape in self._columns]
 
@@ -167,13 +167,13 @@ def _cell(value: Any, escape: bool) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return exported.escaped(value) if escape else value
+        return exported.escape_formula(value) if escape else value
     if isinstance(value, bool | dict):
         return to_json(value).decode()
     return repr(value)  # the shortest text that parses to the same float
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: ResultRow) -> dict[str, Any]:
     """Return the value of every column of a row."""
     post, found = row.post, row.found
     label = found["label"]

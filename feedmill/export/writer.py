@@ -5,8 +5,8 @@ parts record which stream entries they hold, so a crash never causes duplicates.
 `.partial`, truncated to the size in its saved state.
 
 Purged posts are left out: each row is checked when it is read, and all rows of a file again before it is published.
-Posts purged later are removed when the same export runs again, every `SWEEP_EVERY` seconds while an export follows the
-stream, and by `purge`. Docs: docs/export.md.
+Posts purged later are removed when the same export runs again, every `SWEEP_INTERVAL_S` seconds while an export follows
+the stream, and by `purge`. Docs: docs/export.md.
 """
 
 import fcntl
@@ -23,26 +23,26 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
-from feedmill.reading.rows import Place, Row, RowReader, just_before, seconds_of
+from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
 from shared.errors import UserError, printable
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
-STATE = "_export.json"
+STATE_FILE = "_export.json"
 #: Version of the state. Increase it when this version cannot resume an export of an earlier one.
-VERSION = 1
+STATE_VERSION = 1
 #: Name of a part, with the ids of its first and last stream entry.
-PART = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
+PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
 #: Approximate rows of a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
 #: Approximate number of rows between saves of a single file's state.
 SAVE_INTERVAL_ROWS = 20_000
 #: Seconds between searches for posts that were purged after their part was closed, while an export follows the stream.
-SWEEP_EVERY = 3600.0
+SWEEP_INTERVAL_S = 3600.0
 #: Maximum bytes of a file's first line to read when checking whether it is an export.
 FIRST_LINE_BYTES = 2_000_000
 
 
-class Wanted(NamedTuple):
+class ExportFilter(NamedTuple):
     """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label.
 
     latest: keep only the newest result of each post. Single files only, because a folder's parts are published before
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
     label: str | None = None
     latest: bool = False
 
-    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def of(self, rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
         return rows if self.label is None else [row for row in rows if row.found["label"] == self.label]
 
 
@@ -70,7 +70,7 @@ class Target(Protocol):
     #: Rows removed because their posts were purged.
     removed: int
 
-    def add(self, rows: Sequence[Row], place: Place) -> None:
+    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
         """Append rows. place: the reader's position after them."""
 
     def close(self, place: Place) -> None:
@@ -95,19 +95,19 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
 
 @contextmanager
 def opened(
-    out: Path, form: Format, wanted: Wanted, reader: RowReader, in_parts: bool = False, part_rows: int = PART_ROWS
+    out: Path, form: Format, wanted: ExportFilter, reader: RowReader, in_parts: bool = False, part_rows: int = PART_ROWS
 ) -> Iterator[Target]:
     """Open the target of an export and lock it. An unfinished export with the same options is resumed.
 
     in_parts: write a folder of parts; Parquet always does. Raises UserError, OSError and redis.exceptions.RedisError.
     """
-    state = {"version": VERSION, "format": form.name, "columns": [*form.columns], **wanted._asdict()}
+    state = {"version": STATE_VERSION, "format": form.name, "columns": [*form.columns], **wanted._asdict()}
     with ExitStack() as stack:
-        if in_parts or form.name == "parquet" or (out / STATE).is_file():
+        if in_parts or form.name == "parquet" or (out / STATE_FILE).is_file():
             if out.exists() and not out.is_dir():
                 raise UserError(f"{out} is a file, but {form.name} in parts needs a folder. Give another OUT.")
             # A run that was killed at its start leaves only the temporary file of the state.
-            if out.is_dir() and {*out.iterdir()} - {_temporary(out / STATE)} and not (out / STATE).is_file():
+            if out.is_dir() and {*out.iterdir()} - {_temporary(out / STATE_FILE)} and not (out / STATE_FILE).is_file():
                 raise UserError(f"{out} holds other files. Give a new or an empty folder.")
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(out))
@@ -220,9 +220,9 @@ class Folder:
         self._format = form
         self._reader = reader
         self._state = state
-        known = _read_state(out / STATE, state)
+        known = _read_state(out / STATE_FILE, state)
         self.resumed = known is not None
-        self.place = Place(**known["place"]) if known else Place(just_before(state["since"] or 0.0))
+        self.place = Place(**known["place"]) if known else Place(id_before(state["since"] or 0.0))
         self._skip_published_parts()
         for left_over in out.glob("**/.*.tmp"):
             left_over.unlink()
@@ -239,7 +239,7 @@ class Folder:
         if newest > _order(self.place.cursor):
             self.place = Place(f"{newest[0]}-{newest[1]}")
 
-    def add(self, rows: Sequence[Row], place: Place) -> None:
+    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
         for day, some in groupby(rows, key=_day):
             if self._writer and day != _day_of(self._last):
                 self._publish()
@@ -247,7 +247,7 @@ class Folder:
         if self.rows >= self._part_rows:
             self.close(place)
 
-    def _write(self, day: str, rows: Sequence[Row]) -> None:
+    def _write(self, day: str, rows: Sequence[ResultRow]) -> None:
         if self._writer is None:
             self._beside = self._out / f"day={day}" / f".part.{self._format.name}.tmp"
             self._beside.parent.mkdir(exist_ok=True)
@@ -298,7 +298,7 @@ class Folder:
         self.removed += _sweep(self._out, self._format, self._reader)
 
     def _save_state(self) -> None:
-        _replace(self._out / STATE, json.dumps(self._state | {"place": self.place._asdict()}).encode())
+        _replace(self._out / STATE_FILE, json.dumps(self._state | {"place": self.place._asdict()}).encode())
 
 
 class File:
@@ -317,7 +317,7 @@ class File:
         if known is not None and known["bytes"] > size:  # the state belongs to another file
             known = None
         self.resumed = known is not None
-        self.place = Place(**known["place"]) if known else Place(just_before(state["since"] or 0.0))
+        self.place = Place(**known["place"]) if known else Place(id_before(state["since"] or 0.0))
         self.written = int(known["rows"]) if known else 0
         self.removed = 0
         os.truncate(self._partial, known["bytes"] if known else 0)
@@ -326,7 +326,7 @@ class File:
         self._writer = form.open(partial)
         self._rows_saved = self.written
 
-    def add(self, rows: Sequence[Row], place: Place) -> None:
+    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
         self._writer.add(rows)
         self.written += len(rows)
         self.place = place
@@ -362,8 +362,8 @@ class File:
 
 
 def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the parts in a folder, oldest first, each with its PART match."""
-    named = ((path, PART.fullmatch(path.name)) for path in out.glob("day=*/part-*"))
+    """Return the parts in a folder, oldest first, each with its PART_NAME match."""
+    named = ((path, PART_NAME.fullmatch(path.name)) for path in out.glob("day=*/part-*"))
     return sorted(((path, match) for path, match in named if match), key=lambda part: _order(part[1][1]))
 
 
@@ -373,10 +373,11 @@ def purge(out: Path, reader: RowReader) -> int:
     Raises UserError, OSError and redis.exceptions.RedisError.
     """
     if out.is_dir():
-        state = out / STATE
+        state = out / STATE_FILE
         if not state.is_file():
             raise UserError(
-                f"{out} is not a folder of `feedmill export`: it has no {STATE}. Give the OUT of an earlier export."
+                f"{out} is not a folder of `feedmill export`: it has no {STATE_FILE}. Give the OUT of an earlier "
+                "export."
             )
         try:
             form = format_of(str(json.loads(state.read_bytes())["format"]))
@@ -435,7 +436,7 @@ def _order(entry: str) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
-def _day(row: Row) -> str:
+def _day(row: ResultRow) -> str:
     return _day_of(row.entry)
 
 

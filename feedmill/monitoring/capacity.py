@@ -15,15 +15,15 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from shared.keys import RESULTS_STREAM, labels_key, result_key, sent_key
-from shared.results import HOUR
-from shared.settings import DAY, Settings
+from shared.results import HOUR_S
+from shared.settings import DAY_S, Settings
 
 #: Newest results whose memory is measured.
 SAMPLE_RESULTS = 10
 #: Hours that the estimate looks ahead.
 HORIZON_HOURS = 7 * 24
 #: Seconds until memory is full below which the health check warns, and below which it fails.
-WARNING_S, CRITICAL_S = DAY, HOUR
+WARNING_S, CRITICAL_S = DAY_S, HOUR_S
 
 
 class Memory(NamedTuple):
@@ -63,7 +63,7 @@ class _Cost(NamedTuple):
     ttl: float
 
 
-def look(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
+def estimate_memory(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
     """Estimate how long Redis' memory lasts. Return None if this Redis user may not run INFO and MEMORY USAGE.
 
     Raises redis.exceptions.RedisError.
@@ -87,7 +87,7 @@ def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_secon
     length: int = redis.xlen(RESULTS_STREAM)
     stream: Any = redis.memory_usage(RESULTS_STREAM)
     entry, entries_left = (stream or 0) / max(length, 1), float(max(0, settings.results_stream_length - length))
-    stored = posts_per_second * HOUR
+    stored = posts_per_second * HOUR_S
     if room > HORIZON_HOURS * stored * (entry + sum(cost.size for cost in costs)):
         return None
     expiring = [_stored_by_hour(redis, time.time() - cost.ttl) for cost in costs]
@@ -95,7 +95,7 @@ def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_secon
         grown = min(stored, entries_left) * entry
         grown += sum(cost.size * (stored - gone[hour]) for cost, gone in zip(costs, expiring, strict=True))
         if grown >= room:
-            return HOUR * (hour + room / grown)
+            return HOUR_S * (hour + room / grown)
         room -= grown
         entries_left = max(0.0, entries_left - stored)
     return None
@@ -124,7 +124,7 @@ def _stored_by_hour(redis: Redis, since: float) -> list[int]:
     """Return the number of results stored in each of the HORIZON_HOURS hours that follow `since`."""
     pipe: Any = redis.pipeline(transaction=False)
     for hour in range(HORIZON_HOURS):
-        pipe.hvals(labels_key(math.floor(since / HOUR) + hour))
+        pipe.hvals(labels_key(math.floor(since / HOUR_S) + hour))
     return [sum(map(int, counts)) for counts in pipe.execute()]
 
 
@@ -139,4 +139,4 @@ def span(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / HOUR:.0f} h" if seconds < 2 * DAY else f"{seconds / DAY:.0f} days"
+    return f"{seconds / HOUR_S:.0f} h" if seconds < 2 * DAY_S else f"{seconds / DAY_S:.0f} days"

@@ -42,12 +42,12 @@ from flower.views.broker import BrokerView  # type: ignore[import-untyped]
 from flower.views.monitor import Metrics  # type: ignore[import-untyped]
 from flower.views.workers import WorkerView  # type: ignore[import-untyped]
 from kombu.utils.functional import LRUCache
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, clause
-from shared.metrics import connect_briefly
-from shared.model_routing import PERIOD, queues
+from shared.metrics import connect_for_monitoring
+from shared.model_routing import ANNOUNCE_INTERVAL_S, queues
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -241,17 +241,17 @@ class Queues:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._redis = connect_briefly(settings)
+        self._redis = connect_for_monitoring(settings)
         self._names = {settings.queue}
         self._asked = -math.inf
 
     def names(self) -> set[str]:
         """Return the queue names: the last known ones while Redis is unreachable."""
-        if time.monotonic() - self._asked > PERIOD:
+        if time.monotonic() - self._asked > ANNOUNCE_INTERVAL_S:
             self._asked = time.monotonic()
             try:
                 self._names.update(queues(self._redis, self._settings))
-            except RedisFault as fault:
+            except RedisError as fault:
                 logger.warning("cannot list the queues (%s): using the last known ones", fault)
         return self._names
 

@@ -1,7 +1,7 @@
 """Observe the running system (queues, workers, results, Reddit daemon) and check its health.
 
-`status` takes one snapshot. `Lookout` takes snapshots repeatedly and computes rates between them. `examine` checks the
-health of each part.
+`status` takes one snapshot. `StatusMonitor` takes snapshots repeatedly and computes rates between them. `check_health`
+checks the health of each part.
 """
 
 import time
@@ -20,16 +20,16 @@ from feedmill.monitoring import capacity
 from feedmill.monitoring.capacity import CRITICAL_S, WARNING_S, Memory
 from feedmill.reading.dead_letters import DeadLetters
 from producers.reddit.state import STATUS_TTL, State
-from shared.broker import HELD, QueueDepth, connect, make_app, queue_depth, told_plainly
-from shared.errors import RedisError
+from shared.broker import TRANSPORT_KEYS, QueueDepth, connect, make_app, queue_depth, user_errors
+from shared.errors import RedisUnavailable
 from shared.keys import REDDIT_BEGINNINGS, REDDIT_GAPS
-from shared.metrics import connect_briefly, oldest_seconds
-from shared.model_routing import expected, known
-from shared.redis_errors import takes_no_writes
+from shared.metrics import connect_for_monitoring, oldest_seconds
+from shared.model_routing import expected_workers, known_queues
+from shared.redis_errors import rejects_writes
 from shared.results import Counters, ResultsStore
 from shared.settings import Settings
 
-#: Window in seconds over which `Lookout` computes rates.
+#: Window in seconds over which `StatusMonitor` computes rates.
 RATE_WINDOW_S = 60.0
 #: Seconds to wait for a further answer: when all workers are asked, and when the expected workers are known by name.
 ANSWER_TIMEOUT_S, HEALTH_ANSWER_TIMEOUT_S = 1.0, 3.0
@@ -94,15 +94,15 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     dead = DeadLetters(redis).count()
     workers = _ask(app)
     missing = _missing(redis, workers)
-    memory = capacity.look(redis, settings, _rate(workers))
-    reddit = State(redis).told()
+    memory = capacity.estimate_memory(redis, settings, _rate(workers))
+    reddit = State(redis).load_status()
     asked = workers is not None
     return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:
     """Return the depth of all queues together, and each queue: those known to Redis and the configured one."""
-    found = {settings.queue: None} | {name: served.model for name, served in known(redis).items()}
+    found = {settings.queue: None} | {name: served.model for name, served in known_queues(redis).items()}
     depths = {name: queue_depth(redis, name) for name in found}
     queues = {
         name: Queue(found[name], depth.waiting, oldest_seconds(redis, name)) for name, depth in sorted(depths.items())
@@ -156,14 +156,16 @@ def _ask(app: Celery, nodes: list[str] | None = None) -> dict[str, dict[str, Any
     try:
         return worker_statistics(app, nodes, HEALTH_ANSWER_TIMEOUT_S if nodes else ANSWER_TIMEOUT_S)
     except (ResponseError, OperationalError) as fault:
-        if takes_no_writes(fault):
+        if rejects_writes(fault):
             return None
         raise
 
 
 def _missing(redis: Redis, workers: dict[str, dict[str, Any]] | None) -> dict[str, float]:
     """Return the expected workers that did not answer, each with the seconds since its last sign of life."""
-    return {} if workers is None else {node: age for node, age in expected(redis).items() if node not in workers}
+    return (
+        {} if workers is None else {node: age for node, age in expected_workers(redis).items() if node not in workers}
+    )
 
 
 def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
@@ -171,7 +173,7 @@ def _rate(workers: dict[str, dict[str, Any]] | None) -> float:
     return sum(float(pool["recent"]["posts_per_second"]) for pool in (workers or {}).values())
 
 
-class Pace:
+class RateMeter:
     """The rate at which a counter grows, from successive readings."""
 
     def __init__(self) -> None:
@@ -191,7 +193,7 @@ class Pace:
         return (count - before) / (now - since) if now > since else None
 
 
-class Seen(NamedTuple):
+class StatusWithRates(NamedTuple):
     """A snapshot with the rates since earlier ones. A rate that is not known yet is None, or missing from its dict."""
 
     status: Status
@@ -203,22 +205,22 @@ class Seen(NamedTuple):
     busy: dict[str, float]
 
 
-class Lookout:
+class StatusMonitor:
     """A source of snapshots of one system, with the rates between them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._redis = connect_briefly(settings)
+        self._redis = connect_for_monitoring(settings)
         self._app = make_app(settings)
-        self._results = Pace()
-        self._posts: dict[str, Pace] = {}
-        self._busy: dict[str, Pace] = {}
+        self._results = RateMeter()
+        self._posts: dict[str, RateMeter] = {}
+        self._busy: dict[str, RateMeter] = {}
 
-    def look(self) -> Seen:
+    def look(self) -> StatusWithRates:
         """Return a snapshot with rates, after about a second. Raises redis.exceptions.RedisError."""
         found = _look(self._redis, self._app, self._settings)
         now = time.monotonic()
-        return Seen(
+        return StatusWithRates(
             found,
             self._results.look(found.results.stored, now),
             _paces(self._posts, {node: pool["posts"] for node, pool in found.workers.items()}, now),
@@ -226,15 +228,15 @@ class Lookout:
         )
 
 
-def _paces(paces: dict[str, Pace], counts: dict[str, float], now: float) -> dict[str, float]:
+def _paces(paces: dict[str, RateMeter], counts: dict[str, float], now: float) -> dict[str, float]:
     """Add a reading of each counter and return the known rates. Counters that have disappeared are dropped."""
     for gone in paces.keys() - counts.keys():
         del paces[gone]
-    found = {name: paces.setdefault(name, Pace()).look(count, now) for name, count in counts.items()}
+    found = {name: paces.setdefault(name, RateMeter()).look(count, now) for name, count in counts.items()}
     return {name: pace for name, pace in found.items() if pace is not None}
 
 
-class Part(StrEnum):
+class HealthPart(StrEnum):
     """A part of the system with its own health check."""
 
     REDIS = "redis"
@@ -248,34 +250,34 @@ class Part(StrEnum):
 class Finding(NamedTuple):
     """The result of a health check: the part, True if it is healthy, and a sentence about its state."""
 
-    part: Part
+    part: HealthPart
     well: bool
     said: str
 
 
-def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
+def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[Finding]:
     """Check the health of these parts. If Redis is unreachable, that is the only finding."""
-    redis = connect_briefly(settings)
+    redis = connect_for_monitoring(settings)
     try:
-        with told_plainly(settings):
+        with user_errors(settings):
             redis.ping()
             depth, queues = _queues(redis, settings)
-            daemon, has_run = State(redis).told(), bool(redis.exists(REDDIT_BEGINNINGS))
-            wanted = not {Part.WORKERS, Part.ROWS, Part.MEMORY}.isdisjoint(parts)
+            daemon, has_run = State(redis).load_status(), bool(redis.exists(REDDIT_BEGINNINGS))
+            wanted = not {HealthPart.WORKERS, HealthPart.ROWS, HealthPart.MEMORY}.isdisjoint(parts)
             # Asking registered workers by name ends as soon as all have answered.
-            workers = _ask(make_app(settings), list(expected(redis)) or None) if wanted else {}
+            workers = _ask(make_app(settings), list(expected_workers(redis)) or None) if wanted else {}
             missing = _missing(redis, workers)
-            memory = capacity.look(redis, settings, _rate(workers)) if Part.MEMORY in parts else None
-    except RedisError as error:
-        yield Finding(Part.REDIS, False, str(error))
+            memory = capacity.estimate_memory(redis, settings, _rate(workers)) if HealthPart.MEMORY in parts else None
+    except RedisUnavailable as error:
+        yield Finding(HealthPart.REDIS, False, str(error))
         return
     found = {
-        Part.REDIS: _writable(redis, settings),
-        Part.MEMORY: _lasting(memory),
-        Part.QUEUE: _full(depth, queues, settings),
-        Part.WORKERS: _workers(workers, missing),
-        Part.ROWS: _rows(workers, missing, settings),
-        Part.REDDIT: _reddit(daemon, has_run),
+        HealthPart.REDIS: _writable(redis, settings),
+        HealthPart.MEMORY: _lasting(memory),
+        HealthPart.QUEUE: _full(depth, queues, settings),
+        HealthPart.WORKERS: _workers(workers, missing),
+        HealthPart.ROWS: _rows(workers, missing, settings),
+        HealthPart.REDDIT: _reddit(daemon, has_run),
     }
     for part, (well, sentence) in found.items():
         if part in parts:
@@ -285,9 +287,9 @@ def examine(settings: Settings, parts: Collection[Part]) -> Iterator[Finding]:
 def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
     """Test a write that changes nothing: Redis refuses it at its memory limit and on a replica."""
     try:
-        with told_plainly(settings):
-            redis.zadd(HELD["reserved_index_key"], {"": 0}, xx=True)
-    except RedisError as error:
+        with user_errors(settings):
+            redis.zadd(TRANSPORT_KEYS["reserved_index_key"], {"": 0}, xx=True)
+    except RedisUnavailable as error:
         return False, str(error)
     return True, f"Redis at {settings.redis_address} answers"
 

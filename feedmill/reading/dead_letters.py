@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, cast
 from redis import Redis
 from redis.client import NEVER_DECODE
 
-from shared.keys import DEAD_LETTERS, UNDECODABLE, buried_key
+from shared.keys import DEAD_LETTERS, UNDECODABLE, dead_letter_key
 from shared.messages import DeadLetter
-from shared.results import PAGE, identity, newest_first
+from shared.results import PAGE_SIZE, dead_letter_digest, newest_first
 
 #: Prefix of the names of undecodable messages.
-RAW = "raw-"
+RAW_ID_PREFIX = "raw-"
 
 
-class Entry(NamedTuple):
+class DeadLetterEntry(NamedTuple):
     """A dead letter and the id of its stream entry."""
 
     name: str
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         return None if self.letter.id is None else self.letter.id.strip()
 
 
-class Element(NamedTuple):
+class UndecodableMessage(NamedTuple):
     """An undecodable message: bytes from a queue that are not a Celery message."""
 
     name: str
@@ -51,13 +51,13 @@ class DeadLetters:
         elements: Any = self._redis.llen(UNDECODABLE)
         return int(letters + elements)
 
-    def newest(self, count: int) -> Iterator[Entry | Element]:
+    def newest(self, count: int) -> Iterator[DeadLetterEntry | UndecodableMessage]:
         """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first."""
         if count > 0:
             yield from self._elements(count)
             yield from self.letters(count)
 
-    def letters(self, count: int) -> Iterator[Entry]:
+    def letters(self, count: int) -> Iterator[DeadLetterEntry]:
         """Yield the newest `count` dead letters, oldest first.
 
         The first pass collects only stream ids; the second reads the entries in order, one page in memory at a time.
@@ -66,7 +66,7 @@ class DeadLetters:
         if names:
             yield from self._between(names[-1], names[0])
 
-    def all(self) -> Iterator[Entry | Element]:
+    def all(self) -> Iterator[DeadLetterEntry | UndecodableMessage]:
         """Yield all undecodable messages, then all dead letters, oldest first; skip letters added meanwhile."""
         newest: Any = self._redis.xrevrange(DEAD_LETTERS, count=1)
         yield from self._elements()
@@ -81,36 +81,39 @@ class DeadLetters:
                 found[str(name)][each.name] = None
         return {name: list(several) for name, several in found.items()}
 
-    def get(self, name: str) -> Entry | Element | None:
+    def get(self, name: str) -> DeadLetterEntry | UndecodableMessage | None:
         """Return the entry with this name, or None if it no longer exists."""
-        if name.startswith(RAW):
+        if name.startswith(RAW_ID_PREFIX):
             return next((each for each in self._elements() if each.name == name), None)
         return next(self._between(name, name), None)
 
     def expect_again(self, letter: DeadLetter) -> None:
         """Allow a new dead letter for the same post. Call before retrying: otherwise another failure writes none."""
-        self._redis.delete(buried_key(identity(letter)))
+        self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
 
-    def remove(self, each: Entry | Element) -> None:
+    def remove(self, each: DeadLetterEntry | UndecodableMessage) -> None:
         """Delete an entry. Undecodable messages with identical bytes are all deleted."""
-        if isinstance(each, Entry):
+        if isinstance(each, DeadLetterEntry):
             self._redis.xdel(DEAD_LETTERS, each.name)
         else:
             self._redis.lrem(UNDECODABLE, 0, each.content)  # type: ignore[arg-type]  # the stub wants text
 
-    def _between(self, start: str, end: str) -> Iterator[Entry]:
+    def _between(self, start: str, end: str) -> Iterator[DeadLetterEntry]:
         """Yield the letters between two stream ids, oldest first."""
-        while letters := self._redis.xrange(DEAD_LETTERS, start, end, count=PAGE):
+        while letters := self._redis.xrange(DEAD_LETTERS, start, end, count=PAGE_SIZE):
             for each in cast(list[Any], letters):
                 yield _entry(*each)
                 start = f"({each[0]}"
 
-    def _elements(self, count: int = 0) -> list[Element]:
+    def _elements(self, count: int = 0) -> list[UndecodableMessage]:
         """Return the newest `count` undecodable messages, oldest first; 0 returns all. They may not be UTF-8."""
         client: Any = self._redis
         found: list[bytes] = client.execute_command("LRANGE", UNDECODABLE, 0, count - 1, **{NEVER_DECODE: True})
-        return [Element(f"{RAW}{blake2b(content, digest_size=8).hexdigest()}", content) for content in reversed(found)]
+        return [
+            UndecodableMessage(f"{RAW_ID_PREFIX}{blake2b(content, digest_size=8).hexdigest()}", content)
+            for content in reversed(found)
+        ]
 
 
-def _entry(name: str, fields: dict[str, str]) -> Entry:
-    return Entry(name, DeadLetter.model_validate_json(fields["letter"]))
+def _entry(name: str, fields: dict[str, str]) -> DeadLetterEntry:
+    return DeadLetterEntry(name, DeadLetter.model_validate_json(fields["letter"]))

@@ -26,7 +26,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
 from shared import broker
-from shared.errors import RedisError, UserError, printable
+from shared.errors import RedisUnavailable, UserError, printable
 from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM
 from shared.results import Result, read_entry
 from shared.settings import Settings
@@ -143,7 +143,7 @@ return {claimed[1], claimed[3] or {}, first and first[1] or '', trimmed, stored 
 #: Entries per fetch: for a follower; and for a group's member, where other members wait for them if it stops.
 FOLLOWED_AT_ONCE, GIVEN_AT_ONCE = 500, 100
 #: Seconds without acknowledgement after which another member takes over an entry.
-CLAIM_AFTER = 60.0
+CLAIM_AFTER_S = 60.0
 #: Fractions of that time: interval between takeovers; and age at which a member re-reads its own pending entries.
 CLAIM_FRACTION, STALE_FRACTION = 0.25, 0.5
 #: Minimum seconds between takeovers.
@@ -151,13 +151,13 @@ MIN_CLAIM_INTERVAL_S = 0.1
 #: Seconds of inactivity after which a member without pending entries is removed. Its name can be used again.
 MEMBER_TTL_S = 3600
 #: Maximum seconds that a reader waits for an entry before it returns to its caller.
-WAIT = 1.0
+WAIT_S = 1.0
 #: Delays before reconnecting, in seconds. The last one repeats.
-PAUSES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 #: Valid names of groups and members.
-NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
+READER_NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
 #: Seconds since 1970: the end of the year 9999.
-LATEST = 253_402_300_800
+MAX_UNIX_TIME = 253_402_300_800
 #: Largest sequence number of an entry id, `<milliseconds since 1970>-<sequence number>`.
 LAST_OF_MILLISECOND = 2**64 - 1
 
@@ -175,7 +175,7 @@ class Missed:
     at_most: int | None = None
 
 
-class Wanted(NamedTuple):
+class ResultFilter(NamedTuple):
     """Filter for results. None matches all."""
 
     #: Best label, matched exactly.
@@ -194,7 +194,7 @@ class Wanted(NamedTuple):
         )
 
 
-ALL = Wanted()
+NO_FILTER = ResultFilter()
 
 
 class Read(NamedTuple):
@@ -226,7 +226,9 @@ class Follower:
 
     stale = False
 
-    def __init__(self, redis: Redis, wanted: Wanted = ALL, since: float | None = None, history: int = 0) -> None:
+    def __init__(
+        self, redis: Redis, wanted: ResultFilter = NO_FILTER, since: float | None = None, history: int = 0
+    ) -> None:
         """Create a follower.
 
         since: start time, in seconds since 1970; None for the stream's end. history: number of earlier results to read
@@ -277,11 +279,11 @@ class GroupReader:
         redis: Redis,
         group: str,
         consumer: str,
-        wanted: Wanted = ALL,
+        wanted: ResultFilter = NO_FILTER,
         since: float | None = None,
-        claim_after: float = CLAIM_AFTER,
+        claim_after: float = CLAIM_AFTER_S,
     ) -> None:
-        """Create a member. since: start of a new group, as in `Follower`. claim_after: seconds, see CLAIM_AFTER."""
+        """Create a member. since: start of a new group, as in `Follower`. claim_after: seconds, see CLAIM_AFTER_S."""
         self._redis = redis
         self._group = group
         self._consumer = consumer
@@ -383,10 +385,10 @@ def open_reader(
     redis: Redis,
     group: str | None = None,
     consumer: str | None = None,
-    wanted: Wanted = ALL,
+    wanted: ResultFilter = NO_FILTER,
     since: float | None = None,
     history: int = 0,
-    claim_after: float = CLAIM_AFTER,
+    claim_after: float = CLAIM_AFTER_S,
 ) -> Reader:
     """Create a follower, or a member of a group. Raises UserError for invalid values.
 
@@ -396,25 +398,25 @@ def open_reader(
         raise UserError(f"min_score must be a finite number, not {wanted.min_score}.")
     if wanted.subreddit is not None and not _normalize(wanted.subreddit):
         raise UserError(f"{printable(wanted.subreddit)!r:.80} is not a subreddit's name; write python, or r/python.")
-    if since is not None and not 0 <= since < LATEST:
+    if since is not None and not 0 <= since < MAX_UNIX_TIME:
         raise UserError(f"since must be in seconds since 1970, before the year 10000, not {since}.")
     if group is None:
         if consumer is not None:
             raise UserError("consumer requires a group. Name the group as well, or leave out the consumer.")
         return Follower(redis, wanted, since, history)
-    if not 0 < claim_after < LATEST:
+    if not 0 < claim_after < MAX_UNIX_TIME:
         raise UserError(f"claim_after must be a positive number of seconds, not {claim_after}.")
     if consumer is None:
         consumer = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname():.48}-{os.getpid()}")
     for what, name in (("group", group), ("consumer", consumer)):
-        if not NAME.fullmatch(name):
+        if not READER_NAME.fullmatch(name):
             raise UserError(
                 f"'{printable(name):.80}' is not a valid {what} name. Use 1 to 64 letters, digits, or any of - _ . : @"
             )
     return GroupReader(redis, group, consumer, wanted, since, claim_after)
 
 
-def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator[list[Read]]:
+def batches(reader: Reader, follow: bool = True, wait: float = WAIT_S) -> Iterator[list[Read]]:
     """Yield batches of items as they arrive; an empty list at least every `wait` seconds.
 
     Reconnects for as long as it takes. Without `follow`, stops at the end of the stream. The caller acknowledges.
@@ -431,7 +433,7 @@ def batches(reader: Reader, follow: bool = True, wait: float = WAIT) -> Iterator
                 raise
             if not failures:
                 logger.warning("Redis is unreachable (%s); retrying until it answers", fault)
-            time.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
+            time.sleep(RECONNECT_DELAYS_S[min(failures, len(RECONNECT_DELAYS_S) - 1)])
             failures += 1
             continue
         if failures:
@@ -452,11 +454,11 @@ def items(reader: Reader, follow: bool = True) -> Iterator[Result | Missed]:
                 break  # the rest is still pending, or was taken over; the next `read` decides
 
 
-def newest(redis: Redis, count: int, wanted: Wanted = ALL, until: str = "+") -> list[Result]:
+def newest(redis: Redis, count: int, wanted: ResultFilter = NO_FILTER, until: str = "+") -> list[Result]:
     """Return the newest `count` matching results up to the entry id `until`, oldest first."""
     found: list[Result] = []
     while len(found) < count:
-        at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == ALL else FOLLOWED_AT_ONCE
+        at_once = min(FOLLOWED_AT_ONCE, count - len(found)) if wanted == NO_FILTER else FOLLOWED_AT_ONCE
         entries: Any = redis.xrevrange(RESULTS_STREAM, until, count=at_once)
         if not entries:
             break
@@ -466,15 +468,18 @@ def newest(redis: Redis, count: int, wanted: Wanted = ALL, until: str = "+") -> 
 
 
 @contextmanager
-def told_plainly(settings: Settings) -> Iterator[None]:
-    """Extend shared.broker's `told_plainly` with an error for keys that another application uses. Raises RedisError."""
+def user_errors(settings: Settings) -> Iterator[None]:
+    """Extend shared.broker's `user_errors` with an error for keys that another application uses.
+
+    Raises RedisUnavailable.
+    """
     try:
-        with broker.told_plainly(settings):
+        with broker.user_errors(settings):
             yield
     except ResponseError as fault:
         if "WRONGTYPE" not in str(fault):
             raise
-        raise RedisError(
+        raise RedisUnavailable(
             f"Redis at {settings.redis_address} holds another application's data under a key of Feedmill's, probably "
             f"{RESULTS_STREAM}. Set another database in FEEDMILL_REDIS_URL, for example redis://host:6379/1."
         ) from None

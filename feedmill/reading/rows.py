@@ -89,7 +89,7 @@ class Place(NamedTuple):
     purged: int = 0
 
 
-class Row(NamedTuple):
+class ResultRow(NamedTuple):
     """A result as stored: the fields of Classification and Post (shared/messages.py) as dicts.
 
     The post's body is truncated, fields with default values are absent, and the Reddit score is the latest one known.
@@ -103,7 +103,7 @@ class Row(NamedTuple):
 class Chunk(NamedTuple):
     """Consecutive rows in stream order."""
 
-    rows: list[Row]
+    rows: list[ResultRow]
     #: Position after the rows, including the rows of purged posts, which are left out.
     place: Place
     ended: bool
@@ -113,7 +113,7 @@ class Chunk(NamedTuple):
     left: int | None = None
 
 
-def just_before(since: float) -> str:
+def id_before(since: float) -> str:
     """Return the greatest entry id before `since` (seconds since 1970)."""
     milliseconds = int(since * 1000)
     return f"{milliseconds - 1}-{MAX_SEQUENCE}" if milliseconds > 0 else "0-0"
@@ -172,9 +172,9 @@ class RowReader:
         """Block until there is an entry after `place`, or until `seconds` have passed."""
         self._redis.xread({RESULTS_STREAM: place.cursor}, count=1, block=max(int(seconds * 1000), 1))
 
-    def _checked(self, rows: Sequence[Row]) -> list[Row]:
+    def _checked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
         """Drop the rows of purged posts and update the others' scores."""
-        checked: list[Row] = []
+        checked: list[ResultRow] = []
         for start in range(0, len(rows), POSTS_PER_CHECK):
             some = rows[start : start + POSTS_PER_CHECK]
             keys = [key(row.post["id"]) for row in some for key in (tombstone_key, result_key)]
@@ -194,9 +194,9 @@ class RowReader:
         return found
 
 
-def _read(texts: list[str]) -> list[Row]:
+def _read(texts: list[str]) -> list[ResultRow]:
     """Parse (id, classification, post, id, …) into rows. Parsing one joined JSON array is faster than two per row."""
     ids = texts[::3]
     del texts[::3]
     read = iter(from_json(f"[{','.join(texts)}]"))
-    return [Row(entry_id, found, post) for entry_id, found, post in zip(ids, read, read, strict=True)]
+    return [ResultRow(entry_id, found, post) for entry_id, found, post in zip(ids, read, read, strict=True)]

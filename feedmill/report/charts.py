@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from feedmill.report import plots
-from feedmill.report.data import BINS, OTHERS, SUBREDDITS, Report
+from feedmill.report.data import NUM_BINS, OTHERS, SUBREDDITS, Report
 from feedmill.report.page import LIGHT
-from shared.results import HOUR
+from shared.results import HOUR_S
 
 
 def save(report: Report, folder: Path, notes: Console) -> list[Path]:
@@ -33,7 +33,7 @@ def _title(figure: Any, title: str) -> None:
 
 def _hours(axes: Any, report: Report) -> None:
     every = max(len(report.columns) // 8, 1)
-    names = [datetime.fromtimestamp(column.hour * HOUR, UTC).strftime("%d %b\n%H:%M") for column in report.columns]
+    names = [datetime.fromtimestamp(column.hour * HOUR_S, UTC).strftime("%d %b\n%H:%M") for column in report.columns]
     axes.set_xticks(range(0, len(names), every), names[::every], fontsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -68,7 +68,7 @@ def _draw_posts(figure: Any, report: Report) -> None:
 def _draw_subreddits(figure: Any, report: Report) -> None:
     found = sorted(report.subreddits.items(), key=lambda each: -each[1].total())[:SUBREDDITS]
     labels = [label for label, _ in report.labels.most_common(16)]
-    figure.set_size_inches(2.5 + plots.CELL * max(len(labels), 4), 1.8 + plots.CELL * max(len(found), 3))
+    figure.set_size_inches(2.5 + plots.CELL_INCHES * max(len(labels), 4), 1.8 + plots.CELL_INCHES * max(len(found), 3))
     _title(figure, "Labels by subreddit: posts")
     axes = figure.subplots()
     if not found:
@@ -98,7 +98,10 @@ def _draw_scores(figure: Any, report: Report) -> None:
             axes.set_visible(False)
             continue
         axes.bar(
-            [(place + 0.5) / BINS for place in range(BINS)], report.scores[labels[number]], 1 / BINS, color=LIGHT[0]
+            [(place + 0.5) / NUM_BINS for place in range(NUM_BINS)],
+            report.scores[labels[number]],
+            1 / NUM_BINS,
+            color=LIGHT[0],
         )
         axes.set_title(_name(labels[number]), fontsize=8, loc="left", parse_math=False)
         axes.set_xlim(0, 1)

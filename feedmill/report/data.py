@@ -11,20 +11,20 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.reading.rows import Place, Row, RowReader, just_before, seconds_of
+from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
 from producers.reddit.state import Gap, State
 from shared import keys
 from shared.messages import DeadLetter
-from shared.results import HOUR, ResultsStore, newest_first
+from shared.results import HOUR_S, ResultsStore, newest_first
 from shared.settings import Settings
 
 #: Labels with a colour of their own; all others share the name OTHERS and one colour.
-COLOURS = 16
+MAX_COLOURED_LABELS = 16
 OTHERS = "others"
 #: Maximum numbers of subreddits, dead letters and gaps to show.
 SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
 #: Bins of a score histogram from 0 to 1.
-BINS = 20
+NUM_BINS = 20
 #: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
 MAX_COLUMNS = 72
 #: Maximum length of an example title, in characters.
@@ -75,7 +75,7 @@ class Report:
     labels: Counter[str] = field(default_factory=Counter)
     #: Results by subreddit and label.
     subreddits: dict[str, Counter[str]] = field(default_factory=dict)
-    #: Histogram (BINS bins) of each label's scores, over the results in which it was the best label.
+    #: Histogram (NUM_BINS bins) of each label's scores, over the results in which it was the best label.
     scores: dict[str, list[int]] = field(default_factory=dict)
     #: Title of the newest post of each label.
     examples: dict[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Report:
     @property
     def shown_labels(self) -> list[str]:
         """Return the labels with a colour of their own, most frequent first."""
-        return [label for label, _ in self.labels.most_common(COLOURS)]
+        return [label for label, _ in self.labels.most_common(MAX_COLOURED_LABELS)]
 
 
 def gather(redis: Redis, settings: Settings, hours: int) -> Report:
@@ -107,7 +107,7 @@ def gather(redis: Redis, settings: Settings, hours: int) -> Report:
     """
     store = ResultsStore(redis, settings)
     now = time.time()
-    last = int(now // HOUR)
+    last = int(now // HOUR_S)
     width = -(-hours // MAX_COLUMNS)
     first = last - hours + 1
     columns = [Column(hour) for hour in range(first, last + 1, width)]
@@ -116,21 +116,21 @@ def gather(redis: Redis, settings: Settings, hours: int) -> Report:
         if hour >= first:  # the hour may have changed since `now`
             columns[min((hour - first) // width, len(columns) - 1)].labels.update(counts)
             report.labels.update(counts)
-    for chunk in RowReader(redis).chunks(Place(just_before(first * HOUR))):
+    for chunk in RowReader(redis).chunks(Place(id_before(first * HOUR_S))):
         for row in chunk.rows:
-            hour = int(seconds_of(row.entry) // HOUR)
+            hour = int(seconds_of(row.entry) // HOUR_S)
             _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
-    report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR]
-    for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=just_before(first * HOUR)):
+    report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR_S]
+    for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=id_before(first * HOUR_S)):
         letter = DeadLetter.model_validate_json(fields["letter"])
-        if letter.failed_at >= first * HOUR:
+        if letter.failed_at >= first * HOUR_S:
             report.reasons[letter.reason] += 1
             if len(report.dead) < DEAD_LETTERS:
                 report.dead.append(letter)
     return report
 
 
-def _count(report: Report, row: Row, column: Column) -> None:
+def _count(report: Report, row: ResultRow, column: Column) -> None:
     found, post = row.found, row.post
     label = found["label"]
     report.read += 1
@@ -138,8 +138,8 @@ def _count(report: Report, row: Row, column: Column) -> None:
     column.minutes[int(found["classified_at"] // 60)] += 1
     report.models[found["model"]] += 1
     report.subreddits.setdefault(post.get("subreddit") or "", Counter())[label] += 1
-    bars = report.scores.setdefault(label, [0] * BINS)
-    bars[min(max(int(found["scores"][label] * BINS), 0), BINS - 1)] += 1
+    bars = report.scores.setdefault(label, [0] * NUM_BINS)
+    bars[min(max(int(found["scores"][label] * NUM_BINS), 0), NUM_BINS - 1)] += 1
     report.examples[label] = " ".join((post.get("title") or post.get("body", "")).split())[:TITLE_LENGTH]
     if found["queued_seconds"] is not None:
         column.waits.append(found["queued_seconds"])

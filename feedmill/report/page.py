@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from feedmill.report.data import BINS, DEAD_LETTERS, GAPS, OTHERS, SUBREDDITS, Column, Report, title_of
+from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDITS, Column, Report, title_of
 from shared.errors import printable
-from shared.results import HOUR
+from shared.results import HOUR_S
 
 #: Label colours on a light and on a dark page, for the most frequent label first. The last one is for all other labels.
 LIGHT = (
@@ -159,12 +159,14 @@ def _scores(report: Report) -> str:
                     100 - 100 * count / most,
                     100 * count / most,
                     "var(--c0)",
-                    f"{count:,} from {place / BINS:.2f}",
+                    f"{count:,} from {place / NUM_BINS:.2f}",
                 )
                 for place, count in enumerate(bars)
                 if count
             )
-            picture = f'<svg class="bins" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img">{drawn}</svg>'
+            picture = (
+                f'<svg class="bins" viewBox="0 0 {NUM_BINS} 100" preserveAspectRatio="none" role="img">{drawn}</svg>'
+            )
             rows.append(f'<div class="row"><span>{_text(label)}</span>{picture}<span>{_middle(bars):.2f}</span></div>')
     ends = '<span class="axis"><span>0</span><span>score</span><span>1</span></span>'
     axis = f'<div class="row"><span></span>{ends}<span class="dim">median</span></div>'
@@ -178,7 +180,7 @@ def _middle(bars: Sequence[int]) -> float:
     for place, count in enumerate(bars):
         seen += count
         if seen >= half:
-            return (place + 0.5) / BINS
+            return (place + 0.5) / NUM_BINS
     return 0.0
 
 
@@ -315,7 +317,7 @@ def _per_column(report: Report) -> str:
 
 
 def _hour(column: Column) -> str:
-    return datetime.fromtimestamp(column.hour * HOUR, UTC).strftime("%d %b %H:%M")
+    return datetime.fromtimestamp(column.hour * HOUR_S, UTC).strftime("%d %b %H:%M")
 
 
 def _when(seconds: float) -> str:

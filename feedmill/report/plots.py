@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Colours of the main series and of secondary ones.
 MAIN, OTHER = "#c2571a", "#b9bdc4"
 #: Width and height of a label's cell in a confusion matrix, in inches.
-CELL = 0.42
+CELL_INCHES = 0.42
 
 
 def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
@@ -83,7 +83,7 @@ def draw_training(figure: Any, curve: Sequence["Point"], title: str) -> None:
 
 def draw_confusion(figure: Any, found: "Evaluation", title: str) -> None:
     """Draw the confusion matrix: counts as numbers, each row's shares as shades."""
-    side = CELL * len(found.labels) + 2.2
+    side = CELL_INCHES * len(found.labels) + 2.2
     figure.set_size_inches(side, side)
     axes = figure.subplots()
     shares = found.confusion / found.confusion.sum(1, keepdims=True).clip(1)

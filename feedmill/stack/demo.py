@@ -19,7 +19,7 @@ from rich.text import Text
 
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
-from feedmill.stack.processes import ended_by_signals
+from feedmill.stack.processes import exit_on_signals
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError
@@ -46,7 +46,7 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
     console = Console()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, ended_by_signals():
+    with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
         stack = Stack(settings, Path(folder), durable=False)
         try:
             for line in stack.start():

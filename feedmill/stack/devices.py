@@ -23,7 +23,7 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 #: Variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class Share(NamedTuple):
@@ -55,7 +55,7 @@ def shares(wanted: str) -> list[Share]:
         devices = [Share("cpu", f"cpu:{index}", {}) for index in range(int(number or 1))]
     if len(devices) == 1:
         return devices  # a single worker may use every core
-    cores = find_cores(PROCESSORS)
+    cores = cores_by_package(PROCESSORS)
     if kind == "cpu" and len(devices) > len(cores):
         raise SettingsError(
             f"{PREFIX}DEVICES: {wanted} needs one core per worker, but this process may use only {len(cores)}. Set "
@@ -79,7 +79,7 @@ def _gpus(wanted: str) -> list[Share]:
                 f"{PREFIX}DEVICES: GPU {missing[0]} does not exist; torch sees {len(there)} CUDA devices, from 0 up."
             )
         chosen = [there[index] for index in indices]
-    return [Share("cuda", f"cuda:{gpu}", {VISIBLE: gpu}) for gpu in chosen]
+    return [Share("cuda", f"cuda:{gpu}", {VISIBLE_DEVICES: gpu}) for gpu in chosen]
 
 
 def _visible() -> list[str]:
@@ -94,12 +94,12 @@ def _visible() -> list[str]:
             "Reinstall torch, or set FEEDMILL_DEVICES=cpu."
         )
     count = int(counted.stdout.split()[-1])
-    if VISIBLE in os.environ:
-        return [name.strip() for name in os.environ[VISIBLE].split(",")][:count]
+    if VISIBLE_DEVICES in os.environ:
+        return [name.strip() for name in os.environ[VISIBLE_DEVICES].split(",")][:count]
     return [str(index) for index in range(count)]
 
 
-def find_cores(folder: Path) -> list[frozenset[int]]:
+def cores_by_package(folder: Path) -> list[frozenset[int]]:
     """Return the CPUs that this process may use, grouped by core. Cores of one CPU package are adjacent.
 
     folder: the kernel's CPU folder, PROCESSORS outside of tests.

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
-from feedmill.cli.flower import is_file, password_of
+from feedmill.cli.flower import choose_flower_password, is_regular_file
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from feedmill.stack.processes import Child, free_port, python_command
 from shared.broker import connect, make_app
@@ -68,7 +68,7 @@ class Stack:
         self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))
         self._flower_port = free_port()
         self.flower_url = f"http://127.0.0.1:{self._flower_port}"
-        self.flower_password = password_of(settings)
+        self.flower_password = choose_flower_password(settings)
         # Passwords are passed in the environment and through a pipe, because `ps` shows command lines.
         withheld = {f"{PREFIX}{name.upper()}" for name in WITHHELD_SETTINGS}
         self._environment = (
@@ -146,7 +146,7 @@ class Stack:
         return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"
 
     def _redis_answers(self) -> bool:
-        with suppress(RedisFault):
+        with suppress(RedisError):
             return bool(self._redis.ping())
         return False
 
@@ -158,8 +158,8 @@ class Stack:
 
     def _await_worker(self, worker: Child) -> Iterator[str]:
         inspect = make_app(self.settings).control.inspect(destination=[WORKER_NODE], timeout=1, limit=1)
-        worker.wait_until(lambda: MEASURING in worker.said() or bool(inspect.ping()))
-        if MEASURING in worker.said():
+        worker.wait_until(lambda: MEASURING in worker.output() or bool(inspect.ping()))
+        if MEASURING in worker.output():
             yield "model loaded; measuring the token budget of a micro-batch (about 10 s, once per machine)"
         worker.wait_until(lambda: bool(inspect.ping()))
 
@@ -198,7 +198,7 @@ class Stack:
         """Return Flower's password, or where to find it if standard error is a log file."""
         if self.settings.flower_password is not None:
             return f"password from {PREFIX}FLOWER_PASSWORD"
-        if is_file(sys.stderr):
+        if is_regular_file(sys.stderr):
             return f"password in {self._folder / STACK_FILE}"
         return f"password {self.flower_password}"
 
@@ -207,7 +207,7 @@ class Stack:
         now = time.monotonic()
         self._exits = [exited for exited in self._exits if now - exited < 60] + [now]
         if len(self._exits) > RESTARTS_PER_MINUTE:
-            raise StackError(f"The worker exited {len(self._exits)} times within a minute. {ended.last_words()}")
+            raise StackError(f"The worker exited {len(self._exits)} times within a minute. {ended.log_tail()}")
         self._children.remove(ended)
         self.worker = self._start_worker()
 
@@ -215,7 +215,7 @@ class Stack:
         """Raise StackError if one of the processes has exited."""
         for child in self._children:
             if child.process.poll() is not None:
-                raise StackError(f"{child.name} exited with status {child.process.returncode}. {child.last_words()}")
+                raise StackError(f"{child.name} exited with status {child.process.returncode}. {child.log_tail()}")
 
     def stay(self, say: Callable[[str], None]) -> None:
         """Run until Ctrl-C, restarting the worker if it exits. say: prints a line. Raises StackError."""
@@ -247,7 +247,7 @@ class Stack:
 def _locks(lock: IO[str]) -> bool:
     """Lock the file; return False if another stack holds the lock.
 
-    Several attempts are needed, because commands that check for a running stack (`stack_runs`) hold the lock for
+    Several attempts are needed, because commands that check for a running stack (`is_stack_running`) hold the lock for
     microseconds.
     """
     for _ in range(LOCK_ATTEMPTS):

@@ -15,7 +15,7 @@ import sys
 OLDEST_REDIS = (6, 2)
 
 
-def problem() -> "str | None":
+def missing_prerequisite() -> "str | None":
     """Return the first missing prerequisite and how to supply it, or None if all are met."""
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         return f"Python 3.11 or 3.12 is required, not {platform.python_version()}. Set PYTHON=/path/to/python3.11."
@@ -51,4 +51,4 @@ def server_version(path: str) -> "tuple[int, ...]":
 
 
 if __name__ == "__main__":
-    sys.exit(problem() and f"feedmill: {problem()}")
+    sys.exit(missing_prerequisite() and f"feedmill: {missing_prerequisite()}")

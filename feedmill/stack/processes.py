@@ -63,19 +63,19 @@ class Child:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not answers():
             if self.process.poll() is not None:
-                raise StackError(f"{self.name} exited with status {self.process.returncode}. {self.last_words()}")
+                raise StackError(f"{self.name} exited with status {self.process.returncode}. {self.log_tail()}")
             if time.monotonic() > deadline:
-                raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.last_words()}")
+                raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.log_tail()}")
             time.sleep(0.05)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output of this run."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
-    def last_words(self) -> str:
-        lines = self.said().splitlines()[-5:]
+    def log_tail(self) -> str:
+        lines = self.output().splitlines()[-5:]
         return "Its log ends:\n  " + "\n  ".join(lines) if lines else f"Its log {self.log} is empty."
 
     def stop(self, seconds: float) -> None:
@@ -93,7 +93,7 @@ class Child:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
 
     def leave(number: int, _: object) -> None:

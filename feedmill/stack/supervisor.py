@@ -25,7 +25,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -37,7 +37,7 @@ from shared import logs
 from shared.broker import make_app
 from shared.errors import SettingsError, UserError, json_line, printable
 from shared.settings import PREFIX, Settings
-from shared.systemd import NOTIFY_SOCKET, tell
+from shared.systemd import NOTIFY_SOCKET, notify
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Failures:
         return FIRST_RESTART_DELAY_S * 2 ** (self._count - 1) if self._count < MAX_FAILURES else None
 
 
-class Worker:
+class SupervisedWorker:
     """The worker of one device: its current process and its state.
 
     command: command line to which `--name NODE` is appended. environment: variables besides those of the share.
@@ -177,7 +177,7 @@ class Supervisor:
                 for variable, value in os.environ.items()
                 if variable != NOTIFY_SOCKET and variable.upper() not in given
             }
-            self._workers.append(Worker(share, share.node(name), command, others | given))
+            self._workers.append(SupervisedWorker(share, share.node(name), command, others | given))
         #: Statistics of the workers that answered, by node name.
         self._answers: queue.SimpleQueue[dict[str, dict[str, Any]]] = queue.SimpleQueue()
         #: Set when a worker has exited, so that the next request for statistics is sent at once.
@@ -269,7 +269,7 @@ class Supervisor:
         if not self._stopping:
             self._stopping = True
             self._deadline = time.monotonic() + self._settings.drain + KILL_GRACE_S
-            tell("STOPPING=1")
+            notify("STOPPING=1")
         for worker in self._workers:
             worker.due = None
             worker.signal(how)
@@ -281,7 +281,7 @@ class Supervisor:
                 logger.error("worker %s did not stop in time: killing it", worker.node)
                 worker.process.kill()
 
-    def _exited(self, worker: Worker, status: int) -> None:
+    def _exited(self, worker: SupervisedWorker, status: int) -> None:
         """Forward the rest of the output, then restart the worker, leave it stopped, or stop all workers."""
         while self._forward_output(worker):
             pass
@@ -320,11 +320,11 @@ class Supervisor:
 
     # The workers' output.
 
-    def _readable(self, worker: Worker) -> None:
+    def _readable(self, worker: SupervisedWorker) -> None:
         if not self._forward_output(worker):
             self._files.unregister(worker.output)  # the worker has closed its end
 
-    def _forward_output(self, worker: Worker) -> bool:
+    def _forward_output(self, worker: SupervisedWorker) -> bool:
         """Write the available output of a worker to standard error, line by line. Return False if there was none."""
         data = b""
         with suppress(BlockingIOError):
@@ -338,7 +338,7 @@ class Supervisor:
                     sys.stderr.write(f"{self._marked(worker, text)}\n")
         return bool(data)
 
-    def _marked(self, worker: Worker, line: str) -> str:
+    def _marked(self, worker: SupervisedWorker, line: str) -> str:
         """Add the worker's name to an output line: as a prefix in text, as a field in JSON."""
         if self._settings.log_format != "json":
             return f"{worker.share.name} | {line}"
@@ -358,7 +358,7 @@ class Supervisor:
             self._changed.wait(REFRESH_INTERVAL_S if frequent else self._settings.statistics_interval)
             self._changed.clear()
             found: dict[str, dict[str, Any]] = {}
-            with suppress(RedisFault, OperationalError):
+            with suppress(RedisError, OperationalError):
                 found = worker_statistics(app, nodes)
             self._answers.put(found)
             with suppress(OSError):  # the main thread has closed the socket
@@ -374,7 +374,7 @@ class Supervisor:
             worker.statistics = found.get(worker.node) if worker.process else None
         if not self._ready and not self._stopping and self._all_answer():
             self._ready = True
-            tell("READY=1")
+            notify("READY=1")
         up = sum(bool(worker.statistics) for worker in self._workers)
         if self._live:
             with suppress(OSError):  # the terminal was closed

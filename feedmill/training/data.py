@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from feedmill.cli.file_reading import Reading
-from feedmill.reading.results import told_plainly
+from feedmill.cli.file_reading import FileReading
+from feedmill.reading.results import user_errors
 from feedmill.reading.rows import Place, RowReader
-from producers.exported import Labelled, labelled_of
+from producers.exported import Labelled, parse_labelled
 from producers.records import BadRecord
 from shared.broker import connect
-from shared.errors import InputError, RedisError, UserError, clause, printable
+from shared.errors import InputError, RedisUnavailable, UserError, clause, printable
 from shared.messages import Post
 from shared.settings import Settings
 from shared.training import RESULTS, TrainOptions
@@ -117,8 +117,11 @@ def _nothing(posts: int, options: TrainOptions) -> str:
 
 
 def _of_results(settings: Settings) -> Iterator[Labelled]:
-    """Yield the results in the stream, oldest first, with bodies cut to `stream_body` characters. Raises RedisError."""
-    with told_plainly(settings):
+    """Yield the results in the stream, oldest first, with bodies cut to `stream_body` characters.
+
+    Raises RedisUnavailable.
+    """
+    with user_errors(settings):
         for chunk in RowReader(connect(settings)).chunks(Place("0-0")):
             for row in chunk.rows:
                 # Not validated again: it was valid when written, and truncation may have made it invalid since.
@@ -145,7 +148,7 @@ def _of_file(path: str, notes: Console) -> Iterator[Post | Labelled]:
     if path.endswith(".parquet"):
         yield from _of_parquet(path)
         return
-    reading = Reading(path, notes)
+    reading = FileReading(path, notes)
     yield from reading.labelled()
     reading.end()
 
@@ -161,7 +164,7 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
             for batch in file.iter_batches(BATCH_ROWS):
                 for number, row in enumerate(batch.to_pylist()):
                     record = {column.lower(): value for column, value in row.items()}
-                    for found in labelled_of(record, f"{printable(path)}:{number}"):
+                    for found in parse_labelled(record, f"{printable(path)}:{number}"):
                         if isinstance(found, BadRecord):
                             raise InputError(
                                 f"{found.where} is not a row of an export: {found.reason}. Export the results again."
@@ -176,8 +179,8 @@ def _of_parquet(path: str) -> Iterator[Labelled]:
 def _purged(ids: Iterable[str], settings: Settings, notes: Console) -> set[str] | None:
     """Return the ids of purged posts; None, with a note, if Redis is unreachable."""
     try:
-        with told_plainly(settings):
+        with user_errors(settings):
             return RowReader(connect(settings)).gone(ids)
-    except RedisError as error:
+    except RedisUnavailable as error:
         notes.print(f"Purged posts cannot be identified and may be included: {error}", markup=False)
         return None

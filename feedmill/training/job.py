@@ -29,9 +29,9 @@ from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, printable
 from shared.settings import PREFIX, Settings
 from shared.training import CHECKPOINTS, RESULTS, TRAIN_QUEUE, TRAIN_TASK, TrainOptions
-from workers.models.weights import EMBEDDED
+from workers.models.weights import EMBEDDED_MODEL
 from workers.run import run
-from workers.transport.redis_transport import reserve
+from workers.transport.redis_transport import use_leases
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ RESULT_METRICS = ("accuracy", "macro_f1", "calibration_error", "posts_per_s", "p
 def make_trainer_app(settings: Settings) -> Application:
     """Create the trainer's Celery application: one task, one queue, one training at a time."""
     app = make_app(settings)
-    reserve(app)
+    use_leases(app)
     app.conf.update(
         task_default_queue=TRAIN_QUEUE,
         task_track_started=True,
@@ -149,7 +149,7 @@ def within(options: TrainOptions, settings: Settings) -> TrainOptions:
         changed["source"] = _inside(folder, options.source, "from")
     if options.test is not None:
         changed["test"] = _inside(folder, options.test, "test")
-    if options.base not in (EMBEDDED, settings.model):
+    if options.base not in (EMBEDDED_MODEL, settings.model):
         if options.base.startswith(("/", ".", "~")) or ".." in Path(options.base).parts:
             raise UserError(
                 f"base: {printable(options.base)!r:.200} is outside of the training folder. Give a path inside it."

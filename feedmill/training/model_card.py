@@ -19,11 +19,11 @@ from shared.training import TrainOptions
 from workers.training.examples import Dataset
 from workers.training.run import Trained
 
-RECORD = "training.json"
+RECORD_FILE = "training.json"
 #: Packages whose versions are recorded.
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers")
 
-CARD = """\
+CARD_TEMPLATE = """\
 ---
 library_name: transformers
 pipeline_tag: text-classification
@@ -100,7 +100,7 @@ def write(
         | {name: version(name) for name in LIBRARIES},
     }
     _replace(folder / "README.md", _card(folder, options, dataset, record))
-    _replace(folder / RECORD, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+    _replace(folder / RECORD_FILE, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
     return record
 
 
@@ -115,7 +115,7 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
     purged = (
         "purged posts could not be identified" if posts["purged"] is None else f"{posts['purged']:,} had been purged"
     )
-    return CARD.format(
+    return CARD_TEMPLATE.format(
         base=printable(options.base),
         name=printable(folder.name),
         count=len(dataset.labels),

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from shared.errors import printable
 from workers.training.examples import Dataset
-from workers.training.run import Plan, Point, Progress
+from workers.training.run import Plan, Point, TrainingProgress
 
 #: Width of a sparkline in characters, and its characters from low to high.
 SPARKLINE_WIDTH, SPARKLINE_CHARACTERS = 60, "▁▂▃▄▅▆▇█"
@@ -23,7 +23,7 @@ SPARKLINE_WIDTH, SPARKLINE_CHARACTERS = 60, "▁▂▃▄▅▆▇█"
 PROGRESS_INTERVAL_S = 10.0
 
 
-class Report:
+class TrainingReport:
     """The output of one training: text or, with as_json, JSON lines with the key `plan`, `progress` or `trained`.
 
     quiet: print nothing; set in every process of a distributed training except the first.
@@ -66,7 +66,7 @@ class Report:
         self._bar.start()
         self._task = self._bar.add_task("training", total=plan.steps)
 
-    def progress(self, now: Progress) -> None:
+    def progress(self, now: TrainingProgress) -> None:
         """Report an optimization step."""
         loss = "" if now.loss is None else f"loss {now.loss:.3f}"
         if self._task is not None:

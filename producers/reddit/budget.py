@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from producers.reddit.clock import Clock
 
 #: Maximum requests without a pause after an idle period.
-BURST = 30
+BURST_REQUESTS = 30
 #: Requests of Reddit's stated budget left unused: for a restarted process, which does not know what the previous one
 #: spent, and for other users of the same credentials.
-RESERVE = 5
+RESERVED_REQUESTS = 5
 #: Maximum wait in seconds that Reddit's headers can impose. Its rate-limit windows last ten minutes.
 MAX_WAIT_S = 3600.0
 #: Tolerance for rounding in the token count, without which a nearly full token causes ever smaller waits.
 TOKEN_TOLERANCE = 1e-6
 
 
-class Budget:
+class RequestBudget:
     """A token bucket. It refills at the configured rate, or slower if needed to spread what Reddit has left evenly
     over the rest of its rate-limit window.
     """
@@ -24,7 +24,7 @@ class Budget:
     def __init__(self, clock: Clock, per_minute: float) -> None:
         self._clock = clock
         self._rate = per_minute / 60
-        self._tokens = float(BURST)
+        self._tokens = float(BURST_REQUESTS)
         self._filled = clock.monotonic()
         self._paused_until = -math.inf
         #: Requests left in Reddit's rate-limit window, and its end (monotonic seconds); None and infinite if unknown.
@@ -51,11 +51,11 @@ class Budget:
             self.remaining, self._resets = None, math.inf
         rate = self._rate
         if self.remaining is not None:
-            spare = self.remaining - RESERVE
+            spare = self.remaining - RESERVED_REQUESTS
             if spare < 1:
                 return self._resets - now
             rate = min(rate, spare / max(self._resets - now, 1.0))
-        self._tokens = min(float(BURST), self._tokens + (now - self._filled) * rate)
+        self._tokens = min(float(BURST_REQUESTS), self._tokens + (now - self._filled) * rate)
         self._filled = now
         lacking = 1 - self._tokens
         return lacking / rate if lacking > TOKEN_TOLERANCE else 0.0

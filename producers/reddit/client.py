@@ -3,7 +3,7 @@
 PRAW alone does not suit a daemon: it ignores timeouts, sleeps without a way to interrupt it, raises ValueError on odd
 headers and reads responses of any size. `Requestor` therefore handles every response: it enforces timeouts, a size
 limit and the request budget, and hides headers and statuses that make PRAW wait or fail. All remaining errors leave
-`Reddit` as the exceptions in `things.py`.
+`RedditClient` as the exceptions in `things.py`.
 """
 
 import configparser
@@ -28,24 +28,24 @@ from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from requests.structures import CaseInsensitiveDict
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.records import BadRecord, post_of
-from producers.reddit.budget import Budget, number
+from producers.records import BadRecord, parse_post
+from producers.reddit.budget import RequestBudget, number
 from producers.reddit.listing import (
     PAGE_SIZE,
-    About,
     CredentialsRefused,
-    Fault,
-    Item,
+    ListingItem,
+    ListingPage,
     Outage,
-    Page,
     RedditFault,
-    TooMany,
+    RequestFailed,
+    SubredditInfo,
+    SubredditUnreadable,
+    TooManyRequests,
     Unreachable,
-    Unreadable,
-    Why,
+    UnreadableReason,
 )
 from shared.errors import CredentialsError, UserError
-from shared.messages import GONE, Post
+from shared.messages import REMOVED_BODIES, Post
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,14 @@ RESPONSE_TIMEOUT_FACTOR = 4
 TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
 #: The end of the year 9999, in seconds since 1970.
 MAX_TIMESTAMP = 253_402_300_799.0
-#: Headers passed on to PRAW. Rate-limit headers are not: `Budget` handles them, and odd values make PRAW raise.
+#: Headers passed on to PRAW. Rate-limit headers are not: `RequestBudget` handles them, and odd values make PRAW raise.
 PASSED_HEADERS = ("content-type", "location", "www-authenticate")
 
 
 class Requestor(prawcore.Requestor):
     """A requestor with timeouts, a size limit and the request budget. Raises RedditFault, uncaught by prawcore."""
 
-    def __init__(self, *, budget: Budget, timeout: float, **settings: Any) -> None:
+    def __init__(self, *, budget: RequestBudget, timeout: float, **settings: Any) -> None:
         super().__init__(**settings)
         self._budget = budget
         self._timeout = timeout
@@ -87,7 +87,7 @@ class Requestor(prawcore.Requestor):
         except requests.RequestException as error:
             raise _connection_fault(error) from error
         except HTTPError as error:  # while reading the body
-            raise Fault(f"the connection failed ({type(error).__name__})") from error
+            raise RequestFailed(f"the connection failed ({type(error).__name__})") from error
         return _checked(response, body)
 
     def _body(self, response: requests.Response) -> bytes:
@@ -98,9 +98,9 @@ class Requestor(prawcore.Requestor):
         while part := response.raw.read1(2**16, decode_content=True):
             body += part
             if len(body) > MAX_RESPONSE_BYTES:
-                raise Fault(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
+                raise RequestFailed(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
             if time.monotonic() > deadline:
-                raise Fault(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * self._timeout:.0f} s")
+                raise RequestFailed(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * self._timeout:.0f} s")
         return bytes(body)
 
 
@@ -110,18 +110,18 @@ def _connection_fault(error: requests.RequestException) -> RedditFault:
     nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
     if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):
         return Unreachable(f"no connection to Reddit ({type(error).__name__})")
-    return Fault(f"the connection failed ({type(error).__name__})")
+    return RequestFailed(f"the connection failed ({type(error).__name__})")
 
 
 def _checked(response: requests.Response, body: bytes) -> requests.Response:
     """Return a copy of the response for PRAW. Raises RedditFault for statuses on which PRAW would wait or fail."""
     status = response.status_code
     if status == 429:
-        raise TooMany(_retry_after(response.headers))
+        raise TooManyRequests(_retry_after(response.headers))
     if status in TEMPORARY_STATUSES:
-        raise Fault(f"Reddit returned status {status}")
+        raise RequestFailed(f"Reddit returned status {status}")
     if status in (301, 302) and "location" not in response.headers:
-        raise Fault(f"Reddit returned status {status} without a location")
+        raise RequestFailed(f"Reddit returned status {status} without a location")
     answer = requests.Response()
     answer.status_code = status
     answer.url = response.url
@@ -146,7 +146,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
     return max(0.0, then - now)
 
 
-class Reddit:
+class RedditClient:
     """A client for Reddit's API. Not thread-safe. Every method raises only RedditFault.
 
     topic_of: topic by the subreddit's name in lower case.
@@ -155,7 +155,7 @@ class Reddit:
     def __init__(
         self,
         settings: Settings,
-        budget: Budget,
+        budget: RequestBudget,
         topic_of: Mapping[str, str],
         session: requests.Session | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ class Reddit:
         after: str | None = None,
         limit: int = PAGE_SIZE,
         period: str = "",
-    ) -> Page:
+    ) -> ListingPage:
         """Return up to `limit` posts of the subreddits' joint listing, plus pinned ones.
 
         listing: new, hot, rising or top. period, for top: hour, day, week, month, year or all.
@@ -185,24 +185,25 @@ class Reddit:
                 f"r/{'+'.join(names)}/{listing}",
                 params={name: value for name, value in given.items() if value is not None},
             )
-            return Page(list(self._items(answer)), answer.after)
+            return ListingPage(list(self._items(answer)), answer.after)
 
-    def info(self, fullnames: Iterable[str]) -> dict[str, Item]:
+    def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]:
         """Return posts by fullname, a hundred per request. Posts that Reddit does not return are absent."""
         with _fault_conversion():
             return {item.fullname: item for item in self._items(self._reddit.info(fullnames=fullnames))}
 
-    def about(self, names: Iterable[str]) -> dict[str, About]:
+    def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]:
         """Return subreddits by name in lower case, a hundred per request. Missing and banned ones are absent."""
         with _fault_conversion():
             found = [vars(thing) for thing in self._reddit.info(subreddits=names) if isinstance(thing, Subreddit)]
         return {
-            about["display_name"].lower(): About(about["display_name"], _unreadable_reason(about)) for about in found
+            about["display_name"].lower(): SubredditInfo(about["display_name"], _unreadable_reason(about))
+            for about in found
         }
 
-    def _items(self, things: Iterable[Any]) -> Iterator[Item]:
+    def _items(self, things: Iterable[Any]) -> Iterator[ListingItem]:
         if not isinstance(things, Listing | Iterator):
-            raise Fault("Reddit returned something other than a listing")
+            raise RequestFailed("Reddit returned something other than a listing")
         for thing in things:
             if isinstance(thing, Submission):
                 # vars(): attribute access would make PRAW send a request for every missing field.
@@ -213,7 +214,7 @@ class Reddit:
                     # An invalid post must not fail its page.
                     logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
 
-    def _item(self, data: Mapping[str, Any]) -> Item:
+    def _item(self, data: Mapping[str, Any]) -> ListingItem:
         fullname = data.get("name") or f"t3_{data['id']}"
         if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
             raise ValueError("invalid fullname")
@@ -222,7 +223,7 @@ class Reddit:
             raise ValueError("invalid created_utc")
         subreddit = str(data["subreddit"])
         body = data.get("selftext") or ""
-        gone = bool(data.get("removed_by_category")) or body.strip() in GONE
+        gone = bool(data.get("removed_by_category")) or body.strip() in REMOVED_BODIES
         fields = {
             "id": fullname,
             "topic": self._topic_of.get(subreddit.lower()),
@@ -240,10 +241,10 @@ class Reddit:
             "spoiler": bool(data.get("spoiler")),
         }
         # Drops invalid optional fields: a post is not rejected for its score or a URL.
-        *_, read = post_of(fields, fullname)
+        *_, read = parse_post(fields, fullname)
         post = read if isinstance(read, Post) else None
         score = data.get("score")
-        return Item(
+        return ListingItem(
             fullname,
             subreddit,
             created,
@@ -255,7 +256,7 @@ class Reddit:
         )
 
 
-def _unreadable_reason(about: Mapping[str, Any]) -> Why | None:
+def _unreadable_reason(about: Mapping[str, Any]) -> UnreadableReason | None:
     if about.get("quarantine"):
         return "quarantined"
     return None if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted") else "private"
@@ -271,41 +272,41 @@ def _fault_conversion() -> Iterator[None]:
     except prawcore.exceptions.Redirect as error:
         # Reddit redirects requests for a missing subreddit to a search for its name.
         if "search" in error.path:
-            raise Unreadable("missing") from error
-        raise Fault(f"Reddit redirected to {error.path:.80}") from error
+            raise SubredditUnreadable("missing") from error
+        raise RequestFailed(f"Reddit redirected to {error.path:.80}") from error
     except (prawcore.exceptions.Forbidden, prawcore.exceptions.NotFound) as error:
         raise _forbidden_or_missing(error) from error
     except prawcore.exceptions.BadJSON as error:
-        raise Fault("Reddit returned invalid JSON") from error
+        raise RequestFailed("Reddit returned invalid JSON") from error
     except prawcore.exceptions.OAuthException as error:
         raise CredentialsRefused(error.error) from error
     except prawcore.exceptions.ResponseException as error:
         if error.response.url.endswith(ACCESS_TOKEN_PATH) and error.response.status_code in (400, 401, 403):
             raise CredentialsRefused(f"status {error.response.status_code}") from error
-        raise Fault(f"Reddit returned status {error.response.status_code}") from error
+        raise RequestFailed(f"Reddit returned status {error.response.status_code}") from error
     except Exception as error:
         # On unexpected responses PRAW raises KeyError, AttributeError, ValueError and others.
         logger.debug("PRAW failed on a response", exc_info=True)
-        raise Fault(f"Reddit returned an unexpected response ({type(error).__name__})") from error
+        raise RequestFailed(f"Reddit returned an unexpected response ({type(error).__name__})") from error
 
 
-def _forbidden_or_missing(error: prawcore.exceptions.ResponseException) -> Fault:
+def _forbidden_or_missing(error: prawcore.exceptions.ResponseException) -> RequestFailed:
     """Interpret a 403 or 404. Reddit's own come as JSON and describe the subreddit; others come from a proxy."""
     status = error.response.status_code
     try:
         details = error.response.json()
     except ValueError:
-        return Fault(f"status {status} came from a proxy, not from Reddit")
+        return RequestFailed(f"status {status} came from a proxy, not from Reddit")
     if not isinstance(details, dict):
-        return Fault(f"Reddit returned status {status}")
+        return RequestFailed(f"Reddit returned status {status}")
     reason = str(details.get("reason") or "")
     if status == 404:
-        return Unreadable("banned" if reason == "banned" else "missing")
-    reasons: dict[str, Why] = {"quarantined": "quarantined", "gated": "gated", "banned": "banned"}
-    return Unreadable(reasons.get(reason, "private"))
+        return SubredditUnreadable("banned" if reason == "banned" else "missing")
+    reasons: dict[str, UnreadableReason] = {"quarantined": "quarantined", "gated": "gated", "banned": "banned"}
+    return SubredditUnreadable(reasons.get(reason, "private"))
 
 
-def _praw(settings: Settings, budget: Budget, session: requests.Session) -> praw.Reddit:
+def _praw(settings: Settings, budget: RequestBudget, session: requests.Session) -> praw.Reddit:
     """Create a read-only PRAW client."""
     secrets = {"client_id": settings.reddit_client_id, "client_secret": settings.reddit_client_secret}
     overrides: dict[str, Any] = {name: value.get_secret_value() for name, value in secrets.items() if value}
@@ -351,7 +352,7 @@ def missing_credentials(name: str) -> str:
 
 
 @contextmanager
-def told_plainly(settings: Settings) -> Iterator[None]:
+def user_errors(settings: Settings) -> Iterator[None]:
     """Convert Reddit outages to UserError."""
     try:
         yield

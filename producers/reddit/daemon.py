@@ -16,16 +16,24 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from producers.push import FULL_QUEUE_POLL_S, Pusher
 from producers.reddit.backoff import Backoff
-from producers.reddit.budget import Budget
-from producers.reddit.client import Reddit, refused_credentials
+from producers.reddit.budget import RequestBudget
+from producers.reddit.client import RedditClient, refused_credentials
 from producers.reddit.clock import Clock
-from producers.reddit.listing import CredentialsRefused, Fault, Item, Outage, Page, TooMany, Unreadable
-from producers.reddit.rechecks import Looks
-from producers.reddit.send_buffer import Batch, Outbox
+from producers.reddit.listing import (
+    CredentialsRefused,
+    ListingItem,
+    ListingPage,
+    Outage,
+    RequestFailed,
+    SubredditUnreadable,
+    TooManyRequests,
+)
+from producers.reddit.rechecks import Rechecker
+from producers.reddit.send_buffer import PostBatch, SendBuffer
 from producers.reddit.state import Gap, State
 from producers.reddit.subreddits import Roster
 from producers.reddit.topics import Topics
@@ -72,7 +80,7 @@ class Feed:
 
 
 @dataclass
-class Job:
+class ScheduledJob:
     """A recurring job. run: runs it and returns the seconds until its next run."""
 
     run: Callable[[], float]
@@ -89,8 +97,8 @@ class Daemon:
 
     def __init__(
         self,
-        reddit: Reddit,
-        budget: Budget,
+        reddit: RedditClient,
+        budget: RequestBudget,
         redis: Redis,
         pusher: Pusher,
         topics: Topics,
@@ -106,10 +114,10 @@ class Daemon:
         self._depth = depth
         self._state = State(redis)
         self._roster = Roster(reddit, topics, self._state, clock)
-        self._rechecks = Looks(reddit, redis, self._state, settings, clock, self._hold_rechecked)
+        self._rechecks = Rechecker(reddit, redis, self._state, settings, clock, self._hold_rechecked)
         walked = self._state.deep_walks(topics.topics, clock.time())
         self._feeds = [Feed(topic, full_walk_due=walked[topic] + FULL_WALK_INTERVAL_S) for topic in topics.topics]
-        self._outbox = Outbox(pusher, self._state, settings, clock)
+        self._outbox = SendBuffer(pusher, self._state, settings, clock)
         self._reddit_backoff = Backoff()
         self._redis_backoff = Backoff(longest=30.0)
         #: Polls and gaps since the start, and failures by kind.
@@ -119,10 +127,13 @@ class Daemon:
         self._reddit_trouble = self._redis_trouble = ""
         start = clock.monotonic()
         # The order of the first runs.
-        self._jobs = [Job(self._store_status, start, uses_reddit=False)]
+        self._jobs = [ScheduledJob(self._store_status, start, uses_reddit=False)]
         for feed in self._feeds:
-            self._jobs += [Job(partial(self._check, feed), start), Job(partial(self._poll, feed), start)]
-        self._jobs.append(Job(self._rechecks.run, start))
+            self._jobs += [
+                ScheduledJob(partial(self._check, feed), start),
+                ScheduledJob(partial(self._poll, feed), start),
+            ]
+        self._jobs.append(ScheduledJob(self._rechecks.run, start))
 
     def step(self) -> float:
         """Run one job that is due; return the seconds until the next one.
@@ -142,16 +153,16 @@ class Daemon:
         job.due = now + self._guarded(job)
         return 0.0
 
-    def _guarded(self, job: Job) -> float:
+    def _guarded(self, job: ScheduledJob) -> float:
         """Run a job and handle its failures; an outage delays all jobs. Return the seconds until its next run."""
         asked = self._budget.spent
         try:
             pause = job.run()
-        except (RedisFault, OperationalError) as error:
+        except (RedisError, OperationalError) as error:
             return self._redis_failed(error)
         except Outage as fault:
             return self._reddit_failed(fault)
-        except Fault as fault:
+        except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
             logger.warning("%s", fault)
             return self._reddit_backoff.next()
@@ -189,7 +200,7 @@ class Daemon:
         if isinstance(fault, CredentialsRefused) and not self.polls:
             raise CredentialsError(refused_credentials(self._settings)) from fault
         pause = self._reddit_backoff.next()
-        if isinstance(fault, TooMany) and fault.retry_after is not None:
+        if isinstance(fault, TooManyRequests) and fault.retry_after is not None:
             pause = max(pause, fault.retry_after)
         refused = isinstance(fault, CredentialsRefused)
         self._reddit_trouble = refused_credentials(self._settings) if refused else str(fault)
@@ -203,7 +214,7 @@ class Daemon:
         """Choose a topic's subreddits."""
         try:
             self._roster.check(feed.topic)
-        except Fault as fault:
+        except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
             logger.warning("cannot check the subreddits of topic %s: %s; retrying later", feed.topic, fault)
             return CHECK_RETRY_S
@@ -229,7 +240,7 @@ class Daemon:
         if len(healthy) > 1 and not full:
             try:
                 self._walk(feed, healthy, full)
-            except Fault as fault:
+            except RequestFailed as fault:
                 self.faults[type(fault).__name__] += 1
                 separate += healthy
         else:
@@ -246,10 +257,10 @@ class Daemon:
     def _walk_separately(self, feed: Feed, track: Track, full: bool) -> None:
         try:
             self._walk(feed, [track], full)
-        except Unreadable as fault:
+        except SubredditUnreadable as fault:
             self.faults[type(fault).__name__] += 1
             self._roster.drop(feed.topic, track.name, fault.why)
-        except Fault as fault:
+        except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
             failure = feed.failing.setdefault(track.name, FailingSubreddit())
             pause = failure.backoff.next()
@@ -277,14 +288,14 @@ class Daemon:
         else:
             self._hold_walk(feed, found, tracks)
 
-    def _page(self, names: Sequence[str], after: str | None) -> Page:
+    def _page(self, names: Sequence[str], after: str | None) -> ListingPage:
         """Fetch a page. Pages after the first are retried, because a failure would repeat the whole walk."""
         for _ in range(0 if after is None else MAX_PAGE_ATTEMPTS - 1):
             try:
                 return self._reddit.page(names, after=after)
-            except Unreadable:
+            except SubredditUnreadable:
                 raise
-            except Fault as fault:
+            except RequestFailed as fault:
                 self.faults[type(fault).__name__] += 1
                 self._clock.wait(uniform(0.5, 1.5))
         return self._reddit.page(names, after=after)
@@ -318,7 +329,7 @@ class Daemon:
                 partial(self._record_start, beginnings, gaps),
                 partial(self._advance_watermarks, feed, ahead, newest),
             )
-            self._outbox.hold(Batch(changed, fresh, walked=True, begin=begin, end=end))
+            self._outbox.hold(PostBatch(changed, fresh, walked=True, begin=begin, end=end))
 
     def _record_start(self, beginnings: dict[str, float], gaps: Sequence[Gap]) -> None:
         if not beginnings and not gaps:
@@ -337,16 +348,16 @@ class Daemon:
         """Advance the watermarks. Skip subreddits that were dropped since: they restart from their known posts."""
         self._state.advance({track.name: until for track in tracks if feed.tracks.get(track.name) is track})
 
-    def _hold_rechecked(self, items: Sequence[Item], end: Callable[[], None]) -> None:
+    def _hold_rechecked(self, items: Sequence[ListingItem], end: Callable[[], None]) -> None:
         """Buffer rechecked posts. The pusher sends only those whose text has changed."""
-        self._outbox.hold(Batch(items, frozenset(), walked=False, begin=lambda: None, end=end))
+        self._outbox.hold(PostBatch(items, frozenset(), walked=False, begin=lambda: None, end=end))
 
     def _send_held(self) -> None:
         """Send buffered posts, as far as the queue has room."""
         try:
             if self._outbox.send():
                 self._redis_recovered()
-        except (RedisFault, OperationalError) as error:
+        except (RedisError, OperationalError) as error:
             self._clock.wait(self._redis_failed(error))
 
     # Status.
@@ -368,7 +379,7 @@ class Daemon:
             "refused": self._outbox.refused,
             "held": self._outbox.held,
             "paused": self._pusher.gate.closed,
-            "looked": self._rechecks.looked,
+            "looked": self._rechecks.rechecked,
             "purged": self._rechecks.purged,
             "gaps": self.gaps,
             "faults": dict(self.faults),
@@ -378,5 +389,5 @@ class Daemon:
         }
 
     def _store_status(self) -> float:
-        self._state.tell(self.status() | {"at": self._clock.time()})
+        self._state.store_status(self.status() | {"at": self._clock.time()})
         return STATUS_INTERVAL_S

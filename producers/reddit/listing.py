@@ -7,23 +7,23 @@ from shared.messages import Post, digest
 #: Maximum number of items in a response.
 PAGE_SIZE = 100
 
-Why = Literal["missing", "banned", "private", "quarantined", "gated"]
+UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated"]
 
 
 class RedditFault(Exception):  # noqa: N818 - named after what happened, as its kinds are
     """Reddit did not return what was requested."""
 
 
-class Fault(RedditFault):
+class RequestFailed(RedditFault):
     """One request failed, or its result is not available. Other requests may succeed."""
 
 
-class Unreadable(Fault):
+class SubredditUnreadable(RequestFailed):
     """A subreddit cannot be read. why: the reason given by Reddit."""
 
-    def __init__(self, why: Why) -> None:
+    def __init__(self, why: UnreadableReason) -> None:
         super().__init__(why)
-        self.why: Why = why
+        self.why: UnreadableReason = why
 
 
 class Outage(RedditFault):
@@ -34,7 +34,7 @@ class Unreachable(Outage):
     """Connecting to Reddit failed."""
 
 
-class TooMany(Outage):
+class TooManyRequests(Outage):
     """Reddit returned status 429. retry_after: seconds; None if not given."""
 
     def __init__(self, retry_after: float | None) -> None:
@@ -46,7 +46,7 @@ class CredentialsRefused(Outage):
     """Reddit rejected the client ID or secret."""
 
 
-class Item(NamedTuple):
+class ListingItem(NamedTuple):
     """A post in a listing or in a response to a request by id.
 
     problem: reason why `post` is None. gone: deleted by its author or removed; its text must not be used.
@@ -67,16 +67,16 @@ class Item(NamedTuple):
         return digest(self.post.text)[:16] if self.post and not self.gone else "gone"
 
 
-class Page(NamedTuple):
+class ListingPage(NamedTuple):
     """A page of a listing. after: anchor of the next page; None on the last."""
 
-    items: list[Item]
+    items: list[ListingItem]
     after: str | None
 
 
-class About(NamedTuple):
+class SubredditInfo(NamedTuple):
     """A subreddit's properties."""
 
     name: str
     #: Reason why it cannot be read; None if it can.
-    why: Why | None
+    why: UnreadableReason | None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shared.metrics import Figure, Kind, RedisFigures, Sample, Server, serve
+from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, serve
 from shared.settings import Settings
 
 #: Seconds without a finished step after which the daemon counts as stuck. A step may wait for the end of Reddit's
@@ -14,16 +14,16 @@ STUCK_AFTER_S = 900.0
 Status = Mapping[str, Any]
 
 
-def _counter(name: str, description: str) -> Figure:
-    return Figure(f"feedmill_reddit_{name}_total", Kind.COUNTER, description)
+def _counter(name: str, description: str) -> MetricSpec:
+    return MetricSpec(f"feedmill_reddit_{name}_total", MetricType.COUNTER, description)
 
 
-def _gauge(name: str, description: str) -> Figure:
-    return Figure(f"feedmill_reddit_{name}", Kind.GAUGE, description)
+def _gauge(name: str, description: str) -> MetricSpec:
+    return MetricSpec(f"feedmill_reddit_{name}", MetricType.GAUGE, description)
 
 
 #: Metrics, each with a function that reads it from `Daemon.status`; None if unknown. Counters start with the process.
-STATUS_FIGURES: tuple[tuple[Figure, Callable[[Status], float | None]], ...] = (
+STATUS_FIGURES: tuple[tuple[MetricSpec, Callable[[Status], float | None]], ...] = (
     (_counter("posts_sent", "Posts sent to the queue."), lambda status: status["sent"]),
     (_counter("posts_skipped", "Posts skipped because they were sent before."), lambda status: status["skipped"]),
     (_counter("posts_looked_at_again", "Rechecks of sent posts."), lambda status: status["looked"]),
@@ -47,7 +47,9 @@ STATUS_FIGURES: tuple[tuple[Figure, Callable[[Status], float | None]], ...] = (
         lambda status: status["budget"],
     ),
 )
-FAULTS = Figure("feedmill_reddit_faults_total", Kind.COUNTER, "Failed requests and unexpected errors.", ("kind",))
+FAULTS = MetricSpec(
+    "feedmill_reddit_faults_total", MetricType.COUNTER, "Failed requests and unexpected errors.", ("kind",)
+)
 FIGURES = (*(figure for figure, _ in STATUS_FIGURES), FAULTS)
 
 
@@ -56,16 +58,16 @@ class Metrics:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._redis = RedisFigures(settings)
+        self._redis = RedisMetrics(settings)
         #: Latest `Daemon.status`. Replaced, never modified, because other threads read it.
         self._status: Status = {}
         self._turned = time.monotonic()
 
-    def serve(self) -> Server:
+    def serve(self) -> MetricsServer:
         """Start the metrics server. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
-    def tell(self, status: Status) -> None:
+    def update(self, status: Status) -> None:
         """Store the daemon's status after a step."""
         self._status, self._turned = status, time.monotonic()
 
@@ -87,4 +89,6 @@ class Metrics:
         """List reasons why no posts are being sent."""
         if not self._status.get("polls"):
             return [self._status.get("hindrance") or "the daemon has not read any topic yet"]
-        return self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.away()
+        return (
+            self.unhealthy() or [self._status["hindrance"]] * bool(self._status["hindrance"]) or self._redis.problems()
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from producers.push import Pusher
 from producers.reddit.clock import Clock
-from producers.reddit.listing import Item
+from producers.reddit.listing import ListingItem
 from producers.reddit.state import State
 from shared.settings import Settings
 
@@ -22,13 +22,13 @@ MAX_POSTS_PER_STEP = 256
 
 
 @dataclass
-class Batch:
+class PostBatch:
     """Posts to send, oldest first. `begin` runs before the first is sent, `end` after the last.
 
     fresh: fullnames of posts that were not known before. walked: true for posts of a walk, recorded as known once sent.
     """
 
-    items: Sequence[Item]
+    items: Sequence[ListingItem]
     fresh: frozenset[str]
     walked: bool
     begin: Callable[[], None]
@@ -41,7 +41,7 @@ class Batch:
         return len(self.items) - (self.done or 0)
 
 
-class Outbox:
+class SendBuffer:
     """A first-in-first-out buffer of batches."""
 
     def __init__(self, pusher: Pusher, state: State, settings: Settings, clock: Clock) -> None:
@@ -49,7 +49,7 @@ class Outbox:
         self._state = state
         self._posts_per_message = settings.posts_per_message
         self._clock = clock
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[PostBatch] = deque()
         #: Posts that could not be classified, since the start.
         self.refused = 0
 
@@ -58,7 +58,7 @@ class Outbox:
         """Number of posts in the buffer."""
         return sum(batch.left for batch in self._batches)
 
-    def hold(self, batch: Batch) -> None:
+    def hold(self, batch: PostBatch) -> None:
         """Append a batch."""
         self._batches.append(batch)
 
@@ -72,7 +72,7 @@ class Outbox:
             self._send(self._batches[0], room * self._posts_per_message)
         return asked
 
-    def _send(self, batch: Batch, room: int) -> None:
+    def _send(self, batch: PostBatch, room: int) -> None:
         if batch.done is None:
             batch.begin()
             batch.done = 0

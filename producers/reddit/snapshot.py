@@ -6,9 +6,17 @@ from typing import NamedTuple, TypeVar
 
 from producers.push import Pusher
 from producers.reddit.backoff import Backoff
-from producers.reddit.client import Reddit
+from producers.reddit.client import RedditClient
 from producers.reddit.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, CredentialsRefused, Fault, Item, RedditFault, TooMany, Unreadable
+from producers.reddit.listing import (
+    PAGE_SIZE,
+    CredentialsRefused,
+    ListingItem,
+    RedditFault,
+    RequestFailed,
+    SubredditUnreadable,
+    TooManyRequests,
+)
 from producers.reddit.state import State
 
 #: Attempts per request.
@@ -30,7 +38,7 @@ class Listing(NamedTuple):
     period: str = ""
 
 
-class Reading(NamedTuple):
+class SnapshotCounts(NamedTuple):
     """Progress on a topic: posts read, sent, and skipped because they were sent before.
 
     problem: reasons why some posts could not be read.
@@ -42,16 +50,16 @@ class Reading(NamedTuple):
     problem: str = ""
 
 
-class Once:
+class SnapshotReader:
     """Read topics one after the other. Pinned, deleted and removed posts are neither counted nor sent."""
 
-    def __init__(self, reddit: Reddit, pusher: Pusher, state: State, clock: Clock) -> None:
+    def __init__(self, reddit: RedditClient, pusher: Pusher, state: State, clock: Clock) -> None:
         self._reddit = reddit
         self._pusher = pusher
         self._state = state
         self._clock = clock
 
-    def read(self, names: Sequence[str], listing: Listing) -> Iterator[Reading]:
+    def read(self, names: Sequence[str], listing: Listing) -> Iterator[SnapshotCounts]:
         """Read and send the posts of a topic's subreddits, yielding progress after each page.
 
         Raises Outage, redis.exceptions.RedisError and kombu.exceptions.OperationalError.
@@ -69,25 +77,25 @@ class Once:
                     # Not recorded as known: a snapshot would leave holes in the daemon's known posts.
                     self._state.commit((), [item.fullname for item in posts if item.post], self._clock.time())
                     read += len(posts)
-                    yield Reading(read, self._pusher.sent - sent, self._pusher.skipped - skipped)
-            except Fault as fault:
+                    yield SnapshotCounts(read, self._pusher.sent - sent, self._pusher.skipped - skipped)
+            except RequestFailed as fault:
                 if len(asked) > 1:
                     attempts = [([name], listing._replace(limit=share)) for name in asked]
                 else:
                     problems.append(f"r/{asked[0]}: {fault}")
-        yield Reading(read, self._pusher.sent - sent, self._pusher.skipped - skipped, "; ".join(problems))
+        yield SnapshotCounts(read, self._pusher.sent - sent, self._pusher.skipped - skipped, "; ".join(problems))
 
-    def send(self, items: Sequence[Item], end: Callable[[], None]) -> None:
+    def send(self, items: Sequence[ListingItem], end: Callable[[], None]) -> None:
         """Send rechecked posts whose text has changed, then call `end`."""
         self._pusher.push(item.post for item in items if item.post)
         end()
 
-    def _pages(self, names: Sequence[str], listing: Listing) -> Iterator[list[Item]]:
+    def _pages(self, names: Sequence[str], listing: Listing) -> Iterator[list[ListingItem]]:
         remaining, after = listing.limit, None
         seen: set[str] = set()
         while remaining:
             ask = partial(self._reddit.page, names, listing.kind, after, PAGE_SIZE, listing.period)
-            page = patiently(ask, self._clock)
+            page = with_retries(ask, self._clock)
             posts = [item for item in page.items if not (item.stickied or item.gone or item.fullname in seen)]
             posts = posts[:remaining]
             seen |= {item.fullname for item in posts}
@@ -98,15 +106,15 @@ class Once:
                 return
 
 
-def patiently(ask: Callable[[], Answer], clock: Clock) -> Answer:
+def with_retries(ask: Callable[[], Answer], clock: Clock) -> Answer:
     """Call `ask`, retrying failures with backoff. Raises the last RedditFault; does not retry permanent failures."""
     backoff = Backoff(MAX_RETRY_PAUSE_S)
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return ask()
-        except (Unreadable, CredentialsRefused):
+        except (SubredditUnreadable, CredentialsRefused):
             raise
         except RedditFault as fault:
             pause = backoff.next()
-            clock.wait(fault.retry_after or pause if isinstance(fault, TooMany) else pause)
+            clock.wait(fault.retry_after or pause if isinstance(fault, TooManyRequests) else pause)
     return ask()

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from producers.reddit.listing import Item
-from producers.reddit.walk import KNOWN, Track
+from producers.reddit.listing import ListingItem
+from producers.reddit.walk import MAX_KNOWN_POSTS, Track
 from shared.keys import (
     REDDIT_BEGINNINGS,
-    REDDIT_DEEP,
+    REDDIT_FULL_READS,
     REDDIT_GAPS,
-    REDDIT_LOOKS,
-    REDDIT_REPLACED,
+    REDDIT_RECHECKS,
     REDDIT_STATUS,
+    REDDIT_SUBSTITUTES,
     REDDIT_WATERMARKS,
     reddit_known_key,
 )
@@ -28,7 +28,7 @@ RECHECK_DELAYS_S = (3_600.0, 36 * 3_600.0)
 #: Lifetime of a subreddit's known posts, in seconds, once it is no longer read.
 KNOWN_TTL = 90 * 86_400
 #: Lifetime of due rechecks, in seconds, while no daemon runs.
-LOOKS_TTL = 7 * 86_400
+RECHECKS_TTL = 7 * 86_400
 #: Maximum number of stored gaps; the oldest are deleted first.
 MAX_GAPS = 10_000
 #: Lifetime of the daemon's status in seconds.
@@ -48,7 +48,7 @@ class Gap(NamedTuple):
     noted: float
 
 
-class Replaced(NamedTuple):
+class ReplacedSubreddit(NamedTuple):
     """A subreddit that is not read, the reason, since when (seconds since 1970), and its substitute."""
 
     subreddit: str
@@ -58,7 +58,7 @@ class Replaced(NamedTuple):
     by: str | None
 
 
-class Look(NamedTuple):
+class Recheck(NamedTuple):
     """A scheduled recheck of a post. stage: index into the delays.
 
     absent: the post was missing from the previous response, perhaps only temporarily.
@@ -73,7 +73,7 @@ class Look(NamedTuple):
         return f"{self.stage}{'?' if self.absent else '.'}{self.fullname}"
 
     @classmethod
-    def of(cls, member: str) -> "Look":
+    def of(cls, member: str) -> "Recheck":
         return cls(member[2:], int(member[0]), member[1] == "?")
 
 
@@ -107,7 +107,7 @@ class State:
             oldest = sorted(self.gaps(), key=lambda gap: gap.noted)[:-MAX_GAPS]
             self._redis.hdel(REDDIT_GAPS, *(f"{gap.subreddit} {gap.since:.0f}" for gap in oldest))
 
-    def commit(self, items: Iterable[Item], sent: Iterable[str], now: float) -> None:
+    def commit(self, items: Iterable[ListingItem], sent: Iterable[str], now: float) -> None:
         """Record items of a walk as known, and schedule the first recheck of those in `sent`."""
         known: dict[str, dict[str, float]] = {}
         for item in items:
@@ -116,11 +116,11 @@ class State:
         for name, members in known.items():
             key = reddit_known_key(name)
             pipe.zadd(key, members)
-            pipe.zremrangebyrank(key, 0, -1 - KNOWN)
+            pipe.zremrangebyrank(key, 0, -1 - MAX_KNOWN_POSTS)
             pipe.expire(key, KNOWN_TTL)
-        if due := {Look(fullname, 0, absent=False).member: now + RECHECK_DELAYS_S[0] for fullname in sent}:
-            pipe.zadd(REDDIT_LOOKS, due, nx=True)
-            pipe.expire(REDDIT_LOOKS, LOOKS_TTL)
+        if due := {Recheck(fullname, 0, absent=False).member: now + RECHECK_DELAYS_S[0] for fullname in sent}:
+            pipe.zadd(REDDIT_RECHECKS, due, nx=True)
+            pipe.expire(REDDIT_RECHECKS, RECHECKS_TTL)
         pipe.execute()
 
     def advance(self, watermarks: Mapping[str, float]) -> None:
@@ -147,18 +147,18 @@ class State:
     def forget_gaps(self) -> None:
         self._redis.delete(REDDIT_GAPS)
 
-    def replaced(self) -> dict[str, Replaced]:
+    def replaced(self) -> dict[str, ReplacedSubreddit]:
         """Return the subreddits that are not read, by name in lower case."""
-        found: Any = self._redis.hgetall(REDDIT_REPLACED)
-        return {name: Replaced(*json.loads(value)) for name, value in found.items()}
+        found: Any = self._redis.hgetall(REDDIT_SUBSTITUTES)
+        return {name: ReplacedSubreddit(*json.loads(value)) for name, value in found.items()}
 
-    def replace(self, replaced: Mapping[str, Replaced], again: Iterable[str]) -> None:
+    def replace(self, replaced: Mapping[str, ReplacedSubreddit], again: Iterable[str]) -> None:
         """Store which subreddits are not read, and delete those read `again`; by name in lower case."""
         pipe: Any = self._redis.pipeline()
         if replaced:
-            pipe.hset(REDDIT_REPLACED, mapping={name: json.dumps(entry) for name, entry in replaced.items()})
+            pipe.hset(REDDIT_SUBSTITUTES, mapping={name: json.dumps(entry) for name, entry in replaced.items()})
         if restored := list(again):
-            pipe.hdel(REDDIT_REPLACED, *restored)
+            pipe.hdel(REDDIT_SUBSTITUTES, *restored)
         pipe.execute()
 
     def deep_walks(self, topics: Iterable[str], now: float) -> dict[str, float]:
@@ -167,33 +167,33 @@ class State:
         A topic without one starts counting now, and a restart does not reset that.
         """
         for topic in topics:
-            self._redis.hsetnx(REDDIT_DEEP, topic, now)
-        found: Any = self._redis.hgetall(REDDIT_DEEP)
+            self._redis.hsetnx(REDDIT_FULL_READS, topic, now)
+        found: Any = self._redis.hgetall(REDDIT_FULL_READS)
         return {topic: float(when) for topic, when in found.items()}
 
     def walked_deep(self, topic: str, when: float) -> None:
-        self._redis.hset(REDDIT_DEEP, topic, when)
+        self._redis.hset(REDDIT_FULL_READS, topic, when)
 
-    def due(self, now: float, count: int) -> list[Look]:
+    def due(self, now: float, count: int) -> list[Recheck]:
         """Return up to `count` rechecks that are due."""
-        members: Any = self._redis.zrange(REDDIT_LOOKS, "-inf", now, byscore=True, offset=0, num=count)
-        return [Look.of(member) for member in members]
+        members: Any = self._redis.zrange(REDDIT_RECHECKS, "-inf", now, byscore=True, offset=0, num=count)
+        return [Recheck.of(member) for member in members]
 
-    def looked(self, done: Iterable[Look], again: Mapping[Look, float]) -> None:
+    def finish_rechecks(self, done: Iterable[Recheck], again: Mapping[Recheck, float]) -> None:
         """Remove finished rechecks, and schedule those in `again` at their times."""
         pipe: Any = self._redis.pipeline()
         if later := {look.member: due for look, due in again.items()}:
-            pipe.zadd(REDDIT_LOOKS, later)
-            pipe.expire(REDDIT_LOOKS, LOOKS_TTL)
+            pipe.zadd(REDDIT_RECHECKS, later)
+            pipe.expire(REDDIT_RECHECKS, RECHECKS_TTL)
         if members := [look.member for look in done]:
-            pipe.zrem(REDDIT_LOOKS, *members)
+            pipe.zrem(REDDIT_RECHECKS, *members)
         pipe.execute()
 
-    def tell(self, status: Mapping[str, Any]) -> None:
+    def store_status(self, status: Mapping[str, Any]) -> None:
         """Store the daemon's status for `feedmill status`."""
         self._redis.set(REDDIT_STATUS, json.dumps(status), ex=STATUS_TTL)
 
-    def told(self) -> dict[str, Any] | None:
+    def load_status(self) -> dict[str, Any] | None:
         """Return the status of a running daemon; None if none is running."""
         found: Any = self._redis.get(REDDIT_STATUS)
         return json.loads(found) if found else None

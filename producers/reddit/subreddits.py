@@ -7,10 +7,10 @@ tries the original again.
 import logging
 from collections.abc import Mapping, Sequence
 
-from producers.reddit.client import Reddit
+from producers.reddit.client import RedditClient
 from producers.reddit.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, About, Fault, Unreadable
-from producers.reddit.state import Replaced, State
+from producers.reddit.listing import PAGE_SIZE, RequestFailed, SubredditInfo, SubredditUnreadable
+from producers.reddit.state import ReplacedSubreddit, State
 from producers.reddit.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ NEWEST_PAGE_SIZE = 5
 class Roster:
     """The subreddits that are read for each topic."""
 
-    def __init__(self, reddit: Reddit, topics: Topics, state: State, clock: Clock) -> None:
+    def __init__(self, reddit: RedditClient, topics: Topics, state: State, clock: Clock) -> None:
         self._reddit = reddit
         self._topics = topics
         self._state = state
@@ -38,7 +38,7 @@ class Roster:
             for topic, names in topics.topics.items()
         }
         #: Reddit's information on all subreddits, and the time of the request (monotonic seconds).
-        self._about: dict[str, About] = {}
+        self._about: dict[str, SubredditInfo] = {}
         self._about_at = -ABOUT_TTL_S
 
     def check(self, topic: str) -> None:
@@ -62,7 +62,7 @@ class Roster:
         chosen = [other for other in self.active[topic] if other != name] + free[:1]
         self._apply(topic, chosen, self._entries(topic, names, chosen, reasons))
 
-    def _replaced_in(self, topic: str) -> dict[str, Replaced]:
+    def _replaced_in(self, topic: str) -> dict[str, ReplacedSubreddit]:
         names = {name.lower() for name in self._topics.topics[topic]}
         return {lower: entry for lower, entry in self._replaced.items() if lower in names}
 
@@ -98,7 +98,7 @@ class Roster:
             return {}
         try:
             page = self._reddit.page(names, limit=PAGE_SIZE)
-        except Fault:
+        except RequestFailed:
             return self._newest_of_each(names)
         newest: dict[str, float] = {}
         for item in page.items:
@@ -113,15 +113,15 @@ class Roster:
             try:
                 items = self._reddit.page([name], limit=NEWEST_PAGE_SIZE).items
                 found[name] = max((item.created_utc for item in items), default=0.0)
-            except Unreadable as fault:
+            except SubredditUnreadable as fault:
                 found[name] = fault.why
-            except Fault:
+            except RequestFailed:
                 found[name] = self._clock.time()  # unclear: read it, and let the poll handle its failures
         return found
 
     def _entries(
         self, topic: str, names: Sequence[str], chosen: Sequence[str], reasons: Mapping[str, str]
-    ) -> dict[str, Replaced]:
+    ) -> dict[str, ReplacedSubreddit]:
         """Return the entries for a topic's subreddits that are not read, with their substitutes."""
         substitutes = [name for name in chosen if name not in names[: self._topics.active]]
         entries = {}
@@ -131,10 +131,10 @@ class Roster:
             before = self._replaced.get(name.lower())
             since = before.since if before and before.reason == reasons[name] else self._clock.time()
             by = substitutes.pop(0) if substitutes and name in names[: self._topics.active] else None
-            entries[name.lower()] = Replaced(name, topic, reasons[name], since, by)
+            entries[name.lower()] = ReplacedSubreddit(name, topic, reasons[name], since, by)
         return entries
 
-    def _apply(self, topic: str, active: list[str], replaced: dict[str, Replaced]) -> None:
+    def _apply(self, topic: str, active: list[str], replaced: dict[str, ReplacedSubreddit]) -> None:
         before = self._replaced_in(topic)
         others = {lower: entry for lower, entry in self._replaced.items() if lower not in before}
         restored = [entry for lower, entry in before.items() if lower not in replaced]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from shared.errors import SettingsError, first_problem
 
-DEFAULT = Path(__file__).with_name("topics.toml")
+DEFAULT_TOPICS_FILE = Path(__file__).with_name("topics.toml")
 
 
 def _strip_prefix(name: object) -> object:
@@ -60,7 +60,7 @@ class Topics(BaseModel):
 
 def read(path: Path | None) -> Topics:
     """Read a topics file; None reads the default. Raises SettingsError."""
-    path = path or DEFAULT
+    path = path or DEFAULT_TOPICS_FILE
     try:
         return Topics.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.reddit.listing import PAGE_SIZE, Fault, Item, Page
+from producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, RequestFailed
 
 #: Maximum pages per walk. Reddit's listings end after a thousand items, ten pages; pages requested from an earlier
 #: anchor repeat items, so a walk may need more.
 MAX_PAGES = 15
 #: Known posts kept per subreddit: more than a listing holds, so that a full walk meets only known posts.
-KNOWN = 1500
+MAX_KNOWN_POSTS = 1500
 #: Earlier items of a page tried as anchors when no page follows the last one.
 MAX_EARLIER_ANCHORS = 3
 
@@ -33,12 +33,12 @@ class Track:
     #: Known posts, oldest first: fullname -> digest of the text, "" if unknown.
     known: dict[str, str] = field(default_factory=dict)
 
-    def learn(self, items: Iterable[Item]) -> None:
+    def learn(self, items: Iterable[ListingItem]) -> None:
         """Add items to the known posts. They must be sorted from oldest to newest."""
         for item in items:
             self.known.pop(item.fullname, None)
             self.known[item.fullname] = item.text
-        while len(self.known) > KNOWN:
+        while len(self.known) > MAX_KNOWN_POSTS:
             del self.known[next(iter(self.known))]
 
 
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
     oldest: creation time of the last item read, pinned ones excluded.
     """
 
-    items: list[Item]
+    items: list[ListingItem]
     missed: list[Track]
     oldest: float
 
@@ -62,7 +62,11 @@ class Walk(NamedTuple):
 
 
 def walk(
-    fetch: Callable[[str | None], Page], tracks: Iterable[Track], overlap: float, depth: int, pages: int = MAX_PAGES
+    fetch: Callable[[str | None], ListingPage],
+    tracks: Iterable[Track],
+    overlap: float,
+    depth: int,
+    pages: int = MAX_PAGES,
 ) -> Walk:
     """Walk down the joint listing of some subreddits. fetch: returns the page after an anchor.
 
@@ -72,7 +76,7 @@ def walk(
     """
     unmet = {track.name.lower(): track for track in tracks}
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)
-    found: dict[str, Item] = {}
+    found: dict[str, ListingItem] = {}
     after: str | None = None
     for _ in range(pages):
         page = _page(fetch, after, list(found))
@@ -94,7 +98,7 @@ def walk(
     return Walk(sorted(found.values(), key=lambda item: (item.created_utc, item.fullname)), missed, oldest)
 
 
-def _met(page: Page, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:
+def _met(page: ListingPage, unmet: dict[str, Track], reached: float | None, deep: bool) -> set[str]:
     """Return the subreddits whose known posts or watermark this page reaches. reached: time of the page's last item.
 
     A known post older than that is out of order, for example pinned, and proves nothing.
@@ -114,7 +118,7 @@ def _met(page: Page, unmet: dict[str, Track], reached: float | None, deep: bool)
     return met
 
 
-def _page(fetch: Callable[[str | None], Page], after: str | None, found: list[str]) -> Page:
+def _page(fetch: Callable[[str | None], ListingPage], after: str | None, found: list[str]) -> ListingPage:
     """Return the page after an anchor. An anchor deleted in the meantime has an empty page: earlier ones are tried."""
     page = fetch(after)
     if page.items or after is None:
@@ -123,4 +127,4 @@ def _page(fetch: Callable[[str | None], Page], after: str | None, found: list[st
         page = fetch(anchor)
         if page.items:
             return page
-    raise Fault("the listing ended early: no page follows its last posts")
+    raise RequestFailed("the listing ended early: no page follows its last posts")

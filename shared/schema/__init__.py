@@ -19,12 +19,12 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from shared.messages import (
-    GONE,
     MAX_ALL_DESCRIPTIONS,
     MAX_EXTRA_BYTES,
     MAX_LABELS,
     MAX_POSTS_PER_MESSAGE,
     MESSAGE_VERSION,
+    REMOVED_BODIES,
     ClassifyOptions,
     Outcome,
     Post,
@@ -166,7 +166,7 @@ class Reads(Described):
         return inner if refused else _any_of(inner, {"type": "null"})
 
     def _has_text(self, post: dict[str, Any]) -> dict[str, Any]:
-        gone = "|".join(re.escape(words) for words in sorted(GONE))
+        gone = "|".join(re.escape(words) for words in sorted(REMOVED_BODIES))
         texts = {
             "title": f"[^{PYTHON_SPACE}]",
             "body": rf"^(?![{PYTHON_SPACE}]*(?:{gone})[{PYTHON_SPACE}]*{END})[\s\S]*[^{PYTHON_SPACE}]",

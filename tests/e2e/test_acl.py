@@ -11,9 +11,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.broker import connect, publish, queue_depth, told_plainly
+from shared.broker import connect, publish, queue_depth, user_errors
 from shared.broker import make_app as make_celery
-from shared.errors import RedisError
+from shared.errors import RedisUnavailable
 from shared.messages import ClassifyOptions, DeadLetter
 from shared.purge import purge
 from shared.results import ResultsStore
@@ -113,8 +113,8 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
         redis.lset("feedmill", 0, "x")
     assert guarded.refused() == []
     with (
-        pytest.raises(RedisError, match=r"user worker .*docs/redis\.md"),
-        told_plainly(settings),
+        pytest.raises(RedisUnavailable, match=r"user worker .*docs/redis\.md"),
+        user_errors(settings),
     ):
         redis.bgrewriteaof()
     guarded.client.acl_log_reset()
@@ -271,9 +271,9 @@ def test_users_may_do_nothing_else(guarded: Guarded, user: str, forbidden: tuple
 
 def test_permission_errors_through_celery_name_the_user(guarded: Guarded) -> None:
     settings = load(redis_url=guarded.as_user("reader"))
-    with pytest.raises(RedisError, match="user reader "), told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match="user reader "), user_errors(settings):
         publish(make_celery(settings), [make_posts(1)], ClassifyOptions())
-    with pytest.raises(RedisError, match="user reader "), told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match="user reader "), user_errors(settings):
         connect(settings).set("x", 1)
     guarded.client.acl_log_reset()
 
@@ -281,7 +281,7 @@ def test_permission_errors_through_celery_name_the_user(guarded: Guarded) -> Non
 def test_scripts_have_only_their_users_permissions(guarded: Guarded) -> None:
     script = guarded.client.script_load("return redis.call('HGETALL', 'feedmill:result:p1')")
     settings = load(redis_url=guarded.as_user("producer"))
-    with pytest.raises(RedisError, match="user producer "), told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match="user producer "), user_errors(settings):
         connect(settings).evalsha(script, 0)
     guarded.client.acl_log_reset()
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill.cli.main import app
-from feedmill.reading.dead_letters import DeadLetters, Entry
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from shared import logs
 from shared.broker import queue_depth
 from shared.errors import UserError
@@ -140,7 +140,7 @@ def test_retry_accepts_post_ids(house: House) -> None:
     assert (status, said[:2]) == (1, "1 ")
     assert "nobody" in complaints
     (left,) = house.dead.all()
-    assert isinstance(left, Entry)
+    assert isinstance(left, DeadLetterEntry)
     assert left.post_id == "b1"
 
 

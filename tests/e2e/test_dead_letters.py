@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import InvalidTaskError, NotRegistered
 
-from feedmill.reading.dead_letters import DeadLetters, Element
+from feedmill.reading.dead_letters import DeadLetters, UndecodableMessage
 from shared.broker import make_app, queue_depth
 from shared.messages import MAX_DEAD_MESSAGE_BYTES, DeadLetter
 from shared.results import ResultsStore
@@ -185,7 +185,7 @@ def test_moves_undecodable_elements_aside(redis_server: RedisServer, element: by
     dead = DeadLetters(redis_server.client)
     wait_until(dead.count, "the element is moved aside")
     (found,) = dead.all()
-    assert isinstance(found, Element)
+    assert isinstance(found, UndecodableMessage)
     assert found.content == element
     dead.remove(found)
     assert dead.count() == 0

@@ -18,7 +18,7 @@ from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
-from shared.model_routing import known, wanted
+from shared.model_routing import known_queues, requested_model
 from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.e2e.test_ending import standin
@@ -111,12 +111,12 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     assert re.search(f"  done      .*{tuned}", said)
     assert re.search(r"\b1 workers", said)
     assert house.at_work() == "tuned"
-    wait_until(lambda: known(house.redis.client)["feedmill"].model == tuned, "the new model is announced")
+    wait_until(lambda: known_queues(house.redis.client)["feedmill"].model == tuned, "the new model is announced")
     assert f"{tuned}, queue feedmill" in house.run("status")[1]
     with urlopen(f"http://127.0.0.1:{house.metrics_port}/metrics") as answer:
         assert f'model="{tuned}"' in answer.read().decode()
     assert not re.search("WARNING.*queue feedmill", house.worker.text()), "a switch is not a conflict of two models"
-    asked = wanted(house.redis.client, "feedmill")
+    asked = requested_model(house.redis.client, "feedmill")
     shown, *_ = map(json.loads, house.run("deploy", "--show", "--json")[1].splitlines())
     assert asked
     assert shown["wanted"] == asked._asdict()
@@ -126,12 +126,12 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
 
 def test_failed_deploy_rolls_back(house: House) -> None:
     assert house.run("deploy", "tuned")[0] == 0
-    before = wanted(house.redis.client, "feedmill")
+    before = requested_model(house.redis.client, "feedmill")
     status, said, _ = house.run("deploy", "broken")
     assert status == 1
     assert re.search(f"{house.folder / 'tuned'} .*{house.folder / 'broken'} ", said)
     assert re.search(r"\b0 of 1 workers", said)
-    assert wanted(house.redis.client, "feedmill") == before
+    assert requested_model(house.redis.client, "feedmill") == before
     assert house.at_work() == "tuned"
 
 

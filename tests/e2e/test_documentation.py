@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from feedmill.stack.processes import free_port
 from tests.support import RedisServer, announced, feedmill, redis_servers, run, wait_until
@@ -93,6 +93,6 @@ def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
 
 
 def _answers(client: Redis) -> bool:
-    with suppress(RedisFault):
+    with suppress(RedisError):
         return bool(client.ping())
     return False

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from feedmill.cli import export
-from feedmill.export.writer import STATE, Wanted, format_of, opened, parts
+from feedmill.export.writer import STATE_FILE, ExportFilter, format_of, opened, parts
 from feedmill.reading.rows import RowReader
 from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, Post
@@ -130,7 +130,7 @@ def test_interrupting_follow_completes_the_part(redis: RedisServer, tmp_path: Pa
     with running(
         "export", "--format", "jsonl", "--follow", str(out), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url
     ) as following:
-        wait_until((out / STATE).exists, "the export has started")
+        wait_until((out / STATE_FILE).exists, "the export has started")
         fill(redis, "1")
         wait_until(lambda: list(out.rglob("*.tmp")), "a part is being written")
         assert following.end(signal.SIGINT) == 0
@@ -149,9 +149,9 @@ def test_interrupted_export_resumes_later(
     for yet in (True, True, False):
         stop = export._StopRequest()
         stop.is_set = yet
-        with opened(out, format_of(name), Wanted(), reader) as target:
+        with opened(out, format_of(name), ExportFilter(), reader) as target:
             notes = Console(stderr=True)
-            run = export._Run(reader, target, Wanted(), stop, notes, False, 1.0)
+            run = export._Run(reader, target, ExportFilter(), stop, notes, False, 1.0)
             run.all()
         told.append(run.report(out, as_json=False))
     assert told == [1, 1, 0]

@@ -243,7 +243,7 @@ def test_subreddits_lists_replacements(tmp_path: Path, environment: dict[str, st
 
 def test_topics_prints_the_default_topics(tmp_path: Path) -> None:
     said = feedmill("ingest", "topics", cwd=tmp_path)
-    assert said.stdout == topics.DEFAULT.read_text()
+    assert said.stdout == topics.DEFAULT_TOPICS_FILE.read_text()
     read = topics.read(None)
     assert len(read.topics) == 16
     assert len(read.subreddits) <= 100  # the most that one request can look up

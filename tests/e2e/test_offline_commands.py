@@ -11,7 +11,7 @@ from shared.topics import TOPICS
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
 from workers.pipeline.calibration import CANDIDATES
-from workers.pipeline.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Measured
+from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, SizeMeasurement
 
 SAMPLES = str(Path(__file__).parent.parent.parent / "feedmill" / "samples.jsonl")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -33,8 +33,8 @@ def test_tune_measures_and_stores_a_token_budget(tmp_path: Path) -> None:
     found = last_json(said.stdout)
     assert (found["posts"], found["rounds"], found["stored"]) == (40, 1, True)
     figures = rows(tmp_path / "feedmill-tune.csv")
-    assert list(figures[0]) == list(Measured._fields)
-    sizes = [(BATCH_SIZE, size) for size in SIZES] + [(TOKEN_BUDGET, size) for size in CANDIDATES["cpu"]]
+    assert list(figures[0]) == list(SizeMeasurement._fields)
+    sizes = [(BATCH_SIZE, size) for size in BATCH_SIZES] + [(TOKEN_BUDGET, size) for size in CANDIDATES["cpu"]]
     assert [(line["kind"], int(line["value"])) for line in figures] == sizes
     assert all(float(line["posts_per_s"]) > 0 for line in figures)
     assert (tmp_path / "feedmill-tune.png").read_bytes().startswith(PNG)

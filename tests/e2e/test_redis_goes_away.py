@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from producers.push import Pusher
 from shared.broker import connect, make_app, queue_depth
@@ -70,7 +70,7 @@ def test_worker_survives_redis_failures(
 
 
 def _quietly(holds: Callable[[], bool]) -> bool:
-    with suppress(RedisFault):
+    with suppress(RedisError):
         return holds()
     return False
 

@@ -208,7 +208,7 @@ def test_follow_survives_a_redis_restart(tmp_path: Path) -> None:
 
     def start() -> Child:
         child = Child("redis", [server, "-"], tmp_path, dict(os.environ), stdin=configuration)
-        child.wait_until(lambda: "eady to accept connections" in child.said())
+        child.wait_until(lambda: "eady to accept connections" in child.output())
         return child
 
     def readers() -> list[str]:

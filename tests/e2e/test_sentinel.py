@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from feedmill.stack.processes import Child, free_port
 from producers.push import Pusher
-from shared.broker import HELD, connect, make_app, queue_depth, told_plainly
-from shared.errors import RedisError
+from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, user_errors
+from shared.errors import RedisUnavailable
 from shared.keys import RESULTS_STREAM
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
@@ -93,7 +93,7 @@ class Watched:
         return port
 
     def _knows_all(self, port: int) -> bool:
-        with suppress(RedisFault), Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
+        with suppress(RedisError), Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:
             found: Any = client.sentinel_master(MASTER)
             return bool(found["num-other-sentinels"] == 2 and found["num-slaves"] == 1)
         return False
@@ -149,7 +149,7 @@ def known_posts(redis: Redis) -> set[str]:
     pipe: Any = redis.pipeline(transaction=True)
     pipe.xrange(RESULTS_STREAM)
     pipe.lrange("feedmill", 0, -1)
-    pipe.hvals(HELD["reserved_key"])
+    pipe.hvals(TRANSPORT_KEYS["reserved_key"])
     entries, waiting, held = pipe.execute()
     bodies = map(body_of, waiting + held)
     return {entry["id"] for _, entry in entries} | {post["id"] for _, kwargs, _ in bodies for post in kwargs["posts"]}
@@ -184,7 +184,7 @@ def test_one_reachable_sentinel_is_enough(watched: Watched) -> None:
 )
 def test_errors_name_the_setting(watched: Watched, changed: dict[str, str], words: str) -> None:
     settings = load(**watched.flags | changed)
-    with pytest.raises(RedisError, match=words) as told, told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match=words) as told, user_errors(settings):
         connect(settings).ping()
     assert PASSWORD not in str(told.value)
     assert len(str(told.value)) < 300

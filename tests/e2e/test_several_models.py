@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from feedmill.reading.dead_letters import DeadLetters, Entry
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from shared.broker import queue_depth
 from shared.keys import MODELS, RESULTS_STREAM
 from shared.messages import Classification
-from shared.model_routing import announce, known
+from shared.model_routing import announce, known_queues
 from shared.results import ResultsStore
 from shared.settings import Settings
 from tests.fakes.models import make_model
@@ -52,7 +52,7 @@ def house(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with running("worker", *flags, cwd=folder, **url) as worker:
         wait_until(lambda: worker.says(" ready."), "the other worker is ready")
         wait_until(lambda: re.search("WARNING.*queue feedmill-moods.*yesterday's model", worker.text()), "it warns")
-        wait_until(lambda: "feedmill" in known(served.client), "the first worker's model is known, too")
+        wait_until(lambda: "feedmill" in known_queues(served.client), "the first worker's model is known, too")
         yield house
         assert worker.end() == 0
         assert "Traceback" not in worker.text()
@@ -124,13 +124,13 @@ def test_a_dead_letter_keeps_its_queue(house: House) -> None:
     wait_until(lambda: dead.find(["bad"])["bad"], "the post is a dead letter: that model has its own labels")
     (name,) = dead.find(["bad"])["bad"]
     entry = dead.get(name)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, DeadLetterEntry)
     assert entry.letter.queue == "feedmill-moods"
     assert house.run("dead", "retry", "bad")[0] == 0
     wait_until(lambda: dead.find(["bad"])["bad"], "the retried post is a dead letter again")
     (name,) = dead.find(["bad"])["bad"]
     entry = dead.get(name)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, DeadLetterEntry)
     assert entry.letter.worker.startswith("other@")
 
 

@@ -21,7 +21,7 @@ from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
 from feedmill.stack.processes import Child
-from shared.broker import HELD
+from shared.broker import TRANSPORT_KEYS
 from tests.support import Feedmill, RedisServer, redis_servers, running, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +31,7 @@ POSTS: list[dict[str, Any]] = [
 ]
 SHORT, LONG = 1, 600
 #: Keys where each worker records the messages that it holds, and their times.
-OURS, KOMBUS = (HELD["reserved_key"], HELD["reserved_index_key"]), ("unacked", "unacked_index")
+OURS, KOMBUS = (TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"]), ("unacked", "unacked_index")
 
 THEIRS = """
 import os, time

@@ -50,7 +50,7 @@ def test_last_words_ignore_earlier_runs(tmp_path: Path) -> None:
     (tmp_path / "child.log").write_text("an earlier run's\n")
     child = Child("child", ["sh", "-c", "echo this one"], tmp_path, dict(os.environ))
     child.process.wait()
-    assert re.fullmatch(r".*\n  this one", child.last_words())
+    assert re.fullmatch(r".*\n  this one", child.log_tail())
 
 
 def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_startup_reports_a_token_budget_measurement(tmp_path: Path) -> None:
     made = Stack(Settings(), tmp_path / "data", durable=False)
     child = Child("worker", ["sh", "-c", f"echo {stack_module.MEASURING}; sleep 60"], tmp_path, dict(os.environ))
     try:
-        wait_until(child.said, "the worker is measuring")
+        wait_until(child.output, "the worker is measuring")
         assert next(made._await_worker(child))
     finally:
         child.kill()

@@ -30,7 +30,7 @@ from shared.broker import connect, make_app, queue_depth
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from shared.systemd import tell
+from shared.systemd import notify
 from tests.support import RedisServer, make_posts, processes_in, start, wait_until
 from workers.app import make_worker_app
 from workers.runtime.pool import DevicePool
@@ -232,13 +232,13 @@ def test_unit_for_all_devices_differs_only_as_needed() -> None:
 
 def test_notifies_systemd_only_if_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NOTIFY_SOCKET is unset, points to no listener, or to a socket in Linux's abstract namespace."""
-    tell("READY=1")
+    notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
-    tell("READY=1")
+    notify("READY=1")
     name = f"feedmill-{os.getpid()}"
     monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
     with notified(f"\0{name}") as notes:
-        tell("READY=1")
+        notify("READY=1")
         assert notes.recv(100) == b"READY=1"
 
 

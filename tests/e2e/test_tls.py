@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from feedmill.stack.processes import free_port
-from shared.broker import connect, make_app, publish, told_plainly
-from shared.errors import RedisError, SettingsError
+from shared.broker import connect, make_app, publish, user_errors
+from shared.errors import RedisUnavailable, SettingsError
 from shared.messages import ClassifyOptions
-from shared.metrics import connect_briefly
+from shared.metrics import connect_for_monitoring
 from shared.settings import Settings, load
 from tests.support import (
     PASSWORD,
@@ -26,7 +26,7 @@ from tests.support import (
     running,
     wait_until,
 )
-from workers.transport.redis_transport import reserve
+from workers.transport.redis_transport import use_leases
 
 
 class SecureRedis(RedisServer):
@@ -84,7 +84,7 @@ def send(settings: Settings) -> None:
 
 def take(settings: Settings) -> None:
     app = make_app(settings)
-    reserve(app)
+    use_leases(app)
     app.connection_for_read().connect()
 
 
@@ -141,7 +141,7 @@ def test_sends_nothing_to_untrusted_servers(
     files = {"another authority": authority.other, "no authority": None}
     settings = load(redis_url=server.secure_url, redis_ca_file=files.get(wrong, authority.file))
     before = server.client.info("commandstats")
-    with pytest.raises(RedisError, match=words) as told, told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match=words) as told, user_errors(settings):
         WAYS[way](settings)
     assert PASSWORD not in str(told.value)
     assert server.client.info("commandstats").keys() == before.keys() | {"cmdstat_info"}
@@ -164,7 +164,7 @@ def test_client_certificates(authority: Authority, tmp_path: Path) -> None:
         flags = {"redis_url": server.secure_url, "redis_ca_file": authority.file}
         for opens in WAYS.values():
             opens(load(**flags, redis_certificate_file=certificate, redis_key_file=key))
-        with pytest.raises(RedisError, match="FEEDMILL_REDIS_CERTIFICATE_FILE"), told_plainly(load(**flags)):
+        with pytest.raises(RedisUnavailable, match="FEEDMILL_REDIS_CERTIFICATE_FILE"), user_errors(load(**flags)):
             connect(load(**flags)).ping()
     finally:
         server.stop()
@@ -172,7 +172,7 @@ def test_client_certificates(authority: Authority, tmp_path: Path) -> None:
 
 def test_plain_text_to_a_tls_port_mentions_tls(secure: SecureRedis) -> None:
     settings = load(redis_url=secure.secure_url.replace("rediss://", "redis://"))
-    with pytest.raises(RedisError, match="TLS"), told_plainly(settings):
+    with pytest.raises(RedisUnavailable, match="TLS"), user_errors(settings):
         connect(settings).ping()
 
 
@@ -199,7 +199,7 @@ def test_a_plain_text_port_never_receives_a_command(
         thread.start()
         url = f"rediss://:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}/0"
         settings = load(redis_url=url, redis_ca_file=authority.file)
-        with pytest.raises(RedisError, match="TLS"), told_plainly(settings):
+        with pytest.raises(RedisUnavailable, match="TLS"), user_errors(settings):
             WAYS[way](settings)
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -210,8 +210,8 @@ def test_a_plain_text_port_never_receives_a_command(
 def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: Authority) -> None:
     """The server waits for the end of what it takes for a command."""
     settings = load(redis_url=secure.url.replace("redis://", "rediss://"), redis_ca_file=authority.file)
-    with pytest.raises(RedisError, match="TLS"), told_plainly(settings):
-        connect_briefly(settings).ping()
+    with pytest.raises(RedisUnavailable, match="TLS"), user_errors(settings):
+        connect_for_monitoring(settings).ping()
 
 
 @pytest.mark.parametrize(

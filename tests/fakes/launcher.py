@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from feedmill.stack.processes import Child, ended_by_signals
+from feedmill.stack.processes import Child, exit_on_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
 #: Seconds that a worker may take to stop gracefully.
@@ -28,7 +28,7 @@ def main(folder: Path, workers: int) -> None:
     def start(name: str) -> Child:
         return Child(name, [sys.executable, "-m", "tests.fakes.standin_worker", name], folder, dict(os.environ))
 
-    with ended_by_signals():
+    with exit_on_signals():
         children = [start(f"worker-{number}") for number in range(workers)]
         try:
             while True:

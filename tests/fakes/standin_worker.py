@@ -129,7 +129,7 @@ def main(name: str) -> int:
     from workers.runtime import hot_swap  # noqa: PLC0415
 
     hot_swap.load_classifier = load  # type: ignore[assignment, attr-defined]
-    device.choose = lambda *_: StandIn.device  # type: ignore[assignment]
+    device.select_device = lambda *_: StandIn.device  # type: ignore[assignment]
     return run_worker(settings.load(), name)
 
 

@@ -16,7 +16,7 @@ from shared.settings import Settings
 from tests.fakes.models import NLI, make_model, make_sentence_model
 from workers.models.classifiers import Row
 from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, choose
+from workers.models.device import Device, select_device
 from workers.models.engines.onnx_engine import PROVIDERS
 from workers.models.engines.outputs import device_errors
 
@@ -43,7 +43,7 @@ def rows_of(classifier: Any, *lengths: int, **options: object) -> list[Row]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2)])
 def test_scores_match_the_cpu(folder: Path, dtype: str, tolerance: float) -> None:
     found = []
-    for device in (choose("cuda", dtype), choose("cpu", "float32")):
+    for device in (select_device("cuda", dtype), select_device("cpu", "float32")):
         loaded = classifier(folder, device)
         of_posts = [rows_of(loaded, length) for length in (3, 3, 40, 7, 250)]
         for number, rows in enumerate(of_posts):
@@ -57,7 +57,7 @@ def test_scores_match_the_cpu(folder: Path, dtype: str, tolerance: float) -> Non
 
 
 def test_forward_does_not_synchronise(folder: Path) -> None:
-    gpu = classifier(folder, choose("cuda"))
+    gpu = classifier(folder, select_device("cuda"))
     gpu.warm_up()
     mixed = rows_of(gpu, 5, 9) + rows_of(gpu, 12, 30, labels="word7,word8,word9,word10")
     for batch in (rows_of(gpu, 8, 8, 8), rows_of(gpu, 4, 60, 200), mixed):
@@ -73,7 +73,7 @@ def test_forward_does_not_synchronise(folder: Path) -> None:
 
 
 def test_batches_in_flight_keep_their_own_outputs(folder: Path) -> None:
-    gpu = classifier(folder, choose("cuda"))
+    gpu = classifier(folder, select_device("cuda"))
     batches = [rows_of(gpu, *range(start, start + 8)) for start in range(2, 40)]
     sequential = [gpu.forward(batch).wait() for batch in batches]
     in_flight = [gpu.forward(batch) for batch in batches]
@@ -82,7 +82,7 @@ def test_batches_in_flight_keep_their_own_outputs(folder: Path) -> None:
 
 
 def test_survives_out_of_memory(folder: Path) -> None:
-    gpu = classifier(folder, choose("cuda"))
+    gpu = classifier(folder, select_device("cuda"))
     with pytest.raises(DeviceFull), device_errors():
         torch.empty(2**50, device="cuda")
     batch = rows_of(gpu, 4, 5)
@@ -94,10 +94,10 @@ def test_onnx_scores_match_torch(folder: Path, tmp_path: Path, monkeypatch: pyte
     if provider not in onnxruntime.get_available_providers():
         pytest.skip(f"this build of ONNX Runtime has no {provider}")
     monkeypatch.setitem(PROVIDERS, "cuda", (provider, "CPUExecutionProvider"))
-    exact = classifier(folder, choose("cpu", "float32"))
+    exact = classifier(folder, select_device("cpu", "float32"))
     settings = Settings(model=str(folder), labels={"a": "sports", "b": "food", "c": "music"}, engine="onnx")
     graph: Any = load_classifier(
-        settings.model_copy(update={"cache_folder": tmp_path}), choose("cuda", "float32", "onnx")
+        settings.model_copy(update={"cache_folder": tmp_path}), select_device("cuda", "float32", "onnx")
     )
     assert graph._engine.provider == provider
     lengths = (3, 3, 40, 7, 250)

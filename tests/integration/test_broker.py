@@ -3,14 +3,13 @@
 import ssl
 
 import pytest
-from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, ResponseError
 
 from feedmill.stack.embedded import EXTERNAL_REDIS_SETTINGS, Stack
-from shared.broker import connect, make_app, told_plainly
-from shared.errors import RedisError, SettingsError
+from shared.broker import connect, make_app, user_errors
+from shared.errors import RedisUnavailable, SettingsError
 from shared.settings import load
-from workers.transport.redis_transport import reserve
+from workers.transport.redis_transport import use_leases
 
 SENTINELS = "sentinel://u:s3cret@a:1/2;sentinel://u:s3cret@b/2"
 
@@ -78,10 +77,10 @@ def test_rejects_settings_for_another_address_scheme(flags: dict[str, str], word
         ),
     ],
 )
-def test_explains_why_redis_rejects_commands(fault: RedisFault, words: str) -> None:
+def test_explains_why_redis_rejects_commands(fault: RedisError, words: str) -> None:
     with (
-        pytest.raises(RedisError, match=f"^Redis at host:6379/0 .*{words}"),
-        told_plainly(load(redis_url="redis://host")),
+        pytest.raises(RedisUnavailable, match=f"^Redis at host:6379/0 .*{words}"),
+        user_errors(load(redis_url="redis://host")),
     ):
         raise fault
 
@@ -97,7 +96,7 @@ def test_sentinel_settings_reach_every_connection() -> None:
     for options in (app.conf.broker_transport_options, app.conf.result_backend_transport_options):
         assert options["master_name"] == "posts"
         assert options["sentinel_kwargs"]["password"] == "theirs"
-    reserve(app)
+    use_leases(app)
     assert app.conf.broker_transport == "workers.transport.redis_transport:SentinelTransport"
     assert app.conf.broker_transport_options["master_name"] == "posts"
     assert app.conf.broker_transport_options["reserved_key"] == "feedmill:reserved"
@@ -108,7 +107,7 @@ def test_every_rediss_connection_verifies_certificates() -> None:
     assert settings.redis_address == "h:6379/1"
     app = make_app(settings)
     assert app.conf.broker_use_ssl == app.conf.redis_backend_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
-    reserve(app)
+    use_leases(app)
     assert app.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
     assert app.conf.broker_transport == "workers.transport.redis_transport:Transport"
     assert connect(settings).connection_pool.connection_kwargs["ssl_cert_reqs"] == ssl.CERT_REQUIRED

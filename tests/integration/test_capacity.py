@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from feedmill.monitoring import capacity, watch
-from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, look, span
+from feedmill.monitoring.capacity import HORIZON_HOURS, Memory, estimate_memory, span
 from shared.keys import labels_key, sent_key
-from shared.results import HOUR, ResultsStore
-from shared.settings import DAY, Settings
+from shared.results import HOUR_S, ResultsStore
+from shared.settings import DAY_S, Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer
 
@@ -33,7 +33,7 @@ def seen(server: RedisServer, room: float, rate: float = RATE) -> Memory:
     info: Any = server.client.info("memory")
     server.client.config_set("maxmemory", int(info["used_memory"] + room))
     try:
-        found = look(server.client, Settings.model_validate({"results_stream_length": 1}), rate)
+        found = estimate_memory(server.client, Settings.model_validate({"results_stream_length": 1}), rate)
     finally:
         server.client.config_set("maxmemory", 0)
     assert found
@@ -55,10 +55,10 @@ def test_forecasts_full_memory_at_the_current_rate(server: RedisServer) -> None:
 def test_forecast_subtracts_expiring_posts(server: RedisServer) -> None:
     """At a steady rate as many posts expire as arrive, and memory does not grow."""
     settings = Settings()
-    now = int(time.time() // HOUR)
+    now = int(time.time() // HOUR_S)
     for ttl in (settings.results_ttl, settings.sent_ttl):
         for hour in range(-1, HORIZON_HOURS + 1):
-            server.client.hset(labels_key(now - ttl // HOUR + hour), "food", int(RATE * HOUR))
+            server.client.hset(labels_key(now - ttl // HOUR_S + hour), "food", int(RATE * HOUR_S))
     found = seen(server, 10**6)
     assert found.full_seconds is None
     assert "7 days" in str(found)
@@ -71,7 +71,7 @@ def test_forecast_counts_entries_until_the_stream_is_full(server: RedisServer) -
     server.client.config_set("maxmemory", info["used_memory"] + 10**9)
     try:
         growing, trimmed = (
-            look(server.client, Settings.model_validate({"results_stream_length": length}), RATE)
+            estimate_memory(server.client, Settings.model_validate({"results_stream_length": length}), RATE)
             for length in (10**9, 1)
         )
     finally:
@@ -84,7 +84,7 @@ def test_forecast_counts_entries_until_the_stream_is_full(server: RedisServer) -
 
 
 def test_uses_the_machines_memory_without_maxmemory(server: RedisServer) -> None:
-    found = look(server.client, Settings(), 0.0)
+    found = estimate_memory(server.client, Settings(), 0.0)
     assert found
     assert found.machine
     assert "maxmemory" in str(found)
@@ -95,8 +95,8 @@ def test_uses_the_machines_memory_without_maxmemory(server: RedisServer) -> None
     ("seconds", "well", "said"),
     [
         (None, True, "1.0 GB"),
-        (25 * HOUR, True, "25 h"),
-        (23 * HOUR, True, "23 h"),
+        (25 * HOUR_S, True, "25 h"),
+        (23 * HOUR_S, True, "23 h"),
         (50 * 60, False, "50 min"),
     ],
 )
@@ -104,8 +104,8 @@ def test_health_warns_below_a_day_and_fails_below_an_hour(seconds: float | None,
     found = watch._lasting(Memory(1, 10**9, False, RATE, seconds))
     assert found[0] == well
     assert said in found[1]
-    assert ("maxmemory" in found[1]) == (seconds is not None and seconds < DAY)
+    assert ("maxmemory" in found[1]) == (seconds is not None and seconds < DAY_S)
 
 
 def test_formats_a_duration_in_one_unit() -> None:
-    assert [span(seconds) for seconds in (1, 200, 3 * HOUR, 3 * DAY)] == ["1 s", "3 min", "3 h", "3 days"]
+    assert [span(seconds) for seconds in (1, 200, 3 * HOUR_S, 3 * DAY_S)] == ["1 s", "3 min", "3 h", "3 days"]

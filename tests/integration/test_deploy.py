@@ -15,21 +15,21 @@ import torch
 from feedmill.cli import deploy as deploy_commands
 from shared.broker import connect
 from shared.errors import DeviceFull, ModelError, SettingsError, UserError
-from shared.keys import WANTED, find
-from shared.metrics import connect_briefly
-from shared.model_routing import MOST, Report, Stage, Wanted, want, wanted
+from shared.keys import REQUESTED_MODELS, find
+from shared.metrics import connect_for_monitoring
+from shared.model_routing import MAX_QUEUES, DeploymentReport, RequestedModel, Stage, request_model, requested_model
 from shared.settings import Settings
 from tests.fakes.models import make_model
 from tests.support import RedisServer, wait_until
 from tests.unit.test_pipeline import Owner
 from tests.unit.test_replacing import Model
-from workers.models.device import choose
+from workers.models.device import select_device
 from workers.models.weights import locate
 from workers.runtime import hot_swap
 from workers.runtime.hot_swap import Deployer, load_wanted
 
 LABELS = {0: "NEGATIVE", 1: "POSITIVE"}
-CPU = choose("cpu", "float32")
+CPU = select_device("cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -38,37 +38,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("bert", tmp_path_factory.mktemp("tuned"), LABELS)
 
 
-def asked(folder: Path, **others: Any) -> Wanted:
-    return Wanted(str(folder), locate(str(folder)).sha256, time.time())._replace(**others)
+def asked(folder: Path, **others: Any) -> RequestedModel:
+    return RequestedModel(str(folder), locate(str(folder)).sha256, time.time())._replace(**others)
 
 
 def test_keeps_a_deployment_until_it_is_withdrawn(redis: RedisServer) -> None:
-    for ask in (Wanted("/srv/models/ours", "00", 1.5), Wanted(None, None, 2.5)):
-        want(redis.client, "feedmill", ask)
-        assert wanted(redis.client, "feedmill") == ask
-    key = find(WANTED)
+    for ask in (RequestedModel("/srv/models/ours", "00", 1.5), RequestedModel(None, None, 2.5)):
+        request_model(redis.client, "feedmill", ask)
+        assert requested_model(redis.client, "feedmill") == ask
+    key = find(REQUESTED_MODELS)
     assert key
-    assert key.pattern == WANTED
-    want(redis.client, "feedmill", None)
-    assert wanted(redis.client, "feedmill") is None
+    assert key.pattern == REQUESTED_MODELS
+    request_model(redis.client, "feedmill", None)
+    assert requested_model(redis.client, "feedmill") is None
 
 
 def test_limits_the_number_of_queues_with_deployments(redis: RedisServer) -> None:
-    for number in range(MOST):
-        want(redis.client, f"q{number}", Wanted("/m", "00", 1.0))
-    with pytest.raises(UserError, match=str(MOST)):
-        want(redis.client, "one more", Wanted("/m", "00", 1.0))
-    want(redis.client, "q7", Wanted("/n", "00", 2.0))
-    assert redis.client.hlen(WANTED) == MOST
+    for number in range(MAX_QUEUES):
+        request_model(redis.client, f"q{number}", RequestedModel("/m", "00", 1.0))
+    with pytest.raises(UserError, match=str(MAX_QUEUES)):
+        request_model(redis.client, "one more", RequestedModel("/m", "00", 1.0))
+    request_model(redis.client, "q7", RequestedModel("/n", "00", 2.0))
+    assert redis.client.hlen(REQUESTED_MODELS) == MAX_QUEUES
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"model": 1, "weights": null, "at": 1}', '{"model": "/m"}', "[" * 9999]
 )
 def test_rejects_an_invalid_deployment_record(redis: RedisServer, text: str) -> None:
-    redis.client.hset(WANTED, "feedmill", text)
+    redis.client.hset(REQUESTED_MODELS, "feedmill", text)
     with pytest.raises(UserError, match=r"\bfeedmill\b.*feedmill:wanted|feedmill:wanted.*\bfeedmill\b"):
-        wanted(redis.client, "feedmill")
+        requested_model(redis.client, "feedmill")
 
 
 def test_deployed_folder_overrides_the_workers_model_settings(folder: Path) -> None:
@@ -142,14 +142,14 @@ class House:
         self.replaced += 1
         self.budgets.append(self.owner.pipeline.budget.tokens)
 
-    def deploy(self, name: str | None, model: Callable[[], Model]) -> Wanted:
-        ask = Wanted(name, "00", time.time())
+    def deploy(self, name: str | None, model: Callable[[], Model]) -> RequestedModel:
+        ask = RequestedModel(name, "00", time.time())
         self.models[name or "own"] = model
-        want(self.redis.client, "feedmill", ask)
-        self.deployer.look()
+        request_model(self.redis.client, "feedmill", ask)
+        self.deployer.request_check()
         return ask
 
-    def report(self, ask: Wanted) -> Report:
+    def report(self, ask: RequestedModel) -> DeploymentReport:
         """Return the final report on this request."""
 
         def is_over() -> bool:
@@ -195,7 +195,7 @@ def test_checking_again_does_not_reload_the_model(house: House) -> None:
 
     ask = house.deploy("/new", load)
     house.report(ask)
-    house.deployer.look()
+    house.deployer.request_check()
     house.report(house.deploy("/other", lambda: Candidate("other")))
     assert len(loads) == 1
 
@@ -284,7 +284,7 @@ def test_budget_lowered_beside_another_model_is_restored(
 
 def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixture) -> None:
     """A request that arrives while another model loads replaces it before that model is activated."""
-    asks: list[Wanted] = []
+    asks: list[RequestedModel] = []
 
     def load() -> Model:
         asks.append(house.deploy("/last", lambda: Candidate("last")))
@@ -301,18 +301,21 @@ def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixtu
 
 def test_keeps_the_model_while_redis_is_unreachable(house: House, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "workers.runtime.hot_swap")
-    there, house.deployer._redis = house.deployer._redis, connect_briefly(Settings(redis_url="redis://127.0.0.1:1/0"))
+    there, house.deployer._redis = (
+        house.deployer._redis,
+        connect_for_monitoring(Settings(redis_url="redis://127.0.0.1:1/0")),
+    )
     ask = house.deploy("/new", lambda: Candidate("new"))
     wait_until(lambda: any(record.name == hot_swap.__name__ for record in caplog.records), "the failed read is logged")
     assert house.at_work() == "old"
     house.deployer._redis = there
-    house.deployer.look()
+    house.deployer.request_check()
     assert house.report(ask).stage is Stage.DONE
 
 
 def test_an_invalid_deployment_record_changes_nothing(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.redis.client.hset(WANTED, "feedmill", json.dumps({"model": 7}))
-    house.deployer.look()
+    house.redis.client.hset(REQUESTED_MODELS, "feedmill", json.dumps({"model": 7}))
+    house.deployer.request_check()
     wait_until(lambda: "feedmill:wanted" in caplog.text, "the error is logged")
     assert house.at_work() == "old"
     assert house.deployer.report is None
@@ -352,8 +355,8 @@ def test_tests_and_activates_a_real_model(redis: RedisServer, settings: Settings
     deployer.start()
     try:
         ask = asked(folder)
-        want(redis.client, "feedmill", ask)
-        deployer.look()
+        request_model(redis.client, "feedmill", ask)
+        deployer.request_check()
         wait_until(lambda: owner.pipeline.classifier.weights.name == str(folder), "the model is active", 30)
         (found,) = owner.results("a post")
         assert set(found["scores"]) == set(LABELS.values())
@@ -378,11 +381,11 @@ class Workers:
                 callback({node: look[node]})
 
 
-ASKED, BEFORE = Wanted("/new", "00", 2.0), Wanted("/before", "11", 1.0)
+ASKED, BEFORE = RequestedModel("/new", "00", 2.0), RequestedModel("/before", "11", 1.0)
 
 
 def says(stage: Stage, at: float = ASKED.at) -> dict[str, Any]:
-    return Report(at, stage, "so it goes")._asdict()
+    return DeploymentReport(at, stage, "so it goes")._asdict()
 
 
 @pytest.mark.parametrize(
@@ -407,23 +410,23 @@ def test_reports_how_the_deployment_ended(
     looks: list[dict[str, Any]],
     words: str,
     status: int,
-    left: Wanted,
+    left: RequestedModel,
 ) -> None:
     monkeypatch.setattr(deploy_commands, "REPORT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", 0.01)
-    want(redis.client, "feedmill", ASKED)
+    request_model(redis.client, "feedmill", ASKED)
     reports = deploy_commands._wait_for_workers(Workers(*looks), ["a", "b"], ASKED, lambda: True, False)  # type: ignore[arg-type]
     said, ended = deploy_commands._conclude(redis.client, "feedmill", ASKED, BEFORE, reports)
     assert re.search(words, said)
     assert ended == status
-    assert wanted(redis.client, "feedmill") == left
+    assert requested_model(redis.client, "feedmill") == left
 
 
 def test_a_superseded_deployment_is_reported_at_once(redis: RedisServer) -> None:
-    want(redis.client, "feedmill", BEFORE)
+    request_model(redis.client, "feedmill", BEFORE)
     reports = deploy_commands._wait_for_workers(Workers(), ["a"], ASKED, lambda: False, False)  # type: ignore[arg-type]
     said, ended = deploy_commands._conclude(redis.client, "feedmill", ASKED, None, reports)
     assert "0 of 1 " in said
     assert "--show" in said
     assert ended == 1
-    assert wanted(redis.client, "feedmill") == BEFORE
+    assert requested_model(redis.client, "feedmill") == BEFORE

@@ -9,8 +9,8 @@ import pyarrow.dataset as ds
 import pytest
 
 from feedmill.export import writer
-from feedmill.export.writer import STATE, Folder, Wanted, format_of, opened, parts, purge
-from feedmill.reading.rows import Place, RowReader, just_before
+from feedmill.export.writer import STATE_FILE, ExportFilter, Folder, format_of, opened, parts, purge
+from feedmill.reading.rows import Place, RowReader, id_before
 from producers.files import read
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
@@ -58,14 +58,14 @@ def ids(reader: RowReader, place: Place = BEGINNING) -> list[str]:
     return [row.post["id"] for chunk in reader.chunks(place) for row in chunk.rows]
 
 
-def run(out: Path, reader: RowReader, name: str, wanted: Wanted | None = None, **options: Any) -> Any:
-    with opened(out, format_of(name), wanted or Wanted(), reader, **options) as target:
+def run(out: Path, reader: RowReader, name: str, wanted: ExportFilter | None = None, **options: Any) -> Any:
+    with opened(out, format_of(name), wanted or ExportFilter(), reader, **options) as target:
         if isinstance(target, Folder):
             target.sweep()
         place = target.place
         for chunk in reader.chunks(place):
             place = chunk.place
-            target.add((wanted or Wanted()).of(chunk.rows), place)
+            target.add((wanted or ExportFilter()).of(chunk.rows), place)
         target.close(place)
     return target
 
@@ -77,7 +77,7 @@ def exported(out: Path) -> list[str]:
 
 
 def form_of(out: Path, path: Path) -> Any:
-    return format_of(json.loads((out / STATE).read_text())["format"] if out.is_dir() else path.suffix[1:])
+    return format_of(json.loads((out / STATE_FILE).read_text())["format"] if out.is_dir() else path.suffix[1:])
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_reads_an_empty_stream(reader: RowReader) -> None:
 def test_reads_rows_between_since_and_until(server: RedisServer, reader: RowReader) -> None:
     for number in range(5):
         add(server, NOON + number, str(number))
-    assert ids(reader, Place(just_before(NOON + 2))) == ["2", "3", "4"]
+    assert ids(reader, Place(id_before(NOON + 2))) == ["2", "3", "4"]
     assert ids(RowReader(server.client, until=NOON + 2)) == ["0", "1"]
 
 
@@ -165,7 +165,7 @@ def test_resumes_an_interrupted_single_file_export(
     out = tmp_path / f"out.{name}"
     wanted = [str(number) for number in range(230)]
     store.write([result(post_id) for post_id in wanted])
-    with opened(out, format_of(name), Wanted(), reader) as target:
+    with opened(out, format_of(name), ExportFilter(), reader) as target:
         chunks = list(reader.chunks(target.place))
         for chunk in chunks[:3]:
             target.add(chunk.rows, chunk.place)
@@ -174,7 +174,7 @@ def test_resumes_an_interrupted_single_file_export(
     partial.write_bytes(partial.read_bytes() + b'{"id": "half')
     assert not out.exists()
     with pytest.raises(UserError, match="--label"):
-        run(out, reader, name, Wanted(label="food"))
+        run(out, reader, name, ExportFilter(label="food"))
     target = run(out, reader, name)
     assert (target.resumed, target.written) == (True, 230)
     assert exported(out) == wanted
@@ -182,7 +182,7 @@ def test_resumes_an_interrupted_single_file_export(
 
 
 def test_export_that_fails_at_once_leaves_no_files(tmp_path: Path, reader: RowReader) -> None:
-    with pytest.raises(KeyError), opened(tmp_path / "out.csv", format_of("csv"), Wanted(), reader):
+    with pytest.raises(KeyError), opened(tmp_path / "out.csv", format_of("csv"), ExportFilter(), reader):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -250,7 +250,7 @@ def test_parts_appear_only_when_complete(tmp_path: Path, server: RedisServer, re
     out = tmp_path / "out"
     add(server, NOON, "1", "2")
     add(server, NOON + DAY, "3")
-    with opened(out, format_of(name), Wanted(), reader, in_parts=True) as target:
+    with opened(out, format_of(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
         target.add(chunk.rows, chunk.place)  # not closed: the second day's part stays open
     assert exported(out) == ["1", "2"]
@@ -265,10 +265,10 @@ def test_resumes_after_a_crash_between_part_and_state(tmp_path: Path, server: Re
     out = tmp_path / "out"
     add(server, NOON, "1", "2")
     run(out, reader, "jsonl", in_parts=True)
-    before = (out / STATE).read_bytes()
+    before = (out / STATE_FILE).read_bytes()
     add(server, NOON + 1, "3")
     run(out, reader, "jsonl", in_parts=True)
-    (out / STATE).write_bytes(before)  # killed between writing the part and the state
+    (out / STATE_FILE).write_bytes(before)  # killed between writing the part and the state
     add(server, NOON + 2, "4")
     run(out, reader, "jsonl", in_parts=True)
     assert exported(out) == ["1", "2", "3", "4"]
@@ -277,7 +277,9 @@ def test_resumes_after_a_crash_between_part_and_state(tmp_path: Path, server: Re
 def test_parts_sort_in_stream_order(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
     add(server, NOON, *map(str, range(11)))
     for part_rows, until in ((9, 9), (2, 11)):
-        with opened(tmp_path / "out", format_of("csv"), Wanted(), reader, in_parts=True, part_rows=part_rows) as target:
+        with opened(
+            tmp_path / "out", format_of("csv"), ExportFilter(), reader, in_parts=True, part_rows=part_rows
+        ) as target:
             (chunk,) = reader.chunks(target.place)
             rows = chunk.rows[: until - int(chunk.rows[0].post["id"])]
             target.add(rows, chunk.place._replace(cursor=rows[-1].entry))
@@ -288,7 +290,7 @@ def test_parts_sort_in_stream_order(tmp_path: Path, server: RedisServer, reader:
 def test_exports_only_the_given_label(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
     add(server, NOON, "1")
     add(server, NOON + 1, "2", label="books")
-    run(tmp_path / "out.csv", reader, "csv", Wanted(label="books"))
+    run(tmp_path / "out.csv", reader, "csv", ExportFilter(label="books"))
     assert exported(tmp_path / "out.csv") == ["2"]
 
 
@@ -301,19 +303,19 @@ def test_latest_exports_each_posts_newest_result(
     add(server, NOON + 1, "3", "1", label="books")
     add(server, NOON + 2, "1", "4", label="games")
     purge_posts(server.client, Settings(), ["4"])
-    assert run(out, reader, name, Wanted(latest=True)).written == 3
+    assert run(out, reader, name, ExportFilter(latest=True)).written == 3
     assert exported(out) == ["2", "3", "1"]
     assert [label in out.read_text() for label in ("food", "books", "games")] == [True] * 3
     assert list(tmp_path.iterdir()) == [out]
     add(server, NOON + 3, "2", label="books")
-    run(out, reader, name, Wanted(latest=True))
+    run(out, reader, name, ExportFilter(latest=True))
     assert exported(out) == ["3", "1", "2"]
 
 
 @pytest.mark.usefixtures("small_fetches")
 def test_latest_export_resumes_after_an_interruption(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
     add(server, NOON, *map(str, range(60)))
-    wanted = Wanted(latest=True)
+    wanted = ExportFilter(latest=True)
     with opened(tmp_path / "out.csv", format_of("csv"), wanted, reader) as target:
         chunk = reader.fetch(target.place)
         target.add(chunk.rows, chunk.place)
@@ -340,7 +342,7 @@ def test_post_purged_before_its_part_is_complete_is_left_out(
     out = tmp_path / "out"
     add(server, NOON, "1", "2", "3")
     add(server, NOON + DAY, "4")
-    with opened(out, format_of(name), Wanted(), reader, in_parts=True) as target:
+    with opened(out, format_of(name), ExportFilter(), reader, in_parts=True) as target:
         chunk = reader.fetch(target.place)
         purge_now(server, "2", "4")
         target.add(chunk.rows, chunk.place)
@@ -354,7 +356,7 @@ def test_post_purged_before_the_file_is_complete_is_left_out(
 ) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2", "3")
-    with opened(out, format_of(name), Wanted(), reader) as target:
+    with opened(out, format_of(name), ExportFilter(), reader) as target:
         chunk = reader.fetch(target.place)
         target.add(chunk.rows, chunk.place)
         purge_now(server, "2")
@@ -399,7 +401,7 @@ def test_purges_an_export_with_chosen_columns(
 ) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2")
-    with opened(out, format_of(name, ["Title", "id"]), Wanted(), reader) as target:
+    with opened(out, format_of(name, ["Title", "id"]), ExportFilter(), reader) as target:
         for chunk in reader.chunks(target.place):
             target.add(chunk.rows, chunk.place)
         target.close(chunk.place)
@@ -439,7 +441,7 @@ def test_rejects_unsuitable_output_paths(
 @pytest.mark.parametrize("name", ["parquet", "csv"])
 def test_rejects_a_second_export_to_the_same_path(tmp_path: Path, reader: RowReader, name: str) -> None:
     with (
-        opened(tmp_path / "out", format_of(name), Wanted(), reader),
+        opened(tmp_path / "out", format_of(name), ExportFilter(), reader),
         pytest.raises(UserError, match=re.escape(str(tmp_path / "out"))),
     ):
         run(tmp_path / "out", reader, name)
@@ -451,7 +453,7 @@ def test_resumes_an_export_killed_before_its_first_state(
     """Killed before the state file was renamed to its final name."""
     add(server, NOON, "1")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f".{STATE}.tmp").write_text('{"vers')
+    (tmp_path / "out" / f".{STATE_FILE}.tmp").write_text('{"vers')
     run(tmp_path / "out", reader, "parquet")
     assert len(list((tmp_path / "out").rglob("*.parquet"))) == 1
     assert not list(tmp_path.rglob("*.tmp"))
@@ -462,22 +464,22 @@ def test_rejects_a_folder_of_an_export_with_other_options(
 ) -> None:
     add(server, NOON, "1")
     run(tmp_path / "out", reader, "parquet")
-    for name, wanted, flag in (("csv", Wanted(), "format"), ("parquet", Wanted(since=1.0), "since")):
+    for name, wanted, flag in (("csv", ExportFilter(), "format"), ("parquet", ExportFilter(since=1.0), "since")):
         with pytest.raises(UserError, match=f"--{flag}"):
             run(tmp_path / "out", reader, name, wanted)
     with (
         pytest.raises(UserError, match="--columns"),
-        opened(tmp_path / "out", format_of("parquet", ["id", "label"]), Wanted(), reader),
+        opened(tmp_path / "out", format_of("parquet", ["id", "label"]), ExportFilter(), reader),
     ):
         pass
     # A state written before columns could be chosen.
-    noted = json.loads((tmp_path / "out" / STATE).read_text())
-    (tmp_path / "out" / STATE).write_text(
+    noted = json.loads((tmp_path / "out" / STATE_FILE).read_text())
+    (tmp_path / "out" / STATE_FILE).write_text(
         json.dumps({name: noted[name] for name in noted.keys() - {"columns", "latest"}})
     )
     assert run(tmp_path / "out", reader, "parquet").resumed
-    (tmp_path / "out" / STATE).write_text("{}")
-    with pytest.raises(UserError, match=re.escape(STATE)):
+    (tmp_path / "out" / STATE_FILE).write_text("{}")
+    with pytest.raises(UserError, match=re.escape(STATE_FILE)):
         run(tmp_path / "out", reader, "parquet")
 
 

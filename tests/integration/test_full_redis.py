@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import Part
+from feedmill.monitoring.watch import HealthPart
 from shared.broker import make_app, publish
 from shared.keys import COUNTERS, DEAD_LETTERS, REDDIT_GAPS, WORKERS
 from shared.messages import ClassifyOptions, Post
@@ -105,17 +105,17 @@ def test_a_failed_retry_keeps_the_dead_letter(full: RedisServer, tmp_path: Path)
 
 
 def test_health_reports_a_read_only_replica(replica: RedisServer, settings: Settings) -> None:
-    found = {finding.part: finding for finding in watch.examine(settings, tuple(Part))}
-    assert not found[Part.REDIS].well
-    assert "replica" in found[Part.REDIS].said
-    assert not found[Part.WORKERS].well
-    assert not found[Part.ROWS].well
-    assert found[Part.QUEUE].said.startswith("1 ")
+    found = {finding.part: finding for finding in watch.check_health(settings, tuple(HealthPart))}
+    assert not found[HealthPart.REDIS].well
+    assert "replica" in found[HealthPart.REDIS].said
+    assert not found[HealthPart.WORKERS].well
+    assert not found[HealthPart.ROWS].well
+    assert found[HealthPart.QUEUE].said.startswith("1 ")
     assert replica.client.hget(COUNTERS, "stored") == "1"
 
 
 def test_healths_test_write_changes_nothing(server: RedisServer, settings: Settings) -> None:
-    (found,) = watch.examine(settings, (Part.REDIS,))
+    (found,) = watch.check_health(settings, (HealthPart.REDIS,))
     assert found.well
     assert server.client.dbsize() == 0
 
@@ -131,14 +131,14 @@ def test_health_queries_registered_workers_by_name(
         return {}
 
     monkeypatch.setattr(watch, "worker_statistics", answers)
-    assert "`feedmill worker`" in next(watch.examine(settings, (Part.WORKERS,))).said
+    assert "`feedmill worker`" in next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     register(server.client, "b@host")
     register(server.client, "a@host")
-    said = next(watch.examine(settings, (Part.WORKERS,))).said
+    said = next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     assert asked == [None, ["a@host", "b@host"]]
     assert "a@host (alive 0 s ago), b@host (alive 0 s ago)" in said
     deregister(server.client, "a@host")
     server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
-    assert "`feedmill worker`" in next(watch.examine(settings, (Part.WORKERS,))).said
+    assert "`feedmill worker`" in next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from feedmill.cli import main, status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import Lookout
-from shared.errors import UNPRINTABLE, json_line, printable, printable_lines
-from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, UNDECODABLE, WANTED, WORKERS, result_key
+from feedmill.monitoring.watch import StatusMonitor
+from shared.errors import UNPRINTABLE_CHARACTERS, json_line, printable, printable_lines
+from shared.keys import MODELS, REDDIT_GAPS, REDDIT_STATUS, REQUESTED_MODELS, UNDECODABLE, WORKERS, result_key
 from shared.logs import JsonFormatter, TextFormatter
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
@@ -94,7 +94,7 @@ def filled(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, words: str) -> N
     redis.client.hset(result_key(f"x{words}x"), words, found.model_dump_json())
     redis.client.lpush(UNDECODABLE, words)
     redis.client.hset(MODELS, words, json.dumps({"model": words, "seen": 2e9}))
-    redis.client.hset(WANTED, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
+    redis.client.hset(REQUESTED_MODELS, words, json.dumps({"model": words, "weights": words, "at": 1.0}))
     redis.client.hset(WORKERS, words, 2_000_000_000)
     redis.client.hset(REDDIT_GAPS, words, json.dumps([words, 1.0, 2.0, 3.0]))
     told = {
@@ -132,20 +132,20 @@ def test_commands_print_no_control_characters(
     assert ended.value.code in (0, 1, 2, None)
     said = "".join(capsys.readouterr())
     assert "Traceback" not in said
-    assert not UNPRINTABLE.search(ALLOWED.sub("", said)), said
+    assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", said)), said
     assert "a\nb" not in said
     if command[-1] == "--json":
         assert all(isinstance(json.loads(line), dict) for line in said.splitlines() if line.startswith("{"))
     if command[0] == "report":
-        assert not UNPRINTABLE.search(ALLOWED.sub("", Path("report.html").read_text()))
+        assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", Path("report.html").read_text()))
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.usefixtures("hostile")
 def test_status_screen_shows_no_control_characters(settings: Settings) -> None:
     shown = io.StringIO()
-    Console(file=shown, width=80).print(status._screen(Lookout(settings).look(), settings))
-    assert not UNPRINTABLE.search(ALLOWED.sub("", shown.getvalue()))
+    Console(file=shown, width=80).print(status._screen(StatusMonitor(settings).look(), settings))
+    assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", shown.getvalue()))
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
@@ -155,12 +155,12 @@ def test_log_records_contain_no_control_characters(words: str) -> None:
     except ValueError:
         record = logging.LogRecord(words, logging.ERROR, "f", 1, "post %s", (words,), sys.exc_info())
     text = TextFormatter("%(name)s: %(message)s").format(record)
-    assert not UNPRINTABLE.search(ALLOWED.sub("", text))
+    assert not UNPRINTABLE_CHARACTERS.search(ALLOWED.sub("", text))
     _, *others = text.split("\n")
     assert all(line.startswith("    ") for line in others), "no line looks like another log record"
     assert "    Traceback (most recent call last):" in others
     found = JsonFormatter().format(record)
-    assert not UNPRINTABLE.search(found)
+    assert not UNPRINTABLE_CHARACTERS.search(found)
     assert json.loads(found)["message"] == f"post {words}"
 
 
@@ -175,7 +175,7 @@ def test_long_log_records_are_shortened_in_the_middle() -> None:
 def test_json_line_escapes_control_characters_losslessly(words: str) -> None:
     value = {words: [words, 1, None, "é🙂"]}
     assert json.loads(json_line(value)) == value
-    assert not UNPRINTABLE.search(json_line(value))
+    assert not UNPRINTABLE_CHARACTERS.search(json_line(value))
     assert "é🙂" in json_line(value)
-    assert not UNPRINTABLE.search(printable(words))
+    assert not UNPRINTABLE_CHARACTERS.search(printable(words))
     assert printable_lines(f"a\n{printable(words)}").count("\n") == 1

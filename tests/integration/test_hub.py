@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 from shared.errors import ModelError
 from tests.fakes.hub import Hub
 from workers.models import hub as hub_module
-from workers.models.hub import Progress, Repository
+from workers.models.hub import DownloadProgress, Repository
 
 NAME = "someone/small-bert"
 TOKEN = "hf_thisIsASecretOfMine"
@@ -407,7 +407,7 @@ def test_explains_other_download_failures(monkeypatch: pytest.MonkeyPatch, raise
 def test_logs_few_progress_lines(caplog: pytest.LogCaptureFixture) -> None:
     seconds = 0.0
     caplog.set_level(logging.INFO)
-    progress = Progress("some/model", "commit 12", 1_630_000_000, clock=lambda: seconds)
+    progress = DownloadProgress("some/model", "commit 12", 1_630_000_000, clock=lambda: seconds)
     for at, megabytes in (
         *((1, 400), (6, 500), (6.5, 900), (12, 700), (13, 1000), (14, 950), (20, 1000)),
         *((70, 1001), (100, 1100), (140, 1102), (170, 1120), (180, 1630)),

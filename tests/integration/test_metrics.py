@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from celery import Celery
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 from rich.console import Console
 
 from feedmill.cli import status
 from feedmill.monitoring import watch
-from feedmill.monitoring.watch import RATE_WINDOW_S, Lookout, Pace, Part, examine
+from feedmill.monitoring.watch import RATE_WINDOW_S, HealthPart, RateMeter, StatusMonitor, check_health
 from producers.push import Pusher
 from producers.reddit.state import Gap, State
 from shared.broker import make_app, queue_depth
 from shared.keys import COUNTERS, DEAD_LETTERS
 from shared.messages import ClassifyOptions
-from shared.metrics import QUEUE_OLDEST, RedisFigures, connect_briefly, oldest_seconds
+from shared.metrics import QUEUE_OLDEST, RedisMetrics, connect_for_monitoring, oldest_seconds
 from shared.model_routing import announce, register
 from shared.settings import Settings
 from tests.support import RedisServer, make_posts
@@ -36,7 +36,7 @@ POOL: dict[str, Any] = {
 
 def told(settings: Settings) -> dict[str, float]:
     """Return Redis' metric samples, keyed by name and labels."""
-    return {" ".join((figure.name, *labels)): value for figure, value, labels in RedisFigures(settings).samples()}  # type: ignore[misc]
+    return {" ".join((figure.name, *labels)): value for figure, value, labels in RedisMetrics(settings).samples()}  # type: ignore[misc]
 
 
 def send(app: Celery, count: int = 1, priority: int = 0, queue: str | None = None, **headers: Any) -> None:
@@ -82,7 +82,7 @@ def test_reports_every_known_queue(redis: RedisServer, settings: Settings, app: 
 
 
 def test_age_is_that_of_the_message_sent_first(settings: Settings, app: Celery) -> None:
-    redis, now = connect_briefly(settings), time.time()
+    redis, now = connect_for_monitoring(settings), time.time()
     assert oldest_seconds(redis, settings.queue) is None
     assert QUEUE_OLDEST.name not in told(settings)
     send(app)
@@ -98,17 +98,17 @@ def test_age_is_that_of_the_message_sent_first(settings: Settings, app: Celery) 
 
 def test_a_sender_with_a_fast_clock_counts_as_age_zero(settings: Settings, app: Celery) -> None:
     send(app, sent_at=time.time() + 1000)
-    assert oldest_seconds(connect_briefly(settings), settings.queue) == 0
+    assert oldest_seconds(connect_for_monitoring(settings), settings.queue) == 0
 
 
 def test_reading_the_age_does_not_fetch_messages(redis: RedisServer, settings: Settings) -> None:
     """Neither large messages nor "sent_at" in their posts are read."""
     posts = [post.model_copy(update={"body": '"sent_at": 1.0 ' * 2_000}) for post in make_posts(100)]
     plain = settings.model_copy(update={"compression": "none"})
-    Pusher(make_app(plain), connect_briefly(plain), plain, ClassifyOptions()).push(posts)
+    Pusher(make_app(plain), connect_for_monitoring(plain), plain, ClassifyOptions()).push(posts)
     (message,) = redis.client.lrange(settings.queue, -1, -1)
     before = int(redis.client.info("stats")["total_net_output_bytes"])
-    age = oldest_seconds(connect_briefly(settings), settings.queue)
+    age = oldest_seconds(connect_for_monitoring(settings), settings.queue)
     fetched = int(redis.client.info("stats")["total_net_output_bytes"]) - before
     assert age is not None
     assert age < 600
@@ -117,22 +117,22 @@ def test_reading_the_age_does_not_fetch_messages(redis: RedisServer, settings: S
 
 def test_ignores_foreign_list_elements_for_the_age(redis: RedisServer, settings: Settings) -> None:
     redis.client.lpush(settings.queue, "\xff\xfe{", "", '{"headers": {"sent_at": "soon"}}')
-    assert oldest_seconds(connect_briefly(settings), settings.queue) is None
+    assert oldest_seconds(connect_for_monitoring(settings), settings.queue) is None
 
 
 def test_unreachable_redis_reports_only_redis_up_zero() -> None:
     away = Settings.model_validate({"redis_url": "redis://:hunter2@127.0.0.1:1/0"})
     assert told(away) == {"feedmill_redis_up": 0}
-    (sentence,) = RedisFigures(away).away()
+    (sentence,) = RedisMetrics(away).problems()
     assert "127.0.0.1:1/0" in sentence
     assert "hunter2" not in sentence
 
 
 def test_reconnects_at_once_to_a_restarted_redis(redis: RedisServer, settings: Settings) -> None:
-    figures = RedisFigures(settings)
-    assert figures.away() == []
+    figures = RedisMetrics(settings)
+    assert figures.problems() == []
     redis.client.client_kill_filter(_type="normal", skipme=True)
-    assert figures.away() == []
+    assert figures.problems() == []
 
 
 # Health.
@@ -142,8 +142,10 @@ def numbers(text: str) -> list[int]:
     return [int(each) for each in re.findall(r"\b\d+\b", text)]
 
 
-def findings(settings: Settings, *parts: Part) -> dict[Part, tuple[bool, str]]:
-    return {finding.part: (finding.well, finding.said) for finding in examine(settings, parts or tuple(Part))}
+def findings(settings: Settings, *parts: HealthPart) -> dict[HealthPart, tuple[bool, str]]:
+    return {
+        finding.part: (finding.well, finding.said) for finding in check_health(settings, parts or tuple(HealthPart))
+    }
 
 
 @pytest.fixture
@@ -157,24 +159,24 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 @pytest.mark.usefixtures("workers")
 def test_health_passes_when_all_is_well(settings: Settings) -> None:
     found = findings(settings)
-    assert list(found) == list(Part)
+    assert list(found) == list(HealthPart)
     assert all(well for well, _ in found.values())
-    assert found[Part.WORKERS][1] == "one@here"
-    assert "1.5 s" in found[Part.ROWS][1]
-    assert "`feedmill ingest reddit`" in found[Part.REDDIT][1]
+    assert found[HealthPart.WORKERS][1] == "one@here"
+    assert "1.5 s" in found[HealthPart.ROWS][1]
+    assert "`feedmill ingest reddit`" in found[HealthPart.REDDIT][1]
 
 
 def test_health_fails_without_workers(settings: Settings, workers: dict[str, Any]) -> None:
     workers.clear()
     found = findings(settings)
-    assert not found[Part.WORKERS][0]
-    assert "`feedmill worker`" in found[Part.WORKERS][1]
-    assert found[Part.ROWS][0]
+    assert not found[HealthPart.WORKERS][0]
+    assert "`feedmill worker`" in found[HealthPart.WORKERS][1]
+    assert found[HealthPart.ROWS][0]
 
 
 def test_health_fails_for_a_stuck_worker(settings: Settings, workers: dict[str, Any]) -> None:
     workers["two@here"] = POOL | {"oldest_row_seconds": 301.0}
-    well, said = findings(settings)[Part.ROWS]
+    well, said = findings(settings)[HealthPart.ROWS]
     assert not well
     assert said.endswith("two@here (301 s)")
 
@@ -183,10 +185,10 @@ def test_health_fails_if_a_worker_does_not_answer(
     redis: RedisServer, settings: Settings, workers: dict[str, Any]
 ) -> None:
     register(redis.client, "two@here")
-    well, said = findings(settings)[Part.ROWS]
+    well, said = findings(settings)[HealthPart.ROWS]
     assert (well, said.endswith("two@here")) == (False, True)
     workers.clear()
-    well, said = findings(settings)[Part.ROWS]
+    well, said = findings(settings)[HealthPart.ROWS]
     assert (well, said.endswith("two@here")) == (False, True)
 
 
@@ -194,9 +196,9 @@ def test_health_fails_if_a_worker_does_not_answer(
 @pytest.mark.parametrize(("waiting", "well"), [(3, True), (4, False)])
 def test_health_fails_above_the_queue_limit(settings: Settings, app: Celery, waiting: int, well: bool) -> None:
     send(app, waiting)
-    found = findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)
-    assert found[Part.QUEUE][0] == well
-    assert numbers(found[Part.QUEUE][1]) == [waiting, 3, 0]
+    found = findings(settings.model_copy(update={"queue_limit": 3}), HealthPart.QUEUE)
+    assert found[HealthPart.QUEUE][0] == well
+    assert numbers(found[HealthPart.QUEUE][1]) == [waiting, 3, 0]
 
 
 @pytest.mark.usefixtures("workers")
@@ -206,28 +208,30 @@ def test_health_checks_each_queues_limit(redis: RedisServer, settings: Settings,
     send(app, 2, queue="other")
     for count, well in ((3, True), (4, False)):
         send(app, queue="other")
-        found, said = findings(settings.model_copy(update={"queue_limit": 3}), Part.QUEUE)[Part.QUEUE]
+        found, said = findings(settings.model_copy(update={"queue_limit": 3}), HealthPart.QUEUE)[HealthPart.QUEUE]
         assert (found, numbers(said)) == (well, [3 + count, 3, count, 3, 0])
         assert f"other: {count}" in said
 
 
 def test_health_reports_the_reddit_daemon(settings: Settings) -> None:
-    state = State(connect_briefly(settings))
+    state = State(connect_for_monitoring(settings))
     state.begin({"cooking": 1.0}, [])
-    well, said = findings(settings, Part.REDDIT)[Part.REDDIT]
+    well, said = findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT]
     assert (well, numbers(said)) == (False, [120])
-    state.tell({"subreddits": 48, "hindrance": ""})
-    well, said = findings(settings, Part.REDDIT)[Part.REDDIT]
+    state.store_status({"subreddits": 48, "hindrance": ""})
+    well, said = findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT]
     assert (well, numbers(said)) == (True, [48])
-    state.tell({"subreddits": 48, "hindrance": "Reddit answered 500"})
-    assert findings(settings, Part.REDDIT)[Part.REDDIT][0], "failures at Reddit do not make the daemon unhealthy"
+    state.store_status({"subreddits": 48, "hindrance": "Reddit answered 500"})
+    assert findings(settings, HealthPart.REDDIT)[HealthPart.REDDIT][0], (
+        "failures at Reddit do not make the daemon unhealthy"
+    )
 
 
 def test_health_queries_workers_only_for_checks_that_need_them(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(watch, "worker_statistics")
-    assert list(findings(settings, Part.REDIS, Part.QUEUE)) == [Part.REDIS, Part.QUEUE]
+    assert list(findings(settings, HealthPart.REDIS, HealthPart.QUEUE)) == [HealthPart.REDIS, HealthPart.QUEUE]
 
 
 @pytest.mark.parametrize(
@@ -239,17 +243,17 @@ def test_health_queries_workers_only_for_checks_that_need_them(
 )
 def test_health_reports_only_redis_while_it_is_unusable(redis: RedisServer, url: str, words: str) -> None:
     url = f"{url}{redis.url.partition('@')[2]}" if url.endswith("@") else url
-    found = findings(Settings.model_validate({"redis_url": url}), Part.QUEUE)
-    assert list(found) == [Part.REDIS]
-    assert not found[Part.REDIS][0]
-    assert words in found[Part.REDIS][1]
+    found = findings(Settings.model_validate({"redis_url": url}), HealthPart.QUEUE)
+    assert list(found) == [HealthPart.REDIS]
+    assert not found[HealthPart.REDIS][0]
+    assert words in found[HealthPart.REDIS][1]
 
 
 # Watching.
 
 
 def test_pace_covers_the_last_minute() -> None:
-    pace = Pace()
+    pace = RateMeter()
     assert pace.look(100, now=1000.0) is None
     assert pace.look(120, now=1002.0) == 10
     assert pace.look(120, now=1000.0 + RATE_WINDOW_S) == pytest.approx(20 / RATE_WINDOW_S)
@@ -261,7 +265,7 @@ def test_pace_covers_the_last_minute() -> None:
 def test_lookout_computes_rates_between_readings(
     redis: RedisServer, settings: Settings, app: Celery, workers: dict[str, Any]
 ) -> None:
-    lookout = Lookout(settings)
+    lookout = StatusMonitor(settings)
     first = lookout.look()
     assert (first.results, first.posts, first.busy) == (None, {}, {})
     send(app, sent_at=time.time() - 90)
@@ -295,11 +299,11 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
     redis.client.hset(COUNTERS, mapping={"stored": 12_345_678, "dead_trimmed": 12_345, "answered": 90, "repeated": 9})
     redis.client.xadd(DEAD_LETTERS, {"letter": "{}"})
     State(redis.client).begin({}, [Gap("cooking", 1.0, 2.0, 3.0)])
-    State(redis.client).tell({
+    State(redis.client).store_status({
         "subreddits": 48, "topics": 16, "sent": 1_234_567, "paused": True, "held": 5_000, "failing": ["x"], "gaps": 3,
         "hindrance": "Reddit answered 500", "purged": 12, "requests": 34_567, "budget": 861.0,
     })  # fmt: skip
-    shown = screen(Lookout(settings).look(), settings)
+    shown = screen(StatusMonitor(settings).look(), settings)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 14 + len(workers)
@@ -308,14 +312,14 @@ def test_screen_fits_80_columns(redis: RedisServer, settings: Settings, workers:
                   "PAUSED", "1,021", "0.97", "12.5"):  # fmt: skip
         assert words in shown
     workers.clear()
-    assert "`feedmill worker`" in screen(Lookout(settings).look(), settings)
+    assert "`feedmill worker`" in screen(StatusMonitor(settings).look(), settings)
 
 
 @pytest.mark.usefixtures("workers")
 def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, settings: Settings, app: Celery) -> None:
     send(app, 2, sent_at=time.time() - 3000)
     redis.client.hset(COUNTERS, mapping={"stored": 22, "answered": 22})
-    seen = Lookout(settings).look()
+    seen = StatusMonitor(settings).look()
     for shown in (screen(seen, settings), status._summary(seen.status)):
         lines = {name: told for name, _, told in (line.partition("  ") for line in shown.splitlines())}
         assert numbers(lines["queue"]) == [2, 0, 50]
@@ -328,7 +332,7 @@ def test_screen_lists_each_queue_with_its_model(redis: RedisServer, settings: Se
     announce(redis.client, "other", "a model \x1b")
     send(app, queue="other", sent_at=time.time() - 90)
     send(app, 2, sent_at=time.time())
-    seen = Lookout(settings).look()
+    seen = StatusMonitor(settings).look()
     assert seen.status.queue.waiting == 3
     assert seen.status.oldest_seconds
     assert seen.status.oldest_seconds >= 90
@@ -343,7 +347,7 @@ def test_marks_no_queue_as_unserved_while_workers_are_unknown(
 ) -> None:
     announce(redis.client, "other", "a model")
     monkeypatch.setattr(watch, "_ask", lambda *_: None)
-    seen = Lookout(settings).look()
+    seen = StatusMonitor(settings).look()
     for shown in (screen(seen, settings), status._summary(seen.status)):
         assert "other: 0 " in shown
         assert "(no worker)" not in shown
@@ -352,7 +356,7 @@ def test_marks_no_queue_as_unserved_while_workers_are_unknown(
 def test_watching_survives_a_lost_redis_connection(
     settings: Settings, workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[RedisFault | None] = [None, ConnectionFault("gone"), None]
+    answers: list[RedisError | None] = [None, ConnectionFault("gone"), None]
     depth = queue_depth
 
     def flaky(*arguments: Any) -> Any:

@@ -12,19 +12,19 @@ from redis.exceptions import ConnectionError as ConnectionFault
 import feedmill
 from feedmill.reading import results
 from feedmill.reading.results import (
-    ALL,
+    NO_FILTER,
     Follower,
     GroupReader,
     Missed,
     Read,
     Reader,
-    Wanted,
+    ResultFilter,
     batches,
     items,
     newest,
     open_reader,
 )
-from shared.errors import RedisError, UserError
+from shared.errors import RedisUnavailable, UserError
 from shared.keys import GROUPS, RESULTS_STREAM, find
 from shared.messages import Classification, Post
 from shared.purge import purge
@@ -163,17 +163,17 @@ def test_wait_returns_when_a_result_arrives(store: ResultsStore, reader: Reader)
 @pytest.mark.parametrize(
     ("wanted", "ids"),
     [
-        (ALL, ["1", "2", "3", "4"]),
-        (Wanted(label="books"), ["2", "4"]),
-        (Wanted(label="book"), []),
-        (Wanted(min_score=0.9), ["1", "2", "3"]),
-        (Wanted(subreddit=" /R/python/"), ["3", "4"]),
-        (Wanted("books", 0.3, "PYTHON"), ["4"]),
-        (Wanted(min_score=1.0), []),
+        (NO_FILTER, ["1", "2", "3", "4"]),
+        (ResultFilter(label="books"), ["2", "4"]),
+        (ResultFilter(label="book"), []),
+        (ResultFilter(min_score=0.9), ["1", "2", "3"]),
+        (ResultFilter(subreddit=" /R/python/"), ["3", "4"]),
+        (ResultFilter("books", 0.3, "PYTHON"), ["4"]),
+        (ResultFilter(min_score=1.0), []),
     ],
 )
 def test_filters_by_label_score_and_subreddit(
-    store: ResultsStore, server: RedisServer, wanted: Wanted, ids: list[str]
+    store: ResultsStore, server: RedisServer, wanted: ResultFilter, ids: list[str]
 ) -> None:
     follower, member = Follower(server.client, wanted), GroupReader(server.client, "g", "me", wanted)
     assert (follower.read(), member.read()) == (None, None)
@@ -501,7 +501,7 @@ def test_reports_missed_results_after_a_lost_connection(
 def test_logs_a_lost_and_a_restored_connection_once(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: ResultsStore
 ) -> None:
-    monkeypatch.setattr(results, "PAUSES", (0.0, 0.001))
+    monkeypatch.setattr(results, "RECONNECT_DELAYS_S", (0.0, 0.001))
     follow = batches(reader, wait=0.01)
     next(follow)
     faults = iter([ConnectionFault("gone")] * 5)
@@ -542,7 +542,7 @@ def test_python_api_generates_a_consumer_name(store: ResultsStore, server: Redis
     for item in feedmill.results(server.url, group="g", since=0.0, follow=False):
         assert isinstance(item, Result)
     (name,) = consumers(server)
-    assert results.NAME.fullmatch(name)
+    assert results.READER_NAME.fullmatch(name)
     assert pending(server) == 0
 
 
@@ -566,14 +566,14 @@ def test_rejects_invalid_reader_arguments_before_connecting(wishes: dict[str, An
 
 
 def test_reports_the_address_of_an_unreachable_redis() -> None:
-    with pytest.raises(RedisError, match=r"127\.0\.0\.1:1/0"):
+    with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/0"):
         next(feedmill.results("redis://127.0.0.1:1/0"))
 
 
 @pytest.mark.parametrize("group", [None, "g"])
 def test_rejects_a_stream_key_of_another_application(server: RedisServer, group: str | None) -> None:
     server.client.set(RESULTS_STREAM, "mine")
-    with pytest.raises(RedisError, match=r"127\.0\.0\.1:\d+/0"):
+    with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:\d+/0"):
         next(feedmill.results(server.url, group=group))
 
 

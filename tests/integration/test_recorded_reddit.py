@@ -16,9 +16,9 @@ from requests.adapters import BaseAdapter
 from requests.structures import CaseInsensitiveDict
 from urllib3 import HTTPResponse
 
-from producers.reddit.budget import Budget
-from producers.reddit.client import Reddit
-from producers.reddit.listing import Fault, Unreadable
+from producers.reddit.budget import RequestBudget
+from producers.reddit.client import RedditClient
+from producers.reddit.listing import RequestFailed, SubredditUnreadable
 from shared.settings import Settings
 from tests.fakes.clock import SimulatedClock
 from tests.support import REAL_DATA
@@ -75,8 +75,8 @@ class Replay:
         settings = Settings.model_validate(
             {"reddit_client_id": "i", "reddit_client_secret": "s", "reddit_user_agent": "linux:test:1 (by /u/nobody)"}
         )
-        self.budget = Budget(SimulatedClock(), 90)
-        self.reddit = Reddit(settings, self.budget, {"askreddit": "questions"}, session)
+        self.budget = RequestBudget(SimulatedClock(), 90)
+        self.reddit = RedditClient(settings, self.budget, {"askreddit": "questions"}, session)
 
     def children(self, number: int) -> list[dict[str, Any]]:
         body = self.adapter._answers[number]["body"]
@@ -135,7 +135,7 @@ if RECORDINGS.is_dir():
         [("TestSubreddit.test_sticky__not_set", "missing"), ("TestSubredditQuarantine.test_opt_in", "private")],
     )
     def test_reports_why_a_subreddit_is_unreadable(name: str, why: str) -> None:
-        with pytest.raises(Unreadable) as refused:
+        with pytest.raises(SubredditUnreadable) as refused:
             Replay(name).reddit.page(["one"])
         assert refused.value.why == why
 
@@ -147,6 +147,6 @@ if RECORDINGS.is_dir():
         ],
     )
     def test_unclear_errors_do_not_mark_a_subreddit_unreadable(name: str) -> None:
-        with pytest.raises(Fault) as fault:
+        with pytest.raises(RequestFailed) as fault:
             Replay(name).reddit.page(["one"])
-        assert not isinstance(fault.value, Unreadable)
+        assert not isinstance(fault.value, SubredditUnreadable)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from feedmill.reading.dead_letters import DeadLetters, Entry
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import SCORES_PER_CALL, Counters, Result, ResultsStore, Score
@@ -81,7 +81,7 @@ def test_a_retried_dead_letter_may_fail_before_its_removal(store: ResultsStore, 
     dead = DeadLetters(server.client)
     store.write([], [letter("1")])
     (entry,) = dead.newest(9)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, DeadLetterEntry)
     dead.expect_again(entry.letter)
     store.write([], [letter("1", "another reason")])
     dead.remove(entry)

@@ -12,15 +12,15 @@ from shared.broker import connect
 from shared.errors import UserError
 from shared.keys import MODELS, WORKERS, find
 from shared.model_routing import (
+    ANNOUNCE_INTERVAL_S,
     EXPECTED_S,
-    KEPT,
-    MOST,
-    PERIOD,
+    MAX_QUEUES,
+    QUEUE_TTL_S,
     announce,
     check_queue,
-    expected,
-    known,
-    queue_of,
+    expected_workers,
+    known_queues,
+    queue_for_model,
     queues,
     register,
 )
@@ -49,8 +49,8 @@ def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
 def test_finds_a_queue_by_its_models_full_or_short_name(redis: RedisServer) -> None:
     announce(redis.client, "feedmill-bart", BART)
     announce(redis.client, "feedmill", "sentence-transformers/all-MiniLM-L6-v2")
-    assert queue_of(redis.client, BART) == queue_of(redis.client, "bart-large-mnli") == "feedmill-bart"
-    assert known(redis.client)["feedmill-bart"].model == BART
+    assert queue_for_model(redis.client, BART) == queue_for_model(redis.client, "bart-large-mnli") == "feedmill-bart"
+    assert known_queues(redis.client)["feedmill-bart"].model == BART
     key = find(MODELS)
     assert key
     assert key.pattern == MODELS
@@ -61,26 +61,26 @@ def test_rejects_unknown_models_and_lists_the_known_ones(redis: RedisServer, nam
     announce(redis.client, "feedmill-bart", BART)
     announce(redis.client, "feedmill", "other\x1b[2J")
     with pytest.raises(UserError) as refused:
-        queue_of(redis.client, name)
+        queue_for_model(redis.client, name)
     assert f"other\\x1b[2J (queue feedmill), {BART} (queue feedmill-bart)" in str(refused.value)
     assert "\x1b" not in str(refused.value)
 
 
 def test_rejects_any_model_before_a_worker_has_announced_one(redis: RedisServer) -> None:
     with pytest.raises(UserError, match=BART):
-        queue_of(redis.client, BART)
+        queue_for_model(redis.client, BART)
 
 
 def test_rejects_ambiguous_models_and_lists_their_queues(redis: RedisServer) -> None:
     announce(redis.client, "one", BART)
     announce(redis.client, "two", TUNED)
     with pytest.raises(UserError, match="--queue") as refused:
-        queue_of(redis.client, "bart-large-mnli")
+        queue_for_model(redis.client, "bart-large-mnli")
     assert f"{BART} (queue one), {TUNED} (queue two)" in str(refused.value)
-    assert queue_of(redis.client, BART) == "one"
+    assert queue_for_model(redis.client, BART) == "one"
     announce(redis.client, "three", BART)
     with pytest.raises(UserError, match=r"\(queue one\).*\(queue three\)|\(queue three\).*\(queue one\)"):
-        queue_of(redis.client, BART)
+        queue_for_model(redis.client, BART)
 
 
 def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> None:
@@ -93,18 +93,18 @@ def test_rejects_queues_never_served_except_the_default(redis: RedisServer) -> N
 
 def test_forgets_stale_queues_unless_messages_wait_there(redis: RedisServer) -> None:
     for name in ("stale", "full"):
-        said(redis, name, BART, KEPT + 60)
-    said(redis, "idle", BART, KEPT - 60)
+        said(redis, name, BART, QUEUE_TTL_S + 60)
+    said(redis, "idle", BART, QUEUE_TTL_S - 60)
     redis.client.lpush("full\x06\x163", "a message")
     announce(redis.client, "feedmill", "m")
-    assert set(known(redis.client)) == {"feedmill", "full", "idle"}
+    assert set(known_queues(redis.client)) == {"feedmill", "full", "idle"}
 
 
 def test_limits_the_number_of_known_queues(redis: RedisServer) -> None:
-    for number in range(MOST + 5):
+    for number in range(MAX_QUEUES + 5):
         said(redis, f"q{number}", BART, number)
     announce(redis.client, "feedmill", "m")
-    assert set(known(redis.client)) == {"feedmill", *(f"q{number}" for number in range(MOST - 1))}
+    assert set(known_queues(redis.client)) == {"feedmill", *(f"q{number}" for number in range(MAX_QUEUES - 1))}
 
 
 def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) -> None:
@@ -112,7 +112,7 @@ def test_announce_detects_another_model_on_the_same_queue(redis: RedisServer) ->
     assert announce(redis.client, "feedmill", "first") is None
     assert announce(redis.client, "feedmill", "second") == "first"
     assert announce(redis.client, "feedmill", "second") is None
-    said(redis, "feedmill", "first", 3 * PERIOD)
+    said(redis, "feedmill", "first", 3 * ANNOUNCE_INTERVAL_S)
     assert announce(redis.client, "feedmill", "second") is None, "the second model has replaced the first"
 
 
@@ -125,7 +125,7 @@ def test_queues_always_include_the_configured_one(settings: Settings) -> None:
 
 def test_ignores_unknown_fields_of_later_versions(redis: RedisServer) -> None:
     redis.client.hset(MODELS, "q", '{"model": "m", "seen": 1, "device": "cuda"}')
-    assert model_routing.known(redis.client) == {"q": model_routing.Served("m", 1)}
+    assert model_routing.known_queues(redis.client) == {"q": model_routing.ServedModel("m", 1)}
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_skips_invalid_announcements_and_registrations(redis: RedisServer, text:
         redis.client.hset(key, b"\xff", "1")
     announce(redis.client, "q", "m")
     register(redis.client, "one@here")
-    assert list(known(redis.client)) == ["q"]
-    assert list(expected(redis.client)) == ["one@here"]
+    assert list(known_queues(redis.client)) == ["q"]
+    assert list(expected_workers(redis.client)) == ["one@here"]
     assert queues(redis.client, Settings()) == ["feedmill", "q"]
 
 
@@ -152,10 +152,10 @@ def test_registers_by_the_time_of_redis(redis: RedisServer, monkeypatch: pytest.
     with monkeypatch.context() as skewed:
         skewed.setattr("shared.model_routing.time.time", lambda: now + ahead)
         register(redis.client, "two@there")
-        assert list(expected(redis.client)) == ["one@here", "two@there"]
-    assert all(age < EXPECTED_S / 2 for age in expected(redis.client).values())
+        assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
+    assert all(age < EXPECTED_S / 2 for age in expected_workers(redis.client).values())
     register(redis.client, "one@here")
-    assert list(expected(redis.client)) == ["one@here", "two@there"]
+    assert list(expected_workers(redis.client)) == ["one@here", "two@there"]
 
 
 def test_registering_removes_workers_whose_process_is_gone(redis: RedisServer) -> None:
@@ -165,11 +165,11 @@ def test_registering_removes_workers_whose_process_is_gone(redis: RedisServer) -
     assert killed.stdout
     assert killed.stdout.readline() == b"registered\n"
     register(redis.client, "one@here")
-    assert list(expected(redis.client)) == ["killed@here", "one@here"]
+    assert list(expected_workers(redis.client)) == ["killed@here", "one@here"]
     elsewhere = json.loads(str(redis.client.hget(WORKERS, "killed@here"))) | {"place": "another boot/1"}
     redis.client.hset(WORKERS, "killed@elsewhere", json.dumps(elsewhere))
     killed.kill()
     killed.communicate()
-    assert "killed@here" in expected(redis.client), "health lists it until another worker registers"
+    assert "killed@here" in expected_workers(redis.client), "health lists it until another worker registers"
     register(redis.client, "one@here")
-    assert list(expected(redis.client)) == ["killed@elsewhere", "one@here"]
+    assert list(expected_workers(redis.client)) == ["killed@elsewhere", "one@here"]

@@ -18,7 +18,7 @@ from tests.unit.test_pipeline import Owner, StandIn
 from workers.models.classifiers import Row
 from workers.models.device import Device
 from workers.pipeline.message import Message
-from workers.pipeline.poison import MAX_DEATHS, Quarantine, Suspects
+from workers.pipeline.poison import MAX_DEATHS, IsolationQueue, PoisonTracker
 from workers.pipeline.recording import MAX_UNWRITTEN_BATCHES
 
 pytestmark = pytest.mark.each_redis
@@ -30,7 +30,7 @@ def client(settings: Settings) -> Redis:
 
 
 def test_counts_a_lost_workers_record_once(client: Redis) -> None:
-    vanished, here = Suspects(client), Suspects(client)
+    vanished, here = PoisonTracker(client), PoisonTracker(client)
     vanished.note(0, [("a", 3), ("b", 0), ("a", 7), ("a", 7)])
     assert here.deaths("a") == {3: 1, 7: 1}
     assert here.deaths("a") == {3: 1, 7: 1}
@@ -40,7 +40,7 @@ def test_counts_a_lost_workers_record_once(client: Redis) -> None:
 
 
 def test_a_pass_replaces_its_lanes_previous_record(client: Redis) -> None:
-    vanished, here = Suspects(client), Suspects(client)
+    vanished, here = PoisonTracker(client), PoisonTracker(client)
     vanished.note(0, [("a", 0)])
     vanished.note(1, [("b", 0)])
     vanished.note(0, [("c", 0)])
@@ -49,22 +49,22 @@ def test_a_pass_replaces_its_lanes_previous_record(client: Redis) -> None:
 
 def test_counts_add_up_until_the_message_is_finished(client: Redis) -> None:
     for times in (1, 2, 3):
-        Suspects(client).note(0, [("a", 0)])
-        assert Suspects(client).deaths("a") == {0: times}
-    Suspects(client).clear("a")
-    assert Suspects(client).deaths("a") == {}
+        PoisonTracker(client).note(0, [("a", 0)])
+        assert PoisonTracker(client).deaths("a") == {0: times}
+    PoisonTracker(client).clear("a")
+    assert PoisonTracker(client).deaths("a") == {}
     assert client.keys("*") == []
 
 
 def test_redelivery_of_a_workers_own_message_is_not_counted(client: Redis) -> None:
     """Its lease expired while Redis was frozen; the forward pass continues."""
-    here = Suspects(client)
+    here = PoisonTracker(client)
     here.note(0, [("a", 0)])
     assert here.deaths("a") == {}
 
 
 def test_orderly_shutdown_leaves_no_records(client: Redis) -> None:
-    ended = Suspects(client)
+    ended = PoisonTracker(client)
     ended.note(0, [("a", 0)])
     ended.note(1, [("b", 0)])
     ended.release(2)
@@ -74,14 +74,14 @@ def test_orderly_shutdown_leaves_no_records(client: Redis) -> None:
 def test_removes_stale_records(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("workers.pipeline.poison.time.time", lambda: 1_000_000.0)
-        Suspects(client).note(0, [("a", 0)])
-    assert Suspects(client).deaths("b") == {}
+        PoisonTracker(client).note(0, [("a", 0)])
+    assert PoisonTracker(client).deaths("b") == {}
     assert client.hlen(PASSES) == 0
 
 
 def test_continues_while_redis_is_unreachable(redis: RedisServer) -> None:
     client = Redis.from_url(redis.url.replace(str(redis.port), "1"))
-    away = Suspects(client)
+    away = PoisonTracker(client)
     away.note(0, [("a", 0)])
     assert away.deaths("a") == {}
     away.clear("a")
@@ -90,8 +90,8 @@ def test_continues_while_redis_is_unreachable(redis: RedisServer) -> None:
 
 def test_counts_any_message_id(client: Redis) -> None:
     for message in ("\ud800", "{}", "", None, "a" * 128):
-        Suspects(client).note(0, [(message, 0)])
-        assert Suspects(client).deaths(message) == {0: 1}
+        PoisonTracker(client).note(0, [(message, 0)])
+        assert PoisonTracker(client).deaths(message) == {0: 1}
 
 
 class Length(int):
@@ -101,7 +101,7 @@ class Length(int):
 
 
 def test_isolates_each_suspect_post() -> None:
-    quarantine: Quarantine[Length] = Quarantine()
+    quarantine: IsolationQueue[Length] = IsolationQueue()
     for rows in ([Length(5)], [Length(6), Length(6)], [Length(5)]):
         quarantine.add(rows)
     assert len(quarantine) == 4
@@ -112,7 +112,7 @@ def test_isolates_each_suspect_post() -> None:
 
 
 def test_isolated_batches_respect_the_token_budget() -> None:
-    quarantine: Quarantine[Length] = Quarantine()
+    quarantine: IsolationQueue[Length] = IsolationQueue()
     quarantine.add([Length(10)] * 5)
     assert [len(quarantine.take(20, 100)) for _ in range(3)] == [2, 2, 1]
     assert not quarantine
@@ -146,7 +146,7 @@ def make_owner(client: Redis) -> Iterator[Callable[[], Owner]]:
     owners: list[Owner] = []
 
     def make() -> Owner:
-        owners.append(Owner(Watched(), suspects=Suspects(client), batch_rows=2))
+        owners.append(Owner(Watched(), poison=PoisonTracker(client), batch_rows=2))
         return owners[-1]
 
     yield make
@@ -170,8 +170,8 @@ def test_isolates_suspects_and_dead_letters_the_poison_post(client: Redis, make_
     owner = make_owner()
     for times, post in ((1, 2), (2, 4), (MAX_DEATHS, 5)):
         for _ in range(times):
-            Suspects(client).note(0, [("the message", post)])
-            Suspects(client).deaths("the message")
+            PoisonTracker(client).note(0, [("the message", post)])
+            PoisonTracker(client).deaths("the message")
     message = send(owner, posts=50, redelivered=True)
     assert [letter.id for letter in owner.store.dead] == ["5"]
     assert "3 " in owner.store.dead[0].reason
@@ -190,8 +190,8 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
 ) -> None:
     """Redis may be unreachable for long; a worker killed meanwhile is killed outside any forward pass."""
     for _ in range(2):
-        Suspects(client).note(0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
-        Suspects(client).deaths("the message")
+        PoisonTracker(client).note(0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
+        PoisonTracker(client).deaths("the message")
     owner = make_owner()
     owner.store.refusals = 1_000_000
     posts = [{"id": str(number), "title": "x"} for number in range(MAX_UNWRITTEN_BATCHES + 8)]
@@ -199,11 +199,11 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
     wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended", 10)
-    assert set(Suspects(client).deaths("the message").values()) == {2}
+    assert set(PoisonTracker(client).deaths("the message").values()) == {2}
 
 
 def test_first_deliveries_are_not_looked_up(client: Redis, make_owner: Callable[[], Owner]) -> None:
-    Suspects(client).note(0, [("the message", 0)])
+    PoisonTracker(client).note(0, [("the message", 0)])
     owner = make_owner()
     send(owner, posts=1, redelivered=False)
     assert owner.classifier.seen == [("0",), ("0",)]  # type: ignore[attr-defined]
@@ -217,16 +217,16 @@ def test_records_posts_on_the_device_in_redis(client: Redis, make_owner: Callabl
     )
     owner.pipeline.submit(message)
     wait_until(lambda: owner.classifier.seen, "the message is on the device", 10)  # type: ignore[attr-defined]
-    assert Suspects(client).deaths("the message") == {0: 1, 2: 1}
+    assert PoisonTracker(client).deaths("the message") == {0: 1, 2: 1}
     owner.classifier.gate.set()
     wait_until(lambda: message in owner.finished, "the message is finished", 10)
 
 
 def test_a_broken_device_is_not_blamed_on_the_post(client: Redis, make_owner: Callable[[], Owner]) -> None:
     """The worker exits before the suspect post enters a forward pass again."""
-    Suspects(client).note(0, [("the message", 0)])
+    PoisonTracker(client).note(0, [("the message", 0)])
     owner = make_owner()
     owner.classifier.forward = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
     owner.pipeline.submit(Message({"posts": [{"id": "0", "title": "x"}]}, None, "the message", redelivered=True))
     wait_until(lambda: owner.failures, "the worker fails", 10)
-    assert Suspects(client).deaths("the message") == {0: 1}
+    assert PoisonTracker(client).deaths("the message") == {0: 1}

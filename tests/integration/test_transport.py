@@ -24,8 +24,8 @@ from feedmill.stack.processes import Child, free_port
 from tests.support import PASSWORD, RedisServer, wait_until
 from workers.transport import leases, redis_transport
 from workers.transport.lease_scripts import RENEW, RESERVE
-from workers.transport.leases import counted, lapsed
-from workers.transport.redis_transport import claim, end_alone, settings_for
+from workers.transport.leases import count_delivery, count_expired_lease
+from workers.transport.redis_transport import claim, end_isolation, settings_for
 
 pytestmark = pytest.mark.each_redis
 
@@ -357,14 +357,14 @@ def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeyp
     ],
 )
 def test_counting_a_delivery_keeps_undecodable_messages_unchanged(element: bytes) -> None:
-    assert counted(element) == element
+    assert count_delivery(element) == element
 
 
 @pytest.mark.parametrize("count", ["Infinity", '"9"', "-1", "true", "null", "1e400", "99999999999999999999"])
 @pytest.mark.parametrize("headers", ["{}", "null"])
 def test_invalid_counts_from_senders_are_treated_as_zero(count: str, headers: str) -> None:
     element = f'{{"properties": {{"delivery_info": {{"lapse_count": {count}}}}}, "headers": {headers}}}'
-    info = json.loads(lapsed(element.encode()))["properties"]["delivery_info"]
+    info = json.loads(count_expired_lease(element.encode()))["properties"]["delivery_info"]
     assert info == {"redelivered": True, "delivery_count": 1, "lapse_count": 1}
 
 
@@ -497,7 +497,9 @@ def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServe
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["new"]
         publish(redis, "c")
-        lapsed_twice = lapsed(str(lapsed(str(redis.client.lindex("posts", 0)).encode())).encode())
+        lapsed_twice = count_expired_lease(
+            str(count_expired_lease(str(redis.client.lindex("posts", 0)).encode())).encode()
+        )
         redis.client.lset("posts", 0, str(lapsed_twice))
         wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message", 10)
         assert bodies(consumer.got) == ["new"]
@@ -513,11 +515,11 @@ def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> Non
         consumer.claiming = True
         tag = consumer.until(1)[0].delivery_tag or ""
         noted = str(redis.client.hget("reserved", tag))
-        info = json.loads(lapsed(noted.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_expired_lease(noted.encode()))["properties"]["delivery_info"]
         assert (info["lapse_count"], info["alone_lapse_count"]) == (3, 1)
-        end_alone(consumer.got[0])
+        end_isolation(consumer.got[0])
         proved = str(redis.client.hget("reserved", tag))
-        info = json.loads(lapsed(proved.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_expired_lease(proved.encode()))["properties"]["delivery_info"]
         assert (info["lapse_count"], info.get("alone_lapse_count")) == (3, None)
         consumer.acknowledge()
 

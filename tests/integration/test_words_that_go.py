@@ -15,12 +15,12 @@ from celery import Celery
 from redis import Redis
 
 from shared import queue_redaction
-from shared.broker import CLASSIFY_TASK, HELD, connect, make_app, publish, queue_lists
+from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, connect, make_app, publish, queue_lists
 from shared.errors import UserError
 from shared.keys import sent_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.model_routing import announce
-from shared.purge import purge, rewrite
+from shared.purge import purge, rewrite_append_only_file
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
@@ -90,9 +90,9 @@ def fill(kept: Kept) -> None:
     # A worker holds some of the messages.
     arguments: list[Any] = ["worker-0", 4, 10**7, 60, 60, 60, 60]
     redis.register_script(RESERVE)(
-        [HELD["reserved_key"], HELD["reserved_index_key"], *queue_lists("feedmill")], arguments
+        [TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"], *queue_lists("feedmill")], arguments
     )
-    assert redis.hlen(HELD["reserved_key"]) == 4
+    assert redis.hlen(TRANSPORT_KEYS["reserved_key"]) == 4
     ours.close()
     theirs.close()
 
@@ -118,7 +118,7 @@ def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
     assert (found.results, found.entries, found.dead_letters, found.celery_results) == (1, 1, 1, 1)
     assert found.messages == 1 + 4 * 3 + 1
     assert all(Path(place).is_file() for place in places(kept, WORDS))
-    rewrite(connect(kept.settings))
+    rewrite_append_only_file(connect(kept.settings))
     wait_until(lambda: rewritten(kept), "the append-only file is rewritten")
     kept.raw.save()
     assert places(kept, WORDS) == set()
@@ -137,7 +137,10 @@ def test_deleted_stream_entries_remain_without_the_setting(kept: Kept) -> None:
 def messages(kept: Kept) -> list[Any]:
     """Return the arguments of all messages in order."""
     found = [message for name in queue_lists("feedmill") for message in kept.raw.lrange(name, 0, -1)]
-    found += [kept.raw.hget(HELD["reserved_key"], tag) for tag in sorted(kept.raw.hkeys(HELD["reserved_key"]))]
+    found += [
+        kept.raw.hget(TRANSPORT_KEYS["reserved_key"], tag)
+        for tag in sorted(kept.raw.hkeys(TRANSPORT_KEYS["reserved_key"]))
+    ]
     return [body_of(message) for message in found]
 
 
@@ -177,10 +180,10 @@ def test_purged_compressed_messages_stay_compressed(kept: Kept) -> None:
 )  # fmt: skip
 def test_purge_leaves_undecodable_messages_unchanged(kept: Kept, element: bytes) -> None:
     kept.raw.lpush("feedmill", element)
-    kept.raw.hset(HELD["reserved_key"], "tag feedmill", element)
+    kept.raw.hset(TRANSPORT_KEYS["reserved_key"], "tag feedmill", element)
     assert purge(connect(kept.settings), kept.settings, ["gone"]).messages == 0
     assert kept.raw.lrange("feedmill", 0, -1) == [element]
-    assert kept.raw.hget(HELD["reserved_key"], "tag feedmill") == element
+    assert kept.raw.hget(TRANSPORT_KEYS["reserved_key"], "tag feedmill") == element
 
 
 @pytest.mark.parametrize(("post_id", "asked"), [(7, "7"), (1.5, "1.5"), (" odd \ud800 ", "odd ?"), ('"q" é', '"q" é')])
@@ -229,10 +232,10 @@ def test_purges_a_message_that_moves_during_the_purge(kept: Kept, monkeypatch: p
     def moving(message: bytes, posts: Any) -> str | None:
         with suppress(IndexError):
             if steps.pop(0) == "taken":
-                kept.raw.hset(HELD["reserved_key"], "tag feedmill", kept.raw.rpop("feedmill"))
+                kept.raw.hset(TRANSPORT_KEYS["reserved_key"], "tag feedmill", kept.raw.rpop("feedmill"))
             else:
-                kept.raw.rpush("feedmill", kept.raw.hget(HELD["reserved_key"], "tag feedmill"))
-                kept.raw.hdel(HELD["reserved_key"], "tag feedmill")
+                kept.raw.rpush("feedmill", kept.raw.hget(TRANSPORT_KEYS["reserved_key"], "tag feedmill"))
+                kept.raw.hdel(TRANSPORT_KEYS["reserved_key"], "tag feedmill")
         return without(message, posts)
 
     monkeypatch.setattr(queue_redaction, "_without", moving)
@@ -246,7 +249,7 @@ def test_rewrite_fails_while_another_rewrite_runs(kept: Kept, monkeypatch: pytes
     busy = dict(kept.raw.info("persistence")) | {"aof_rewrite_in_progress": 1}
     monkeypatch.setattr(redis, "info", lambda _: busy)
     with pytest.raises(UserError, match="--rewrite"):
-        rewrite(redis)
+        rewrite_append_only_file(redis)
 
 
 def test_purge_reads_messages_in_chunks(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.window import Window
-from workers.runtime.task import named
-from workers.transport.redis_transport import reserve
+from workers.runtime.task import arguments_by_name
+from workers.transport.redis_transport import use_leases
 
 LINE = '{"id": "t3_kettle", "title": "Which kettle for tea &amp; coffee?", "selftext": "Mine leaks.", "author": "x"}\n'
 
@@ -42,7 +42,7 @@ def post() -> Post:
 @pytest.fixture(scope="module")
 def classifier() -> Similarity:
     settings = Settings()
-    return Similarity(locate(settings.model), device.choose("cpu"), settings)
+    return Similarity(locate(settings.model), device.select_device("cpu"), settings)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
     """Send the post and reserve its message like a worker."""
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push([post])
     app = make_app(settings)
-    reserve(app)
+    use_leases(app)
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
         yield channel.basic_get(settings.queue)
@@ -95,7 +95,7 @@ def test_4_a_worker_reserves_the_message(settings: Settings, redis: RedisServer,
 def test_5_the_pool_reads_the_posts(settings: Settings, post: Post) -> None:
     with sent_and_reserved(post, settings) as reserved:
         arguments, keywords, _ = reserved.payload
-        message = Message(named(arguments, keywords), sent_at=time.time())
+        message = Message(arguments_by_name(arguments, keywords), sent_at=time.time())
     assert message.read() == [post]
 
 
@@ -141,7 +141,7 @@ def test_10_the_message_is_acknowledged_last(
         sent_and_reserved(post, settings) as reserved,
         pipeline(classifier, settings, on_recorded=done.append) as running,
     ):
-        running.submit(Message(named(*reserved.payload[:2]), sent_at=None))
+        running.submit(Message(arguments_by_name(*reserved.payload[:2]), sent_at=None))
         wait_until(lambda: done, "outcomes and dead letters are stored")
         assert queue_depth(redis.client, settings.queue) == (0, 1), "the message is still leased"
         reserved.ack()

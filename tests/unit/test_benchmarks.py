@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.hardware import forward_flops
 from benchmarks.ours import cut, ran
-from benchmarks.report import Measured, Record, agreement, comparable, summary
+from benchmarks.report import VariantResult, VariantResults, agreement, comparable, summary
 from feedmill.stack.embedded import Stack
 from shared.settings import Settings, load, variables
 from workers.models.classifiers import LabelSet, Row
@@ -59,9 +59,9 @@ def test_variables_leave_secrets_out() -> None:
 
 def test_leaves_out_variants_with_different_labels() -> None:
     labels = ["a"] * 100
-    ideal, good = Measured(100.0, labels), Measured(50.0, [*labels[:98], "b", "b"])
-    other = Measured(300.0, ["a"] * 90 + ["b"] * 10)
-    record: Record = {"ideal": [ideal, ideal], "good": [good, None], "other": [other, other]}
+    ideal, good = VariantResult(100.0, labels), VariantResult(50.0, [*labels[:98], "b", "b"])
+    other = VariantResult(300.0, ["a"] * 90 + ["b"] * 10)
+    record: VariantResults = {"ideal": [ideal, ideal], "good": [good, None], "other": [other, other]}
     assert set(comparable(record)) == {"ideal", "good"}
     found: Any = summary(record, list(record))
     assert (found["ideal"], found["good"], found["other"]) == (100.0, 50.0, None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from producers.reddit.budget import BURST, RESERVE, Budget
+from producers.reddit.budget import BURST_REQUESTS, RESERVED_REQUESTS, RequestBudget
 from producers.reddit.clock import Stopped
 from tests.fakes.clock import SimulatedClock
 
@@ -11,7 +11,7 @@ def headers(remaining: object, reset: object) -> dict[str, str]:
     return {"x-ratelimit-remaining": str(remaining), "x-ratelimit-reset": str(reset), "x-ratelimit-used": "3"}
 
 
-def spend(budget: Budget, clock: SimulatedClock, seconds: float) -> int:
+def spend(budget: RequestBudget, clock: SimulatedClock, seconds: float) -> int:
     """Send requests for the given seconds and return their number."""
     began = clock.monotonic()
     before = budget.spent
@@ -22,29 +22,29 @@ def spend(budget: Budget, clock: SimulatedClock, seconds: float) -> int:
 
 def test_allows_a_burst_and_then_the_rate() -> None:
     clock = SimulatedClock()
-    budget = Budget(clock, per_minute=60)
-    assert spend(budget, clock, 0) == BURST
+    budget = RequestBudget(clock, per_minute=60)
+    assert spend(budget, clock, 0) == BURST_REQUESTS
     assert spend(budget, clock, 120) == pytest.approx(120, abs=1)
 
 
 def test_spreads_remaining_requests_over_reddits_window() -> None:
     clock = SimulatedClock()
-    budget = Budget(clock, per_minute=600)
-    budget.learn(headers(100 + RESERVE, 600))
+    budget = RequestBudget(clock, per_minute=600)
+    budget.learn(headers(100 + RESERVED_REQUESTS, 600))
     assert 95 <= spend(budget, clock, 599) <= 100
     assert spend(budget, clock, 60) >= 500  # a new window, without headers yet
 
 
 def test_keeps_a_reserve_of_remaining_requests() -> None:
     clock = SimulatedClock()
-    budget = Budget(clock, per_minute=60)
-    budget.learn(headers(RESERVE, 42))
+    budget = RequestBudget(clock, per_minute=60)
+    budget.learn(headers(RESERVED_REQUESTS, 42))
     assert budget.pending() == 42
 
 
 def test_headers_never_raise_the_rate() -> None:
     clock = SimulatedClock()
-    budget = Budget(clock, per_minute=60)
+    budget = RequestBudget(clock, per_minute=60)
     spend(budget, clock, 0)
     budget.learn(headers(100_000, 600))
     assert spend(budget, clock, 60) == pytest.approx(60, abs=1)
@@ -52,21 +52,21 @@ def test_headers_never_raise_the_rate() -> None:
 
 @pytest.mark.parametrize("odd", ["", "nan", "inf", "-1", "soon", "1e999"])
 def test_ignores_invalid_headers(odd: str) -> None:
-    budget = Budget(SimulatedClock(), per_minute=60)
+    budget = RequestBudget(SimulatedClock(), per_minute=60)
     budget.learn(headers(odd, 10))
     budget.learn(headers(10, odd))
     assert budget.remaining is None
 
 
 def test_reads_fractional_headers() -> None:
-    budget = Budget(SimulatedClock(), per_minute=60)
+    budget = RequestBudget(SimulatedClock(), per_minute=60)
     budget.learn(headers("997.0", "15.5"))
     assert budget.remaining == 997
 
 
 def test_pause_delays_the_next_request() -> None:
     clock = SimulatedClock()
-    budget = Budget(clock, per_minute=60)
+    budget = RequestBudget(clock, per_minute=60)
     budget.pause(17)
     budget.pause(5)  # a shorter pause does not end the longer one
     budget.take()
@@ -75,7 +75,7 @@ def test_pause_delays_the_next_request() -> None:
 
 def test_stop_interrupts_a_wait() -> None:
     clock = SimulatedClock(ends=30)
-    budget = Budget(clock, per_minute=60)
+    budget = RequestBudget(clock, per_minute=60)
     budget.pause(3600)
     with pytest.raises(Stopped):
         budget.take()

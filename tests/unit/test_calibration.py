@@ -112,7 +112,7 @@ def test_budget_stays_lowered_after_sharing(monkeypatch: pytest.MonkeyPatch, tmp
     budget.share(600)
     budget.lower(700)  # memory ran out before the other model was loaded
     budget.lower(300, shared=True)
-    assert (budget.tokens, budget.alone) == (300, 700)
+    assert (budget.tokens, budget.unshared) == (300, 700)
     budget.end_sharing()
     assert budget.tokens == calibrate(stand_in, settings).tokens == 700
 

@@ -13,10 +13,10 @@ from tests.fakes.models import NLI, make_model, make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import registry
 from workers.models.classifiers.nli import Entailment
-from workers.models.classifiers.registry import check_size, kind_of, load_classifier
+from workers.models.classifiers.registry import check_size, classifier_kind, load_classifier
 from workers.models.device import Device
 from workers.models.engines import factory
-from workers.models.weights import EMBEDDED, Weights, locate
+from workers.models.weights import EMBEDDED_MODEL, Weights, locate
 
 FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
@@ -30,7 +30,7 @@ def test_detects_the_kind_of_each_model(tmp_path: Path) -> None:
     }
     for folder, kind in kinds.items():
         assert load_classifier(Settings(model=str(folder)), FP32).kind == kind
-    assert kind_of(locate(EMBEDDED)) == "similarity"
+    assert classifier_kind(locate(EMBEDDED_MODEL)) == "similarity"
 
 
 def test_classifier_setting_overrides_detection(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_rejects_an_unreadable_config(tmp_path: Path) -> None:
     for content in ("{", "[]", json.dumps({"label2id": {"a": "b"}})):
         (folder / "config.json").write_text(content)
         with pytest.raises(ModelError, match=r"config\.json"):
-            kind_of(Weights("m", folder, None, "00"))
+            classifier_kind(Weights("m", folder, None, "00"))
 
 
 @pytest.mark.parametrize(("kind", "served"), [("bert", True), ("own", False)])

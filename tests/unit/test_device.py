@@ -5,7 +5,7 @@ import torch
 
 from shared.errors import SettingsError
 from tests.support import naming
-from workers.models.device import Device, choose, for_training
+from workers.models.device import Device, for_training, select_device
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
@@ -16,7 +16,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
 @pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "bf16"])
 def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
     capabilities(monkeypatch, **{feature: True})
-    chosen = choose()
+    chosen = select_device()
     assert chosen.dtype == torch.bfloat16
     assert str(chosen).startswith("cpu in bfloat16")
     assert feature in chosen.reason
@@ -24,12 +24,12 @@ def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch
 
 def test_chooses_float32_without_bfloat16_support(monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities(monkeypatch, avx512_f=True)
-    assert choose().dtype == torch.float32
+    assert select_device().dtype == torch.float32
 
 
 def test_settings_override_device_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities(monkeypatch, avx512_bf16=True)
-    chosen = choose("cpu", "float32")
+    chosen = select_device("cpu", "float32")
     assert (chosen.torch, chosen.dtype) == (torch.device("cpu"), torch.float32)
 
 
@@ -38,12 +38,12 @@ def test_chooses_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    chosen = choose()
+    chosen = select_device()
     assert (chosen.torch, chosen.dtype) == (torch.device("cuda", 0), torch.float16)
     assert "GPU number 0" in chosen.reason
-    assert choose("cuda:1").name == "cuda:1"
+    assert select_device("cuda:1").name == "cuda:1"
     with pytest.raises(SettingsError, match="cuda:2"):
-        choose("cuda:2")
+        select_device("cuda:2")
 
 
 def test_gpu_names_follow_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +60,16 @@ def test_rejects_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(SettingsError, match="FEEDMILL_DEVICE.*cuda"):
-        choose("cuda")
+        select_device("cuda")
     with pytest.raises(SettingsError, match="FEEDMILL_DEVICE.*mps"):
-        choose("mps")
+        select_device("mps")
 
 
 def test_rejects_an_engine_the_device_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(SettingsError, match=naming("FEEDMILL_ENGINE", "onnx", "mps")):
-        choose(engine="onnx")
+        select_device(engine="onnx")
 
 
 def test_training_on_apple_gpus_defaults_to_float32() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from feedmill.stack import devices
-from feedmill.stack.devices import Share, divide, find_cores, shares
+from feedmill.stack.devices import Share, cores_by_package, divide, shares
 from shared.errors import SettingsError, UserError
 from tests.support import naming
 
@@ -39,7 +39,7 @@ def machine(folder: Path, packages: dict[int, list[str]]) -> Path:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Three GPUs reported by torch, on a machine of eight cores."""
-    for variable in (devices.VISIBLE, *devices.THREAD_VARIABLES):
+    for variable in (devices.VISIBLE_DEVICES, *devices.THREAD_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "torch.py"
     file.write_text(TORCH.format(gpus=3))
@@ -53,7 +53,7 @@ def test_keeps_packages_and_threads_of_a_core_together(monkeypatch: pytest.Monke
     """Use a common numbering: packages alternate, and second threads follow all first threads."""
     folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
     processors(monkeypatch, *range(8))
-    cores = find_cores(folder)
+    cores = cores_by_package(folder)
     assert [sorted(core) for core in cores] == [[0, 4], [2, 6], [1, 5], [3, 7]]
     assert divide(cores, 2) == [(frozenset({0, 2, 4, 6}), 2), (frozenset({1, 3, 5, 7}), 2)]
     assert divide(cores, 3) == [(frozenset({0, 4}), 1), (frozenset({2, 6}), 1), (frozenset({1, 3, 5, 7}), 2)]
@@ -62,12 +62,12 @@ def test_keeps_packages_and_threads_of_a_core_together(monkeypatch: pytest.Monke
 def test_excludes_cpus_outside_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = machine(tmp_path, {0: ["0,4", "2,6"], 1: ["1,5", "3,7"]})
     processors(monkeypatch, 1, 4, 6)
-    assert find_cores(folder) == [{4}, {6}, {1}]
+    assert cores_by_package(folder) == [{4}, {6}, {1}]
 
 
 def test_counts_each_cpu_as_a_core_without_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     processors(monkeypatch, 3, 1, 2)
-    assert find_cores(tmp_path) == [{1}, {2}, {3}]
+    assert cores_by_package(tmp_path) == [{1}, {2}, {3}]
 
 
 def test_divides_fewer_cores_than_workers() -> None:

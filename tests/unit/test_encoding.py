@@ -38,7 +38,7 @@ def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     [(zlib.compress, "zlib"), (zlib.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "lzma")],
 )
 def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str) -> None:
-    encoding.bound(LIMIT, LIMIT)
+    encoding.limit_bodies(LIMIT, LIMIT)
     assert kombu.decompress(pack(b"x" * LIMIT), name) == b"x" * LIMIT
     for bad in (pack(b"x" * (LIMIT + 1)), pack(b"x" * 10**7), pack(b"x" * 10)[:-3]):
         with pytest.raises(ValueError, match=r"1,000"):
@@ -47,7 +47,7 @@ def test_decompresses_up_to_the_limit(pack: Callable[[bytes], bytes], name: str)
 
 def test_refuses_unbounded_compression_types() -> None:
     kombu.register(lambda body: body, lambda body: body, "application/x-odd", ["odd"])
-    encoding.bound(LIMIT, LIMIT)
+    encoding.limit_bodies(LIMIT, LIMIT)
     with pytest.raises(ValueError, match=r"gzip, bzip2 or lzma"):
         kombu.decompress(b"x", "application/x-odd")
 
@@ -94,7 +94,7 @@ def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     [b"[" + b"{}," * 400 + b"{}]", b"[" + b'"a",' * 400 + b"1]", b"[" * 400 + b"]" * 400, b"[0" + b",0" * 400 + b"]"],
 )
 def test_refuses_json_that_needs_too_much_memory(body: bytes) -> None:
-    encoding.bound(10**6, 20_000)
+    encoding.limit_bodies(10**6, 20_000)
     with pytest.raises(ValueError, match="20,000"):
         encoding.read(body)
     assert encoding.read(body[:1] + body[-1:]) == []
@@ -111,13 +111,13 @@ def test_memory_estimate_itself_takes_little_memory() -> None:
 
 @pytest.mark.parametrize("kind", ["application/data", "application/text"])
 def test_refuses_bodies_decoded_by_arbitrary_codecs(kind: str) -> None:
-    encoding.bound(LIMIT, LIMIT)
+    encoding.limit_bodies(LIMIT, LIMIT)
     with pytest.raises(Exception, match="JSON"):
         serialization.loads(zlib.compress(b"x" * 10**6), kind, "zlib_codec", accept=["json"])
 
 
 def test_reads_separators_within_strings() -> None:
-    encoding.bound(10**6, 20_000)
+    encoding.limit_bodies(10**6, 20_000)
     body = json.dumps({"title": '{"a": [1, 2], ' * 300 + "\\", "body": ","})
     assert encoding.memory_of(body) > 20_000
     assert encoding.read(body) == json.loads(body)

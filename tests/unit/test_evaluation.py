@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from rich.console import Console
 
 from feedmill.evaluation import report
-from feedmill.evaluation.measures import Evaluation, LabelFigures, truth_of
+from feedmill.evaluation.measures import Evaluation, LabelFigures, matching_label
 from feedmill.report import plots
 from shared.messages import Classification
 from shared.topics import TOPICS
@@ -58,7 +58,7 @@ def test_figures_are_consistent_for_any_pairs(pairs: list[tuple[str, str]]) -> N
     [("food", "food"), ("FOOD", "food"), ("Go", "Go"), ("GO", None), ("fo", None), ("", None), (None, None)],
 )
 def test_truth_matches_topics_to_labels(topic: str | None, label: str | None) -> None:
-    assert truth_of(topic, ("food", "go", "Go")) == label
+    assert matching_label(topic, ("food", "go", "Go")) == label
 
 
 def printed(found: Evaluation, width: int) -> str:

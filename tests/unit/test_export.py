@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from feedmill.export.parquet import Parquet, batch_of, schema_of
 from feedmill.export.text import COLUMNS, Csv, Jsonl
-from feedmill.export.writer import STATE, format_of, purge
-from feedmill.reading.rows import Row
+from feedmill.export.writer import STATE_FILE, format_of, purge
+from feedmill.reading.rows import ResultRow
 from producers import exported
 from producers.files import read
 from producers.records import BadRecord
@@ -26,7 +26,7 @@ from tests.support import naming
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "''=1", "'twas", "\uff1d1", "a=1", "'")
 
 
-def row(post: Post, entry: str = "1-0", **fields: Any) -> Row:
+def row(post: Post, entry: str = "1-0", **fields: Any) -> ResultRow:
     found = Classification(
         id=post.id,
         label="food",
@@ -41,7 +41,7 @@ def row(post: Post, entry: str = "1-0", **fields: Any) -> Row:
         queued_seconds=0.25,
     )
     stored = json.loads(post.model_dump_json(exclude_defaults=True))
-    return Row(entry, found.model_dump(mode="json") | fields, stored)
+    return ResultRow(entry, found.model_dump(mode="json") | fields, stored)
 
 
 FULL = Post(
@@ -81,7 +81,7 @@ def test_any_text_survives_a_round_trip(
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_csv_cells_are_never_formulas(tmp_path: Path, text: str) -> None:
-    assert exported.unescaped(exported.escaped(text)) == text
+    assert exported.unescape_formula(exported.escape_formula(text)) == text
     post = Post(id=f"{text}1", title=text, body=f"{text}b", topic=text, subreddit=text, url=text, permalink=text)
     path = written(tmp_path / "out.csv", Csv(), post)
     with path.open(newline="", encoding="utf-8") as file:
@@ -138,7 +138,7 @@ def test_writes_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> N
     elif form.name == "csv":
         with copy.open(newline="", encoding="utf-8") as file:
             (record,) = csv.DictReader(file)
-        values = [exported.unescaped(cell) for cell in record.values()][:3]
+        values = [exported.unescape_formula(cell) for cell in record.values()][:3]
     else:
         record = json.loads(copy.read_text())
         values = list(record.values())[:3]
@@ -213,6 +213,6 @@ KINDS = {
 
 
 def test_refuses_to_purge_an_export_with_damaged_state(tmp_path: Path) -> None:
-    (tmp_path / STATE).write_text("{")
-    with pytest.raises(UserError, match=naming(STATE)):
+    (tmp_path / STATE_FILE).write_text("{")
+    with pytest.raises(UserError, match=naming(STATE_FILE)):
         purge(tmp_path, Mock())

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from feedmill.cli import file_reading as reading_module
-from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, Reading
+from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, FileReading
 from producers.records import Filters
 from shared.errors import InputError
 
 
-def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple[Reading, io.StringIO]:
+def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple[FileReading, io.StringIO]:
     shown = io.StringIO()
-    return Reading(str(path), Console(file=shown, width=200), filters or Filters(), start), shown
+    return FileReading(str(path), Console(file=shown, width=200), filters or Filters(), start), shown
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_truncated_file_is_incomplete(tmp_path: Path) -> None:
     read, _ = reading(path)
     assert list(read.trips(10)) == [[]]
     assert not read.complete
-    assert not read.told_all
+    assert not read.has_content
     with pytest.raises(InputError, match=r"posts\.gz"):
         read.end()
 
@@ -92,7 +92,7 @@ def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
     path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
     for id_column, shows_ids, noted in [(None, True, True), (None, False, False), ("ticket", True, False)]:
         shown = io.StringIO()
-        read = Reading(str(path), Console(file=shown, width=200), id_column=id_column, shows_ids=shows_ids)
+        read = FileReading(str(path), Console(file=shown, width=200), id_column=id_column, shows_ids=shows_ids)
         assert len(list(read.posts())) == 2
         assert shown.getvalue().count("\n") == noted
         assert not noted or re.search(rf"{path}.*--id-column.*ticket, channel", shown.getvalue())

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source, read
-from producers.records import BadRecord, Filters, Item, LeftOut, with_plain_keys
+from producers.records import BadRecord, Filters, Item, LeftOut, normalize_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
 from tests.support import naming
@@ -616,7 +616,7 @@ records = st.dictionaries(
 def test_line_filter_never_rejects_a_match(record: dict[str, object], spaced: bool, escaped: bool) -> None:
     line = json.dumps(record, separators=(", ", " : ") if spaced else (",", ":"), ensure_ascii=escaped).encode()
     filters = Filters(frozenset({"python"}))
-    assert not (filters.reject_line(line + b"\n") and filters.admit(with_plain_keys(record)))
+    assert not (filters.reject_line(line + b"\n") and filters.admit(normalize_keys(record)))
 
 
 @pytest.mark.parametrize("pack", [bytes, *PACKED])

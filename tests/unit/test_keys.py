@@ -4,7 +4,7 @@ import pytest
 
 from shared.keys import (
     COUNTERS,
-    REDDIT_LOOKS,
+    REDDIT_RECHECKS,
     RESULTS_STREAM,
     TABLE,
     find,
@@ -23,7 +23,7 @@ from shared.keys import (
         (result_key("t3_x"), "feedmill:result:*"),
         (sent_key("t3_x"), "feedmill:sent:*"),
         (reddit_known_key("cooking"), "feedmill:reddit:known:*"),
-        (REDDIT_LOOKS, "feedmill:reddit:looks"),
+        (REDDIT_RECHECKS, "feedmill:reddit:looks"),
         (tombstone_key("t3_x"), "feedmill:gone:*"),
         ("feedmill", "feedmill"),
         ("feedmill\x06\x163", "feedmill\x06\x16?"),

@@ -17,7 +17,7 @@ from shared.messages import (
     DeadLetter,
     PostError,
 )
-from workers.pipeline.message import Message, traced, without_posts
+from workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
 
 
 def test_dead_letter_keeps_valid_posts_only() -> None:
@@ -67,7 +67,7 @@ def test_bounds_every_field_of_dead_letters(text: str, refused: bool) -> None:
         message.refused = RequestRefused(text * 10**6)
     for index, post in enumerate(posts):
         message.tracebacks[index] = text * MAX_DEAD_TRACEBACK
-        message.settle(index, PostError(id=post["id"], error=text * 10**6))
+        message.set_outcome(index, PostError(id=post["id"], error=text * 10**6))
     letters = message.dead_letters("worker@host", 1.0)
     assert len(letters) == MAX_POSTS_PER_MESSAGE
     assert size(letters) <= MAX_DEAD_MESSAGE_BYTES
@@ -121,7 +121,7 @@ def test_invalid_posts_argument_becomes_one_dead_letter(posts: Any, post_id: str
 
 def test_unreadable_body_is_kept_truncated() -> None:
     def payload(body: object) -> str | None:
-        return without_posts(body, "no", "the id", "worker", 1.0, None, 1).payload
+        return dead_letter_without_posts(body, "no", "the id", "worker", 1.0, None, 1).payload
 
     assert payload(b"\xff{") == "\ufffd{"
     assert payload("\ud800") == "?"
@@ -141,7 +141,7 @@ def test_traceback_leaves_out_error_messages() -> None:
 
     with pytest.raises(ValueError, match="more private text") as raised:
         fail(100)
-    text = traced(raised.value)
+    text = traceback_of(raised.value)
     assert "private" not in text.replace('raise KeyError("private text")', "").replace(
         'raise ValueError("more private text")', ""
     )

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from producers.reddit import metrics as reddit_metrics
 from shared import metrics
 from shared.errors import SettingsError, UserError
-from shared.metrics import REDIS_FIGURES, Figure, Kind, Sample, Server, Sum, serve
+from shared.metrics import REDIS_METRICS, MetricSpec, MetricsServer, MetricType, Sample, Sum, serve
 from shared.results import Counters
 from shared.settings import Settings, load
 from tests.support import naming
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
-FIGURES: tuple[Figure, ...] = (*REDIS_FIGURES, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
+FIGURES: tuple[MetricSpec, ...] = (*REDIS_METRICS, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
 #: Units of gauges: base units and counted things.
 UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
@@ -43,9 +43,9 @@ STATUS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
-def test_names_follow_prometheus(figure: Figure) -> None:
+def test_names_follow_prometheus(figure: MetricSpec) -> None:
     assert re.fullmatch(r"feedmill_[a-z]+(_[a-z]+)*", figure.name)
-    assert figure.name.endswith("_total") == (figure.kind is Kind.COUNTER)
+    assert figure.name.endswith("_total") == (figure.kind is MetricType.COUNTER)
     assert figure.help
     assert not set(figure.labels) & {"job", "instance", "le", "quantile"}
     for unit in ("milliseconds", "minutes", "kilobytes", "mb", "percent"):
@@ -107,7 +107,7 @@ def loaded(worker: worker_metrics.WorkerMetrics, kind: str = "cpu") -> Pipeline:
     return pipeline
 
 
-def scrape(server: Server, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
+def scrape(server: MetricsServer, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     with closing(connection):
         connection.request(method, path, headers=headers)
@@ -119,7 +119,7 @@ def scrape(server: Server, path: str = "/metrics", method: str = "GET", **header
 def served() -> Iterator[Any]:
     servers = []
 
-    def start(samples: Iterable[Sample] = (), health: Iterable[str] = (), ready: Iterable[str] = ()) -> Server:
+    def start(samples: Iterable[Sample] = (), health: Iterable[str] = (), ready: Iterable[str] = ()) -> MetricsServer:
         settings = Settings.model_validate({"metrics_port": 0})
         servers.append(serve(settings, [lambda: samples], lambda: list(health), lambda: list(ready)))
         return servers[-1]
@@ -186,7 +186,7 @@ def test_every_documented_metric_is_exported(
     loaded(worker)
     assert {sample.figure for sample in worker.samples()} == set(worker_metrics.FIGURES)
     daemon = reddit_metrics.Metrics(Settings())
-    daemon.tell(STATUS)
+    daemon.update(STATUS)
     assert {sample.figure for sample in daemon.samples()} == set(reddit_metrics.FIGURES)
     for sample in [*worker.samples(), *daemon.samples()]:
         assert len(sample.labels) == len(sample.figure.labels)
@@ -199,21 +199,21 @@ def test_worker_health_from_loading_to_failure(worker: worker_metrics.WorkerMetr
     pipeline = loaded(worker)
     (unconnected,) = worker.unready()
     assert "queue" in unconnected
-    worker.turn()
+    worker.heartbeat()
     (unreachable,) = worker.unready()
     assert "127.0.0.1:1/0" in unreachable
     # An unreachable Redis never makes a worker unhealthy, which would restart it.
     for _ in range(10):
         clock.now += 60.0
         assert worker.unhealthy() == []
-    worker._redis.away = lambda: []  # type: ignore[method-assign]
+    worker._redis.problems = lambda: []  # type: ignore[method-assign]
     clock.now += 60.0
     assert (worker.unhealthy(), worker.unready()) == ([], []), "after an outage the consumer has time to reconnect"
     clock.now += 62.0
     (stuck,) = worker.unhealthy()
     assert re.search(r"consumer.*\b122 s", stuck)
     assert worker.unready() == [stuck]
-    worker.turn()
+    worker.heartbeat()
     assert worker.unhealthy() == []
     pipeline.failure = AssertionError("a bug")
     (died,) = worker.unhealthy()
@@ -227,13 +227,13 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
     (starting,) = daemon.unready()
     assert "topic" in starting
     assert list(daemon.samples()) == []
-    daemon.tell(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
+    daemon.update(STATUS | {"polls": 0, "hindrance": "no connection to Reddit"})
     assert daemon.unready() == ["no connection to Reddit"]
-    daemon.tell(STATUS | {"hindrance": "Reddit answered 500"})
+    daemon.update(STATUS | {"hindrance": "Reddit answered 500"})
     assert daemon.unready() == ["Reddit answered 500"]
-    daemon.tell(STATUS)
+    daemon.update(STATUS)
     assert "127.0.0.1:1/0" in daemon.unready()[0]
-    daemon._redis.away = lambda: []  # type: ignore[method-assign]
+    daemon._redis.problems = lambda: []  # type: ignore[method-assign]
     assert daemon.unready() == []
     clock.now += 901.0
     (stuck,) = daemon.unhealthy()
@@ -243,12 +243,12 @@ def test_daemon_health_from_start_to_failure(clock: Clock) -> None:
 
 def test_unknown_values_are_not_exported() -> None:
     daemon = reddit_metrics.Metrics(Settings())
-    daemon.tell(STATUS | {"budget": None, "faults": {}})
+    daemon.update(STATUS | {"budget": None, "faults": {}})
     assert "feedmill_reddit_budget_remaining_requests" not in {sample.figure.name for sample in daemon.samples()}
 
 
 def test_serves_metrics_and_health(served: Any) -> None:
-    figure = Figure("feedmill_test_messages", Kind.GAUGE, "Of a test.", ("queue",))
+    figure = MetricSpec("feedmill_test_messages", MetricType.GAUGE, "Of a test.", ("queue",))
     server = served([Sample(figure, 3, ('a"b',))], health=(), ready=["one thing", "another"])
     assert scrape(server, "/healthz") == (200, "ok\n")
     assert scrape(server, "/readyz") == (503, "one thing\nanother\n")
@@ -264,8 +264,8 @@ def test_serves_histograms_and_summaries(served: Any) -> None:
     histogram = Histogram((1.0, 2.5))
     for value in (0.5, 1.0, 2.0, 99.0):
         histogram.add(value)
-    spread = Figure("feedmill_test_seconds", Kind.HISTOGRAM, "Of a test.")
-    summary = Figure("feedmill_test_wait_seconds", Kind.SUMMARY, "Of a test.")
+    spread = MetricSpec("feedmill_test_seconds", MetricType.HISTOGRAM, "Of a test.")
+    summary = MetricSpec("feedmill_test_wait_seconds", MetricType.SUMMARY, "Of a test.")
     text = scrape(served([Sample(spread, histogram), Sample(summary, Sum(4, 10.0))]))[1]
     assert text.endswith(
         "# HELP feedmill_test_seconds Of a test.\n"
@@ -283,7 +283,7 @@ def test_serves_histograms_and_summaries(served: Any) -> None:
 
 
 def test_failing_sample_is_a_500_and_the_server_continues(served: Any, caplog: pytest.LogCaptureFixture) -> None:
-    figure = Figure("feedmill_test_messages", Kind.GAUGE, "Of a test.")
+    figure = MetricSpec("feedmill_test_messages", MetricType.GAUGE, "Of a test.")
     server = served([Sample(figure, "many")])  # type: ignore[arg-type]
     assert scrape(server)[0] == 500
     (error,) = (record for record in caplog.records if record.levelname == "ERROR")
@@ -330,7 +330,7 @@ def names_in(expression: str) -> set[str]:
 
 def known() -> set[str]:
     """Return every name that PromQL may use."""
-    suffixes = {Kind.HISTOGRAM: ("_bucket", "_count", "_sum"), Kind.SUMMARY: ("_count", "_sum")}
+    suffixes = {MetricType.HISTOGRAM: ("_bucket", "_count", "_sum"), MetricType.SUMMARY: ("_count", "_sum")}
     return {figure.name + suffix for figure in FIGURES for suffix in suffixes.get(figure.kind, ("",))}
 
 

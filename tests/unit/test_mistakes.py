@@ -154,7 +154,7 @@ def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
-    with pytest.raises(UserError, match=named), offline.refusals_told(Settings(model="some/model")):
+    with pytest.raises(UserError, match=named), offline.explain_refusals(Settings(model="some/model")):
         raise fault
 
 

@@ -21,11 +21,11 @@ from tests.fakes.models import NLI, make_model
 from tests.support import naming
 from workers.models.classifiers import Classifier
 from workers.models.classifiers.registry import load_classifier
-from workers.models.device import Device, choose
+from workers.models.device import Device, select_device
 from workers.models.engines import onnx_engine
 from workers.models.engines.network import LOGITS
 from workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
-from workers.models.weights import EMBEDDED, locate
+from workers.models.weights import EMBEDDED_MODEL, locate
 
 LABELS = ["sports", "technology", "food"]
 TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "ðŸ˜€ </s> [SEP]"]
@@ -33,7 +33,7 @@ TEXTS = ["The match ended in a draw.", "x", "My laptop will not boot. " * 30, "ð
 
 def loaded(model: object, cache: Path, **settings: Any) -> Classifier:
     chosen = Settings(model=str(model), cache_folder=cache, device="cpu", **settings)
-    return load_classifier(chosen, choose("cpu", chosen.dtype, chosen.engine))
+    return load_classifier(chosen, select_device("cpu", chosen.dtype, chosen.engine))
 
 
 def scores(classifier: Classifier, texts: list[str], **options: Any) -> list[dict[str, float]]:
@@ -61,7 +61,7 @@ def posts() -> list[str]:
 @pytest.fixture(scope="module")
 def exact(cache: Path, posts: list[str]) -> list[dict[str, float]]:
     """The embedded model's scores computed by torch."""
-    return scores(loaded(EMBEDDED, cache, dtype="float32"), posts)
+    return scores(loaded(EMBEDDED_MODEL, cache, dtype="float32"), posts)
 
 
 @pytest.mark.parametrize("architecture", ["bart", "bert", "deberta-v2"])
@@ -80,17 +80,17 @@ def test_embedded_model_matches_torch_and_is_exported_once(
     cache: Path, posts: list[str], exact: list[dict[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for ours, expected in zip(scores(loaded(EMBEDDED, cache, engine="onnx"), posts), exact, strict=True):
+    for ours, expected in zip(scores(loaded(EMBEDDED_MODEL, cache, engine="onnx"), posts), exact, strict=True):
         assert ours == pytest.approx(expected, abs=1e-3)
     assert re.search("export.*all-MiniLM-L6-v2.*float32", caplog.text)
     assert "CPUExecutionProvider" in caplog.text
     caplog.clear()
-    loaded(EMBEDDED, cache, engine="onnx")
+    loaded(EMBEDDED_MODEL, cache, engine="onnx")
     assert not re.search("export.*all-MiniLM-L6-v2", caplog.text)
 
 
 def test_int8_agrees_with_float32_on_most_posts(cache: Path, posts: list[str], exact: list[dict[str, float]]) -> None:
-    quantised = scores(loaded(EMBEDDED, cache, engine="onnx", dtype="int8"), posts)
+    quantised = scores(loaded(EMBEDDED_MODEL, cache, engine="onnx", dtype="int8"), posts)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(exact, quantised, strict=True))
     assert same / len(posts) >= 0.9
     assert quantised != exact
@@ -171,4 +171,4 @@ def test_tensorrt_comes_first_with_documented_options(tmp_path: Path, cache: Pat
 )
 def test_rejects_precisions_the_engine_lacks(dtype: str, engine: str, named: str) -> None:
     with pytest.raises(SettingsError, match=naming("FEEDMILL_DTYPE", dtype, named)):
-        choose("cpu", dtype, engine)
+        select_device("cpu", dtype, engine)

@@ -13,7 +13,7 @@ import torch
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.errors import DeviceFull, DeviceLost, ForwardHangs, MessageFailed, RequestRefused
+from shared.errors import DeviceFull, DeviceLost, ForwardTimeout, MessageFailed, RequestRefused
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post, PostError
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
@@ -25,9 +25,9 @@ from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
-from workers.pipeline.offline import classify, lost
+from workers.pipeline.offline import classify, pipeline_error
 from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.poison import Suspects
+from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.preparation import MAX_ROWS_PER_MESSAGE
 from workers.pipeline.watch import Step
 
@@ -126,7 +126,7 @@ class Owner:
     def __init__(
         self,
         classifier: StandIn | None = None,
-        suspects: Suspects | None = None,
+        poison: PoisonTracker | None = None,
         store: ResultsStore | None = None,
         **settings: Any,
     ) -> None:
@@ -143,7 +143,7 @@ class Owner:
             Settings(**settings),
             self.budget,
             "worker",
-            suspects=suspects,
+            poison=poison,
             admits=lambda message: message not in self.unwanted,
             on_started=self.started.append,
             on_finished=self._finish,
@@ -414,7 +414,7 @@ def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     assert message not in owner.finished
     assert owner.store.dead == []
     assert owner.budget.tokens == 2048, "the failure does not show what would fit"
-    assert str(owner.pipeline.failure) in str(lost(owner.pipeline))
+    assert str(owner.pipeline.failure) in str(pipeline_error(owner.pipeline))
 
 
 def test_hung_forward_pass_is_a_failure() -> None:
@@ -422,7 +422,7 @@ def test_hung_forward_pass_is_a_failure() -> None:
     owner.classifier.gate.clear()
     message = owner.send("it hangs")
     wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
-    assert isinstance(owner.pipeline.failure, ForwardHangs)
+    assert isinstance(owner.pipeline.failure, ForwardTimeout)
     assert message not in owner.finished
     owner.classifier.gate.set()
     owner.pipeline.stop()
@@ -437,7 +437,7 @@ def test_hung_classifier_call_ends_the_worker(
     monkeypatch.setattr(owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments))
     message = owner.send("it hangs")
     wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
-    assert isinstance(owner.pipeline.failure, ForwardHangs)
+    assert isinstance(owner.pipeline.failure, ForwardTimeout)
     assert re.search(rf"{named}.*FEEDMILL_FORWARD_TIMEOUT", caplog.text)
     assert "gate.wait()" in caplog.text, "the stack of the hung thread"
     assert message not in owner.finished
@@ -736,7 +736,7 @@ def test_failing_lookup_loses_no_post(owner: Owner) -> None:
 def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, most: int) -> None:
     owner = Owner(window_rows=1000, prefetch_seconds=3.0)
     owner.pipeline.statistics.speed.rows_per_second = rows_per_second
-    assert owner.pipeline.most_waiting() == most
+    assert owner.pipeline.max_waiting() == most
     owner.pipeline.stop()
 
 

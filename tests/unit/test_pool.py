@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
@@ -15,7 +15,7 @@ def pool() -> DevicePool:
     made = DevicePool.__new__(DevicePool)
     made._post_bytes = FIRST_POST_BYTES
     made.pipeline = SimpleNamespace(  # type: ignore[assignment]
-        most_waiting=lambda: 256, waiting=lambda: 192, rows_per_post=lambda: 1
+        max_waiting=lambda: 256, waiting=lambda: 192, rows_per_post=lambda: 1
     )
     return made
 
@@ -49,7 +49,7 @@ def test_fetches_nothing_with_little_room(pool: DevicePool) -> None:
 def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     request = SimpleNamespace(eventer=None)
     pool._held = [SimpleNamespace(request=request)]  # type: ignore[assignment]
-    pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisFault("unreachable")))  # type: ignore[assignment]
-    with pytest.raises(RedisFault, match="unreachable"):
+    pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisError("unreachable")))  # type: ignore[assignment]
+    with pytest.raises(RedisError, match="unreachable"):
         pool.adopt("its events")
     assert request.eventer == "its events"

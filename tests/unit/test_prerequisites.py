@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from feedmill.stack import embedded, prerequisites
-from feedmill.stack.prerequisites import installed_redis_server, problem
+from feedmill.stack.prerequisites import installed_redis_server, missing_prerequisite
 from shared.errors import StackError
 
 
@@ -26,23 +26,23 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_meets_the_prerequisites() -> None:
-    assert problem() is None
+    assert missing_prerequisite() is None
 
 
 @pytest.mark.usefixtures("no_server")
 def test_other_architectures_need_a_system_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "redis-server" in str(problem())
+    assert "redis-server" in str(missing_prerequisite())
     monkeypatch.setattr(prerequisites, "installed_redis_server", lambda: "/usr/bin/redis-server")
-    assert problem() is None
+    assert missing_prerequisite() is None
 
 
 def test_rejects_other_python_versions_and_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "version_info", (3, 13, 0))
-        assert "3.11 or 3.12" in str(problem())
+        assert "3.11 or 3.12" in str(missing_prerequisite())
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "darwin" in str(problem())
+    assert "darwin" in str(missing_prerequisite())
 
 
 @pytest.mark.parametrize(

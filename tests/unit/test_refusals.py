@@ -3,7 +3,7 @@
 import pytest
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from shared.redis_errors import causes_of, hopeless, is_denied, is_full, is_replica, takes_no_writes
+from shared.redis_errors import exception_chain, is_denied, is_full, is_replica, permanent_reason, rejects_writes
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from shared.redis_errors import causes_of, hopeless, is_denied, is_full, is_repl
 )  # fmt: skip
 def test_recognizes_a_full_redis(fault: Exception) -> None:
     assert is_full(fault)
-    assert takes_no_writes(fault)
-    assert hopeless(fault) is None
+    assert rejects_writes(fault)
+    assert permanent_reason(fault) is None
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def test_recognizes_a_full_redis(fault: Exception) -> None:
 )
 def test_recognizes_a_replica(fault: Exception) -> None:
     assert is_replica(fault)
-    assert takes_no_writes(fault)
+    assert rejects_writes(fault)
 
 
 def test_recognizes_a_redis_that_cannot_save() -> None:
     for message in ("MISCONF Errors writing to the AOF file", "NOREPLICAS Not enough good replicas to write."):
-        assert takes_no_writes(ResponseError(message))
+        assert rejects_writes(ResponseError(message))
 
 
 def test_examines_the_causes_of_an_error() -> None:
@@ -44,6 +44,6 @@ def test_examines_the_causes_of_an_error() -> None:
 def test_circular_causes_end() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
-    assert list(causes_of(first)) == [first, second]
+    assert list(exception_chain(first)) == [first, second]
     first.__cause__ = first
-    assert hopeless(first) is None
+    assert permanent_reason(first) is None

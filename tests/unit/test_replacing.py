@@ -17,7 +17,7 @@ from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.weights import Weights
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
-from workers.pipeline.poison import Suspects
+from workers.pipeline.poison import PoisonTracker
 
 
 class Model(StandIn):
@@ -57,8 +57,8 @@ class TwoLanes(Model):
 
 
 @contextmanager
-def owning(model: StandIn, suspects: Suspects | None = None, **settings: Any) -> Iterator[Owner]:
-    owner = Owner(model, suspects, **settings)
+def owning(model: StandIn, poison: PoisonTracker | None = None, **settings: Any) -> Iterator[Owner]:
+    owner = Owner(model, poison, **settings)
     try:
         yield owner
     finally:
@@ -146,10 +146,10 @@ def test_releases_the_old_model_while_idle() -> None:
 
 
 def test_isolated_message_is_computed_by_its_own_model() -> None:
-    suspects = Mock(spec=Suspects)
-    suspects.deaths.return_value = {0: 1}
+    poison = Mock(spec=PoisonTracker)
+    poison.deaths.return_value = {0: 1}
     old, new = Model("old"), Model("new")
-    with owning(old, suspects) as owner:
+    with owning(old, poison) as owner:
         old.gate.clear()
         owner.send("it keeps the device busy")
         wait_until(lambda: owner.started, "the device is busy")

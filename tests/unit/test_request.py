@@ -1,4 +1,4 @@
-"""workers/runtime/request.py and `shown_arguments` of shared/broker.py: requests never show a post's text."""
+"""workers/runtime/request.py and `format_arguments` of shared/broker.py: requests never show a post's text."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery.worker import state
 
-from shared.broker import CLASSIFY_TASK, shown_arguments
+from shared.broker import CLASSIFY_TASK, format_arguments
 from shared.messages import Classification, PostError
 from shared.settings import Settings
 from workers.app import make_worker_app
@@ -37,7 +37,7 @@ BODY = "private text"
     ],
 )  # fmt: skip
 def test_shows_ids_and_sizes_of_arguments(kwargs: dict[str, Any], shown: str) -> None:
-    assert shown_arguments(kwargs) == shown
+    assert format_arguments(kwargs) == shown
 
 
 def request(
@@ -127,8 +127,8 @@ def test_ignored_result_is_a_summary() -> None:
         classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
     )  # fmt: skip
     message = Message({"posts": [{"id": "a", "title": "A title"}, {"id": "b"}]}, None)
-    message.settle(0, found)
-    message.settle(1, PostError(id="b", error="no text"))
+    message.set_outcome(0, found)
+    message.set_outcome(1, PostError(id="b", error="no text"))
     classify.push_request(ignore_result=True, called_directly=False)
     token = CURRENT_MESSAGE.set(message)
     try:

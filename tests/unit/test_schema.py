@@ -235,7 +235,7 @@ def test_accepts_any_result(found: list[Classification | PostError], top_k: int 
     message = Message({"posts": [GOOD] * len(found), "top_k": top_k}, None)
     message.read()
     for index, outcome in enumerate(found):
-        message.settle(index, outcome)
+        message.set_outcome(index, outcome)
     if len(message.errors()) < len(found):
         RESULT.validate(message.result())
     RESULT.validate([outcome.model_dump() for outcome in found])

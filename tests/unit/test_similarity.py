@@ -14,9 +14,9 @@ from shared.settings import Settings
 from tests.fakes.models import make_sentence_model
 from tests.support import naming
 from workers.models.classifiers import MAX_LABEL_SETS
-from workers.models.classifiers.similarity import SCALE, Similarity
+from workers.models.classifiers.similarity import COSINE_SCALE, Similarity
 from workers.models.device import Device
-from workers.models.weights import EMBEDDED, Weights, locate
+from workers.models.weights import EMBEDDED_MODEL, Weights, locate
 
 TEXTS = [
     "The keeper saved two penalties and the crowd went home happy",
@@ -29,7 +29,7 @@ FP32 = Device(torch.device("cpu"), torch.float32, "for a test")
 
 @pytest.fixture(scope="module")
 def classifier() -> Similarity:
-    return Similarity(locate(EMBEDDED), FP32, Settings())
+    return Similarity(locate(EMBEDDED_MODEL), FP32, Settings())
 
 
 def scores(classifier: Similarity, texts: list[str], **options: object) -> list[dict[str, float]]:
@@ -40,7 +40,7 @@ def scores(classifier: Similarity, texts: list[str], **options: object) -> list[
 
 def cosines(texts: list[str], sentences: list[str]) -> torch.Tensor:
     """Return cosines, shape [texts, sentences], by the model card's "Usage (HuggingFace Transformers)"."""
-    folder = locate(EMBEDDED).folder
+    folder = locate(EMBEDDED_MODEL).folder
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
 
     def embed(batch: list[str]) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_scores_match_the_model_cards_recipe(classifier: Similarity) -> None:
     expected = cosines(TEXTS, [f"This post is about {label}." for label in labels])
     single = torch.tensor([[s[label] for label in labels] for s in scores(classifier, TEXTS, labels=labels)])
     multi = scores(classifier, TEXTS, labels=labels, multi_label=True)
-    assert torch.allclose(single, (SCALE * expected).softmax(-1), atol=1e-5)
+    assert torch.allclose(single, (COSINE_SCALE * expected).softmax(-1), atol=1e-5)
     assert torch.allclose(torch.tensor([[s[label] for label in labels] for s in multi]), expected, atol=1e-5)
 
 
@@ -120,13 +120,13 @@ def test_caches_a_bounded_number_of_label_sets(classifier: Similarity) -> None:
 def test_truncates_texts_at_the_models_limit(classifier: Similarity) -> None:
     label_set = classifier.label_set(ClassifyOptions())
     assert classifier.prepare(["word " * 5000], label_set)[0][0].length == 256
-    shorter = Similarity(locate(EMBEDDED), FP32, Settings(max_tokens=16))
+    shorter = Similarity(locate(EMBEDDED_MODEL), FP32, Settings(max_tokens=16))
     assert shorter.prepare(["word " * 5000], label_set)[0][0].length == 16
     assert shorter.label_set(ClassifyOptions()).recipe != label_set.recipe
 
 
 def test_half_precision_scores_match(classifier: Similarity) -> None:
-    half = Similarity(locate(EMBEDDED), FP32._replace(dtype=torch.bfloat16), Settings())
+    half = Similarity(locate(EMBEDDED_MODEL), FP32._replace(dtype=torch.bfloat16), Settings())
     for ours, exact in zip(scores(half, TEXTS), scores(classifier, TEXTS), strict=True):
         assert ours == pytest.approx(exact, abs=0.05)
 
@@ -157,7 +157,7 @@ def test_embedded_model_matches_sentence_transformers(classifier: Similarity) ->
     rows = [rows[0].tokens for rows in classifier.prepare(TEXTS, classifier.label_set(ClassifyOptions()))]
     with torch.inference_mode():
         found = classifier.embed(rows)
-    library = SentenceTransformer(str(locate(EMBEDDED).folder), device="cpu")
+    library = SentenceTransformer(str(locate(EMBEDDED_MODEL).folder), device="cpu")
     assert torch.allclose(found, library.encode(TEXTS, convert_to_tensor=True), atol=1e-5)
 
 

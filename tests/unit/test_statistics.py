@@ -36,12 +36,12 @@ def test_reports_rates_per_interval() -> None:
     statistics = Statistics(interval=60.0, now=100.0)
     statistics.totals.posts = 30
     assert statistics.recent(now=110.0).posts_per_second == 3.0
-    assert statistics.turn(now=159.0) is None
-    turned = statistics.turn(now=160.0)
+    assert statistics.next_interval(now=159.0) is None
+    turned = statistics.next_interval(now=160.0)
     assert turned is not None
     assert turned.posts_per_second == 0.5
     assert statistics.recent(now=161.0) == turned
-    assert statistics.turn(now=220.0) is None, "a quiet interval is not logged"
+    assert statistics.next_interval(now=220.0) is None, "a quiet interval is not logged"
     assert statistics.recent(now=221.0).posts == 0
 
 
@@ -53,7 +53,7 @@ def test_rates_are_never_negative_across_threads() -> None:
         statistics.totals.posts = 60
 
         def turn() -> None:
-            statistics.turn(now=160.5)
+            statistics.next_interval(now=160.5)
             statistics.totals.posts = 61
 
         return lambda: statistics.recent(now=160.0), turn

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from feedmill.stack.devices import Share
-from feedmill.stack.supervisor import MAX_FAILURES, MAX_LINE_BYTES, STABLE_AFTER_S, Failures, Supervisor, Worker
+from feedmill.stack.supervisor import (
+    MAX_FAILURES,
+    MAX_LINE_BYTES,
+    STABLE_AFTER_S,
+    Failures,
+    SupervisedWorker,
+    Supervisor,
+)
 from shared.errors import SettingsError
 from shared.settings import Settings
 
@@ -74,7 +81,7 @@ def test_rejects_ports_beyond_65535() -> None:
 
 
 def test_splits_output_into_bounded_lines() -> None:
-    worker = Worker(GPUS[0], "node", [], {})
+    worker = SupervisedWorker(GPUS[0], "node", [], {})
     assert worker.lines(b"one\ntw") == [b"one"]
     assert worker.lines(b"o\n\nthr") == [b"two", b""]
     assert worker.lines(b"x" * MAX_LINE_BYTES) == [b"thr" + b"x" * MAX_LINE_BYTES]

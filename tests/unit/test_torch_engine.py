@@ -25,7 +25,7 @@ from workers.models.engines.network import (
     PACKABLE_TYPES,
     POOLINGS,
     Network,
-    most_tokens,
+    max_row_tokens,
     pool,
     read_config,
 )
@@ -71,7 +71,7 @@ def test_other_rows_do_not_change_outputs(folder: Path, lengths: tuple[int, ...]
 
 
 def test_accepts_the_longest_row(folder: Path) -> None:
-    most = most_tokens(read_config(weights(folder)))
+    most = max_row_tokens(read_config(weights(folder)))
     if folder.name in OFFSET_POSITION_TYPES:
         assert most == 200 - read_config(weights(folder)).pad_token_id - 1
     else:

@@ -23,7 +23,7 @@ from workers.training import run
 from workers.training.examples import Dataset, Example
 from workers.training.model import loss_of_rows
 from workers.training.order import Order
-from workers.training.run import Plan, Progress, Trained, Training, save, smaller
+from workers.training.run import Plan, Trained, Training, TrainingProgress, next_smaller_batch, save
 
 LABELS = ("food", "sports", "travel")
 WORDS = {"food": "bread soup salt oven", "sports": "match goal team keeper", "travel": "train visa hotel border"}
@@ -69,7 +69,7 @@ def trained(
     out: Path,
     learnt: int = 100,
     planned: Callable[[Plan], None] = lambda _: None,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
     held_back: int = 0,
     **options: Any,
 ) -> Trained:
@@ -127,7 +127,7 @@ def test_resumed_training_equals_uninterrupted(base: Path, tmp_path: Path) -> No
     """The base has dropout, so the random state must be restored, too."""
     straight = trained(base, tmp_path / "straight")
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 9:
             raise KeyboardInterrupt
 
@@ -190,7 +190,7 @@ def test_tensorboard_needs_its_extra(base: Path, tmp_path: Path, monkeypatch: py
     [((32, 1), (16, 2)), ((8, 4), (4, 8)), ((9, 2), (6, 3)), ((7, 1), (1, 7)), ((12, 3), (9, 4))],
 )
 def test_smaller_batch_keeps_the_effective_size(larger: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert smaller(*larger) == expected
+    assert next_smaller_batch(*larger) == expected
 
 
 def test_order_groups_lengths_and_depends_on_seed_and_epoch() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from feedmill.evaluation.measures import bins_of, calibration_error
 from feedmill.export.text import Csv, Jsonl
-from feedmill.reading.rows import Row
+from feedmill.reading.rows import ResultRow
 from feedmill.training.data import Collected, collect
 from shared.errors import InputError, UserError
 from shared.messages import Post
@@ -122,12 +122,12 @@ def test_flags_express_the_options() -> None:
 # Reading.
 
 
-def rows() -> list[Row]:
-    def row(number: int, label: str, score: float, **post: Any) -> Row:
+def rows() -> list[ResultRow]:
+    def row(number: int, label: str, score: float, **post: Any) -> ResultRow:
         scores = {label: score, "other": 1 - score}
         found: dict[str, Any] = {"label": label, "scores": scores, "model": "m", "revision": None, "weights": "w"}
         found |= {"fingerprint": f"f{number}", "classified_at": 1.0, "queued_seconds": None}
-        return Row(f"{number}-0", found, {"id": f"p{number}", "title": f"=text {number}"} | post)
+        return ResultRow(f"{number}-0", found, {"id": f"p{number}", "title": f"=text {number}"} | post)
 
     return [row(1, "food", 0.9, topic="Food"), row(2, "sports", 0.4), row(3, "sports", 0.8, subreddit="nba")]
 

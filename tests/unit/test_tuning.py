@@ -12,7 +12,7 @@ from tests.unit.test_pipeline import Done
 from workers.models.classifiers import LabelSet, Row
 from workers.models.tokenizer import Tokens
 from workers.pipeline import tuning
-from workers.pipeline.tuning import BATCH_SIZE, SIZES, TOKEN_BUDGET, Curve, Measured, Size, Tuning
+from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve, Size, SizeMeasurement, Tuning
 
 
 class TwoRows(Device):
@@ -80,7 +80,7 @@ def test_knee_is_the_fastest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert curve.knee.tokens_per_s == pytest.approx(50 * curve.knee.posts_per_s)
     assert curve.settled
     sizes = found.curve(BATCH_SIZE)
-    assert values(sizes) == list(SIZES)
+    assert values(sizes) == list(BATCH_SIZES)
     assert sizes.knee.value == 40  # 40 posts of 50 tokens
 
 
@@ -123,7 +123,7 @@ def test_has_no_points_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_knee_is_unsettled_with_too_few_posts(unfilled: int | None, fastest: int, settled: bool) -> None:
     """The largest size may be the fastest only because the posts fill no larger one."""
     points = [
-        Measured(TOKEN_BUDGET, value, 1.0, 1.0, 100.0 if value == fastest else 50.0, 1.0, None)
+        SizeMeasurement(TOKEN_BUDGET, value, 1.0, 1.0, 100.0 if value == fastest else 50.0, 1.0, None)
         for value in (512, 1024, 2048)
     ]
     assert Curve(points, None, unfilled).settled is settled

@@ -5,38 +5,38 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from producers.reddit.listing import PAGE_SIZE, Fault, Item, Page
-from producers.reddit.walk import KNOWN, Track, walk
+from producers.reddit.listing import PAGE_SIZE, ListingItem, ListingPage, RequestFailed
+from producers.reddit.walk import MAX_KNOWN_POSTS, Track, walk
 from shared.messages import Post
 
 OVERLAP = 0.0
 
 
-def item(number: int, subreddit: str = "a", created: float | None = None, stickied: bool = False) -> Item:
+def item(number: int, subreddit: str = "a", created: float | None = None, stickied: bool = False) -> ListingItem:
     post = Post(id=f"t3_{number}", title=f"number {number}")
     when = float(number) if created is None else created
-    return Item(post.id, subreddit, when, stickied, gone=False, score=1, post=post)
+    return ListingItem(post.id, subreddit, when, stickied, gone=False, score=1, post=post)
 
 
 class Listing:
     """Pages of items, newest first and at most `cap`. The page after a `dead` anchor is empty."""
 
-    def __init__(self, items: Iterable[Item], cap: int = 1000, dead: Iterable[str] = ()) -> None:
+    def __init__(self, items: Iterable[ListingItem], cap: int = 1000, dead: Iterable[str] = ()) -> None:
         self._items = list(items)[:cap]
         self._dead = set(dead)
         #: The `after` anchor of each request.
         self.requests: list[str | None] = []
 
-    def __call__(self, after: str | None) -> Page:
+    def __call__(self, after: str | None) -> ListingPage:
         self.requests.append(after)
         if after in self._dead:
-            return Page([], None)
+            return ListingPage([], None)
         start = 0 if after is None else 1 + [each.fullname for each in self._items].index(after)
         items = self._items[start : start + PAGE_SIZE]
-        return Page(items, items[-1].fullname if start + PAGE_SIZE < len(self._items) else None)
+        return ListingPage(items, items[-1].fullname if start + PAGE_SIZE < len(self._items) else None)
 
 
-def newest_first(first: int, last: int, subreddit: str = "a") -> list[Item]:
+def newest_first(first: int, last: int, subreddit: str = "a") -> list[ListingItem]:
     return [item(number, subreddit) for number in range(last, first - 1, -1)]
 
 
@@ -46,7 +46,7 @@ def known(first: int, last: int, name: str = "a") -> Track:
     return track
 
 
-def fullnames(items: Iterable[Item]) -> list[str]:
+def fullnames(items: Iterable[ListingItem]) -> list[str]:
     return [each.fullname for each in items]
 
 
@@ -171,7 +171,7 @@ def test_dead_anchors_do_not_lose_the_listings_end() -> None:
 
 def test_many_dead_anchors_are_a_fault() -> None:
     dead = [f"t3_{number}" for number in range(401, 411)]
-    with pytest.raises(Fault):
+    with pytest.raises(RequestFailed):
         walk(Listing(newest_first(1, 500), dead=dead), [known(1, 250)], OVERLAP, depth=100)
 
 
@@ -182,12 +182,12 @@ def test_empty_listing_is_marked_empty() -> None:
 def test_new_posts_during_a_walk_cause_no_gaps() -> None:
     items = newest_first(1, 300)
 
-    def fetch() -> Callable[[str | None], Page]:
-        def page(after: str | None) -> Page:
+    def fetch() -> Callable[[str | None], ListingPage]:
+        def page(after: str | None) -> ListingPage:
             items.insert(0, item(1000 + len(items)))
             start = 0 if after is None else 1 + fullnames(items).index(after)
             part = items[start : start + PAGE_SIZE]
-            return Page(part, part[-1].fullname if start + PAGE_SIZE < len(items) else None)
+            return ListingPage(part, part[-1].fullname if start + PAGE_SIZE < len(items) else None)
 
         return page
 
@@ -198,10 +198,10 @@ def test_new_posts_during_a_walk_cause_no_gaps() -> None:
 
 def test_known_posts_are_bounded_to_the_newest() -> None:
     track = Track("a")
-    track.learn(reversed(newest_first(1, KNOWN + 500)))
+    track.learn(reversed(newest_first(1, MAX_KNOWN_POSTS + 500)))
     track.learn([item(501)])
-    assert len(track.known) == KNOWN
-    assert {"t3_502", f"t3_{KNOWN + 500}"} <= set(track.known)
+    assert len(track.known) == MAX_KNOWN_POSTS
+    assert {"t3_502", f"t3_{MAX_KNOWN_POSTS + 500}"} <= set(track.known)
     assert "t3_500" not in track.known
 
 

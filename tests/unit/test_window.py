@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.settings import Settings
 from tests.fakes.interleaving import interleavings
-from workers.pipeline.poison import Quarantine
+from workers.pipeline.poison import IsolationQueue
 from workers.pipeline.window import Window
 
 
@@ -174,7 +174,7 @@ def test_counts_rows_while_another_thread_adds_a_priority() -> None:
 
 def test_counts_isolated_rows_while_another_thread_takes_some() -> None:
     def make() -> tuple[Callable[[], int], Callable[[], object]]:
-        queue: Quarantine[Row] = Quarantine()
+        queue: IsolationQueue[Row] = IsolationQueue()
         queue.add([Row(1)] * 3)
         return queue.__len__, lambda: queue.take(1, 1)
 

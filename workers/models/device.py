@@ -10,7 +10,7 @@ import torch
 from shared.errors import SettingsError, UserError
 
 #: Cores that torch uses. OMP_NUM_THREADS overrides the default.
-CORES = torch.get_num_threads()
+TORCH_THREADS = torch.get_num_threads()
 #: Maximum parallel forward passes on a CPU. Each needs Python's global interpreter lock between operations.
 MAX_LANES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -45,12 +45,12 @@ class Device(NamedTuple):
         Passes are not split across cores, because cores that share a pass wait for the slowest one after every
         operation.
         """
-        return min(CORES, MAX_LANES) if self.torch.type == "cpu" else 1
+        return min(TORCH_THREADS, MAX_LANES) if self.torch.type == "cpu" else 1
 
     def take_share(self, passes: int) -> None:
         """Limit the calling thread to its share of the cores while `passes` forward passes run in parallel."""
         if self.torch.type == "cpu":
-            torch.set_num_threads(max(1, CORES // passes))
+            torch.set_num_threads(max(1, TORCH_THREADS // passes))
 
     def give_back(self) -> None:
         """Release cached memory that no tensor uses."""
@@ -66,13 +66,13 @@ class Device(NamedTuple):
             return torch.cuda.get_device_name(self.torch)
         if self.torch.type == "mps":
             return "Apple GPU"
-        return f"{_processor()}, {CORES} threads"
+        return f"{_processor()}, {TORCH_THREADS} threads"
 
     def __str__(self) -> str:
         return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
 
 
-def choose(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> Device:
+def select_device(device: str = "auto", dtype: str = "auto", engine: str = "torch") -> Device:
     """Return the device for the settings `device`, `dtype` and `engine`.
 
     Raises SettingsError if the machine lacks the device, or the engine does not support the precision.

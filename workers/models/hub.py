@@ -40,8 +40,8 @@ LOG_INTERVAL_S = 5.0
 #: Maximum seconds between two progress lines.
 MAX_LOG_INTERVAL_S = 60.0
 #: Secrets that the library's errors may quote: tokens, passwords in URLs, signatures.
-SECRETS = re.compile(r"(?i:bearer)\s+\S+|\bhf_\w+|(?<=://)[^/@\s]+@|(?<=\w)\?\S+")
-SHA256 = re.compile(r"[0-9a-f]{64}")
+SECRET_PATTERN = re.compile(r"(?i:bearer)\s+\S+|\bhf_\w+|(?<=://)[^/@\s]+@|(?<=\w)\?\S+")
+SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 class _Relay(logging.Handler):
@@ -103,11 +103,11 @@ class Repository:
             self._download(files, None)  # raises ModelError if one is missing
             return
         branch = f"{self._revision}, " if self._revision not in (None, self.commit) else ""
-        progress = Progress(self.name, f"{branch}commit {self.commit}", total)
+        progress = DownloadProgress(self.name, f"{branch}commit {self.commit}", total)
         self._download(files, progress)
         progress.end()
 
-    def _download(self, files: Collection[str], progress: "Progress | None") -> Path:
+    def _download(self, files: Collection[str], progress: "DownloadProgress | None") -> Path:
         with self._explained():
             # A commit never changes, so files in the cache need no request.
             return self._snapshot(files, self._offline or self._is_there(files), progress)
@@ -120,7 +120,7 @@ class Repository:
             return False
         return True
 
-    def _snapshot(self, files: Collection[str], local: bool, progress: "Progress | None") -> Path:
+    def _snapshot(self, files: Collection[str], local: bool, progress: "DownloadProgress | None") -> Path:
         folder = snapshot_download(
             self.name,
             revision=self.commit,
@@ -220,10 +220,10 @@ def announced_sha256(file: Path) -> str | None:
         content = file.readlink().name
     except OSError:
         return None
-    return content if SHA256.fullmatch(content) else None
+    return content if SHA256_PATTERN.fullmatch(content) else None
 
 
-class Progress:
+class DownloadProgress:
     """Log the start, progress and end of a download.
 
     name: the download's name in the log.
@@ -261,7 +261,7 @@ class Progress:
         logger.info("downloaded %s: %s MB in %.0f s", self._name, _megabytes(self._done), seconds)
 
 
-def _silent_bar(progress: Progress | None) -> type[Any]:
+def _silent_bar(progress: DownloadProgress | None) -> type[Any]:
     """Return a progress bar class for snapshot_download that shows nothing and counts bytes.
 
     Two bars count bytes, one from the network and one to disk; compression makes them differ. The higher count is
@@ -307,7 +307,7 @@ def _reason(error: BaseException) -> str:
 def _without_secrets(text: str) -> str:
     if token := os.environ.get("HF_TOKEN", "").strip():
         text = text.replace(token, "***")
-    return printable(SECRETS.sub("***", text))
+    return printable(SECRET_PATTERN.sub("***", text))
 
 
 def _without_password(url: str) -> str:

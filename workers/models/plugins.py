@@ -9,10 +9,10 @@ from shared.errors import SettingsError
 from shared.settings import PREFIX
 
 
-def plugin(name: str, setting: str) -> Any:
+def load_plugin(name: str, setting: str) -> Any:
     """Return the object named by `module:attribute`. setting: the setting that names it. Raises SettingsError."""
     module, _, attribute = name.partition(":")
-    found = imported(module, setting)
+    found = import_user_module(module, setting)
     try:
         return getattr(found, attribute)
     except AttributeError:
@@ -22,7 +22,7 @@ def plugin(name: str, setting: str) -> Any:
         ) from None
 
 
-def imported(module: str, setting: str) -> ModuleType:
+def import_user_module(module: str, setting: str) -> ModuleType:
     """Import a module and return it. setting: the setting that names it. Raises SettingsError."""
     try:
         return import_module(module)

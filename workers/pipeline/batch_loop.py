@@ -16,8 +16,8 @@ from shared.errors import DeviceFull, DeviceLost, printable
 from workers.models.classifiers import Outputs, Row
 from workers.models.device import Device
 from workers.pipeline.backlog import Backlog, Batch, Loaded
-from workers.pipeline.message import traced
-from workers.pipeline.poison import Suspects
+from workers.pipeline.message import traceback_of
+from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,14 @@ class BatchLoop:
         self,
         backlog: Backlog,
         device: Device,
-        suspects: Suspects | None,
+        poison: PoisonTracker | None,
         hand_over: Callable[[Computed], None],
         stopping: threading.Event,
         watch: Watch,
     ) -> None:
         self._backlog = backlog
         self._device = device
-        self._suspects = suspects
+        self._poison = poison
         self._hand_over = hand_over
         self._stopping = stopping
         self._watch = watch
@@ -67,7 +67,7 @@ class BatchLoop:
         """Compute the lane's micro-batches until the backlog closes."""
         while batch := self._backlog.next_batch(lane):
             self._device.take_share(batch.passes)
-            parts = self._isolated(batch, lane) if batch.apart else self._forward(batch.loaded, batch.rows, lane)
+            parts = self._isolated(batch, lane) if batch.isolated else self._forward(batch.loaded, batch.rows, lane)
             for rows, outputs in parts:
                 self._hand_over(Computed(batch.loaded, rows, outputs, 1 / batch.passes))
             self._backlog.done()
@@ -100,7 +100,7 @@ class BatchLoop:
             # The post is not at fault: any other row would fail as well.
             raise DeviceLost("the device has no memory for a single row") from fault
         if len(rows) == 1:
-            logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traced(fault))
+            logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traceback_of(fault))
             return [(rows, fault)]
         middle = len(rows) // 2
         halves = self._forward(loaded, rows[:middle], lane) + self._forward(loaded, rows[middle:], lane)
@@ -122,11 +122,11 @@ class BatchLoop:
 
     def _note(self, rows: Sequence[Row], lane: int) -> None:
         """Record the posts in flight, so that a crash can be attributed to them."""
-        if self._suspects:
+        if self._poison:
             latest = self._computing[lane]
             running = self._noted[lane] if latest and latest[1] and not latest[1].ready() else []
             self._noted[lane] = [(row.owner.message.task_id, row.owner.index) for row in rows if row.owner]
-            self._suspects.note(lane, (*running, *self._noted[lane]))
+            self._poison.note(lane, (*running, *self._noted[lane]))
 
     def _isolated(self, batch: Batch, lane: int) -> list[Part]:
         """Run `_forward` on suspected poison posts while nothing else is on the device."""

@@ -64,19 +64,19 @@ class TokenBudget:
         return self._alone is not None
 
     @property
-    def alone(self) -> int:
+    def unshared(self) -> int:
         """The budget without a second model on the device."""
         return self.tokens if self._alone is None else self._alone
 
     def share(self, tokens: int) -> None:
         """Limit micro-batches to `tokens` and make `lower` temporary, until `end_sharing`."""
         with self._lock:
-            self._alone, self.tokens = self.alone, tokens
+            self._alone, self.tokens = self.unshared, tokens
 
     def end_sharing(self) -> None:
         """Restore the budget that applies without a second model."""
         with self._lock:
-            self._alone, self.tokens = None, self.alone
+            self._alone, self.tokens = None, self.unshared
 
     def lower(self, tokens: int, shared: bool = False) -> None:
         """Lower the budget to `tokens`, after the device ran out of memory with twice as many.
@@ -95,7 +95,7 @@ class TokenBudget:
                 self._alone = max(1, min(tokens, self._alone))
             if self._file is not None:
                 entry = _entry(self._file, self._key)
-                lowered = {"token_budget": self.alone, "lowered": "the device was out of memory"}
+                lowered = {"token_budget": self.unshared, "lowered": "the device was out of memory"}
                 _write(self._file, self._key, entry | lowered)
 
 

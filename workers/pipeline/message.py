@@ -54,7 +54,7 @@ class Message:
         task_id: str | None = None,
         priority: int = 0,
         redelivered: bool = False,
-        ticket: Any = None,
+        pending: Any = None,
         attempts: int = 1,
         queue: str | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Message:
         self.redelivered = redelivered
         #: Number of workers that died in a forward pass with a post, by the post's index (workers/pipeline/poison.py).
         self.deaths: Mapping[int, int] = {}
-        self.ticket = ticket
+        self.pending = pending
         self.attempts = attempts
         self.queue = queue
         self._given = self.arguments.pop("posts", None)
@@ -74,7 +74,7 @@ class Message:
         self.outcomes: list[Outcome | None] = [None] * len(self.raw_posts)
         #: Tracebacks by post index; only for dead letters.
         self.tracebacks: dict[int, str] = {}
-        self.unsettled = len(self.raw_posts)
+        self.missing_outcomes = len(self.raw_posts)
         self.options = ClassifyOptions()
         #: Reason to reject the whole message, if any.
         self.refused: RequestRefused | None = None
@@ -99,25 +99,25 @@ class Message:
             raise RequestRefused(f"posts: {len(self.raw_posts)} in one message; at most {MAX_POSTS_PER_MESSAGE}")
         return parse_posts(self.raw_posts)
 
-    def settle(self, index: int, outcome: Outcome) -> bool:
+    def set_outcome(self, index: int, outcome: Outcome) -> bool:
         """Set the outcome of the post at `index`. Return whether the message is complete with it."""
         if self.outcomes[index] is not None:
             return False  # several rows of a post can fail; the first error counts
         self.outcomes[index] = outcome
-        self.unsettled -= 1
-        return not self.unsettled
+        self.missing_outcomes -= 1
+        return not self.missing_outcomes
 
     def give_up(self, fault: Exception, reason: str) -> None:
         """Fail the whole message. Posts without an outcome fail with the given reason."""
         self.fault = fault
         for index, raw in enumerate(self.raw_posts):
-            self.settle(index, PostError(id=_id_of(raw), error=reason))
+            self.set_outcome(index, PostError(id=_id_of(raw), error=reason))
 
     def errors(self) -> list[PostError]:
         """Return the outcomes that are errors."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, PostError)]
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether any post of a complete message has no classification."""
         return bool(self.refused) or any(isinstance(outcome, PostError) for outcome in self.outcomes)
 
@@ -127,7 +127,7 @@ class Message:
         A message with too many posts gets a single letter without a post, because its size is unbounded. A message
         whose posts are not a list gets a single letter with the value that was sent.
         """
-        if self.sent_again or not self.failed():
+        if self.sent_again or not self.has_failed():
             return []
         failures = self._failures()
         bare = [
@@ -197,7 +197,7 @@ class Message:
         return reply
 
 
-def without_posts(
+def dead_letter_without_posts(
     body: object,
     reason: str,
     message: str | None,
@@ -227,7 +227,7 @@ def without_posts(
     )
 
 
-def traced(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """Return an error's traceback after those of its causes, without their messages, which may quote a post."""
     found: list[str] = []
     cause: BaseException | None = error
@@ -263,7 +263,7 @@ def _as_json(value: object, limit: int) -> str | None:
 
 
 @dataclass(eq=False, slots=True)
-class PostAtWork:
+class PendingPost:
     """A post of a message between `prepare` and its outcome."""
 
     post: Post

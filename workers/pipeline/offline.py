@@ -22,7 +22,7 @@ from workers.pipeline.pipeline import Pipeline
 logger = logging.getLogger(__name__)
 
 
-class Nowhere:
+class NullStore:
     """A results store that stores nothing. The outcomes are in the messages."""
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None:
@@ -55,7 +55,7 @@ def classify(
     finished: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     pipeline = Pipeline(
         classifier,
-        Nowhere(),
+        NullStore(),
         settings,
         budget,
         "offline",
@@ -78,7 +78,7 @@ def classify(
                 return
             message = finished.get()
             if message is None:
-                raise lost(pipeline)
+                raise pipeline_error(pipeline)
             done.add(id(message))
             while sent and id(sent[0][0]) in done:
                 first, its_posts = sent.popleft()
@@ -89,6 +89,6 @@ def classify(
         pipeline.stop()
 
 
-def lost(pipeline: Pipeline) -> ModelError:
+def pipeline_error(pipeline: Pipeline) -> ModelError:
     """Return the error for callers that wait for a failed pipeline."""
     return ModelError(f"The device failed: {pipeline.failure}. Try again; the log above shows the cause.")

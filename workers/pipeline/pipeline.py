@@ -22,14 +22,14 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from shared.errors import ForwardHangs, RedisError
+from shared.errors import ForwardTimeout, RedisUnavailable
 from shared.settings import Settings
 from workers.models.classifiers import Classifier
 from workers.pipeline.backlog import Backlog, Job, Loaded
 from workers.pipeline.batch_loop import BatchLoop
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
-from workers.pipeline.poison import Suspects
+from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.preparation import Preparation
 from workers.pipeline.recording import Recording, Store
 from workers.pipeline.statistics import Statistics
@@ -57,14 +57,14 @@ class Pipeline:
         budget: TokenBudget,
         worker: str,
         *,
-        suspects: Suspects | None = None,
+        poison: PoisonTracker | None = None,
         admits: Callable[[Message], bool] = lambda _: True,
         on_started: Callable[[Message], None] = lambda _: None,
         on_finished: Callable[[Message], None] = lambda _: None,
         on_recorded: Callable[[Message], None] = lambda _: None,
         on_failure: Callable[[], None],
     ) -> None:
-        self._suspects = suspects
+        self._poison = poison
         self._on_failure = on_failure
         self._window_rows = settings.window_rows
         self._prefetch_seconds = settings.prefetch_seconds
@@ -87,7 +87,7 @@ class Pipeline:
         self._recording = Recording(
             self._backlog,
             store,
-            suspects,
+            poison,
             self.statistics,
             worker,
             on_finished,
@@ -99,7 +99,7 @@ class Pipeline:
         self._preparation = Preparation(
             self._backlog,
             store,
-            suspects,
+            poison,
             self.statistics,
             self._recording.hand_over,
             self._stopping,
@@ -107,7 +107,7 @@ class Pipeline:
             self._forward_timeout,
         )
         self._batch_loop = BatchLoop(
-            self._backlog, classifier.device, suspects, self._recording.hand_over, self._stopping, self._watch
+            self._backlog, classifier.device, poison, self._recording.hand_over, self._stopping, self._watch
         )
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
@@ -157,7 +157,7 @@ class Pipeline:
         """
         self._backlog.run(Job(job, what, limit))
 
-    def end_as_hanging(self, what: str) -> None:
+    def fail_as_hung(self, what: str) -> None:
         """Fail the pipeline, because a job on the device thread hangs. what: the reason, for the log."""
         self._fail_as_hanging(self._threads[_lane_name(0)].ident, what)
 
@@ -165,9 +165,9 @@ class Pipeline:
         """Run a job that uses Redis on the writer thread, before later work. On the writer thread, run it at once."""
         self._recording.run(job)
 
-    def until_taken(self, write: Callable[[], object]) -> bool:
-        """Retry a write to Redis until it succeeds; see Recording.until_taken."""
-        return self._recording.until_taken(write)
+    def retry_write(self, write: Callable[[], object]) -> bool:
+        """Retry a write to Redis until it succeeds; see Recording.retry_write."""
+        return self._recording.retry_write(write)
 
     def stop(self, seconds: float = 5.0) -> None:
         """End the threads without finishing their work. Wait at most `seconds` for each."""
@@ -177,26 +177,26 @@ class Pipeline:
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join(seconds)
-        if self._suspects and not self.failure:
-            self._suspects.release(self._lanes)
+        if self._poison and not self.failure:
+            self._poison.release(self._lanes)
 
     # Status.
 
     @property
     def classifier(self) -> Classifier:
         """The classifier of the active model."""
-        return self._backlog.at_work.classifier
+        return self._backlog.active.classifier
 
     @property
     def budget(self) -> TokenBudget:
         """The token budget of the active model."""
-        return self._backlog.at_work.budget
+        return self._backlog.active.budget
 
     def waiting(self) -> int:
         """Return the number of waiting rows. Posts that are not tokenized yet count with the configured labels."""
         return len(self._backlog) + self._preparation.posts_waiting() * self._backlog.latest.rows_each
 
-    def most_waiting(self) -> int:
+    def max_waiting(self) -> int:
         """Return how many rows may wait: those that the device computes in `prefetch_seconds` at its recent speed.
 
         A slow device thus takes less of a short queue, and all devices finish at about the same time.
@@ -218,14 +218,14 @@ class Pipeline:
         """Run a thread's loop. An error fails the pipeline, so that nothing waits for a dead thread."""
         try:
             loop()
-        except RedisError as error:
+        except RedisUnavailable as error:
             self._fail(error, str(error))
         except BaseException as error:
             self._fail(error, f"the {threading.current_thread().name} thread died")
 
     def _fail(self, error: BaseException, what: str) -> None:
         self.failure = error
-        cause = None if isinstance(error, RedisError) else error
+        cause = None if isinstance(error, RedisUnavailable) else error
         logger.critical("%s; this worker exits and its messages return to the queue", what.rstrip("."), exc_info=cause)
         self._on_failure()
 
@@ -234,7 +234,7 @@ class Pipeline:
         warned_of = 0.0
         while not self._stopping.wait(self._watch_interval):
             self._watch.tick()
-            if rates := self.statistics.turn(time.monotonic()):
+            if rates := self.statistics.next_interval(time.monotonic()):
                 logger.info("%s; oldest row waiting for %.1f s", rates, self.oldest_age())
             if (lane := self._batch_loop.hanging(self._forward_timeout)) is not None:
                 what = f"a forward pass has hung for {self._forward_timeout:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
@@ -257,14 +257,14 @@ class Pipeline:
     def _fail_as_hanging(self, thread: int | None, what: str) -> None:
         frame = sys._current_frames().get(thread or 0)
         logger.critical("stack of the hung thread:\n%s", "".join(traceback.format_stack(frame)))
-        self._fail(ForwardHangs(what), what)
+        self._fail(ForwardTimeout(what), what)
 
     def _on_replaced(self, loaded: Loaded) -> None:
         """Reset the speed and call `on_replaced`, once the writer thread has stored the old model's results."""
 
         def switch() -> None:
             self.statistics.forget_speed()
-            loaded.on_at_work()
+            loaded.on_active()
 
         # Runs after the results handed over so far are stored.
         self._recording.run(switch)

@@ -17,9 +17,9 @@ from typing import Any, Generic
 from uuid import uuid4
 
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
-from shared.keys import PASSES, suspect_key
+from shared.keys import PASSES, poison_key
 from shared.messages import digest
 from workers.pipeline.window import R, Window
 
@@ -66,7 +66,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 """
 
 
-class Suspects:
+class PoisonTracker:
     """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
@@ -82,7 +82,7 @@ class Suspects:
         for message, index in dict.fromkeys(posts):
             noted.setdefault(message, []).append(index)
         note = json.dumps({"at": int(time.time()), "posts": {digest(name): each for name, each in noted.items()}})
-        with suppress(RedisFault):
+        with suppress(RedisError):
             self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, NOTE_TTL_S])
 
     def deaths(self, message: str | None) -> dict[int, int]:
@@ -90,25 +90,25 @@ class Suspects:
 
         Empty while Redis is unreachable; the records stay, and count at the next redelivery.
         """
-        with suppress(RedisFault):
+        with suppress(RedisError):
             found = self._count(
-                keys=[PASSES, suspect_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S]
+                keys=[PASSES, poison_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S]
             )
             return {int(index): int(times) for index, times in zip(found[::2], found[1::2], strict=True)}
         return {}
 
     def clear(self, message: str | None) -> None:
         """Delete the counts of a message that has ended."""
-        with suppress(RedisFault):
-            self._redis.delete(suspect_key(digest(message)))
+        with suppress(RedisError):
+            self._redis.delete(poison_key(digest(message)))
 
     def release(self, lanes: int) -> None:
         """Delete this worker's records on a normal exit, so that its returned messages are not suspected."""
-        with suppress(RedisFault):
+        with suppress(RedisError):
             self._redis.hdel(PASSES, *(f"{self._worker}/{lane}" for lane in range(lanes)))
 
 
-class Quarantine(Generic[R]):
+class IsolationQueue(Generic[R]):
     """Rows of suspected posts that wait for the device, apart from all others. Only its length is thread-safe."""
 
     def __init__(self) -> None:

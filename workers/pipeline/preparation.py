@@ -10,15 +10,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from shared.errors import RequestRefused, printable
 from shared.messages import Post, PostError, fingerprint
 from shared.results import Result
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.pipeline.backlog import Backlog, Loaded
-from workers.pipeline.message import Message, PostAtWork, traced
-from workers.pipeline.poison import MAX_DEATHS, Suspects
+from workers.pipeline.message import Message, PendingPost, traceback_of
+from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 from workers.pipeline.recording import Store
 from workers.pipeline.statistics import Statistics
 from workers.pipeline.watch import Watch
@@ -41,7 +41,7 @@ class Preparation:
         self,
         backlog: Backlog,
         store: Store,
-        suspects: Suspects | None,
+        poison: PoisonTracker | None,
         statistics: Statistics,
         hand_over: Callable[[Message], None],
         stopping: threading.Event,
@@ -50,7 +50,7 @@ class Preparation:
     ) -> None:
         self._backlog = backlog
         self._store = store
-        self._suspects = suspects
+        self._poison = poison
         self._statistics = statistics
         self._hand_over = hand_over
         self._stopping = stopping
@@ -94,7 +94,7 @@ class Preparation:
     def _take_in(self, message: Message) -> None:
         """Prepare a message for the latest model and add its rows to the backlog."""
         loaded = self._backlog.latest
-        prepared: list[tuple[PostAtWork, list[Row]]] = []
+        prepared: list[tuple[PendingPost, list[Row]]] = []
         try:
             prepared = self._prepare(message, loaded.classifier)
         except RequestRefused as refused:
@@ -102,17 +102,17 @@ class Preparation:
         except Exception as error:
             logger.exception("cannot prepare a message of %d posts", len(message.raw_posts))
             message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
-            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traced(error))
+            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traceback_of(error))
         unsuspected = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
         self._backlog.add(loaded, unsuspected, message.priority)
         for work, rows in prepared:
             if work.index in message.deaths:
-                self._backlog.add_suspect(loaded, rows)
+                self._backlog.add_isolated(loaded, rows)
         if not prepared:
             self._hand_over(message)
         self._posts_prepared += len(message.raw_posts)
 
-    def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PostAtWork, list[Row]]]:
+    def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
         """Return the posts to compute with their rows, and set the outcomes of all others."""
         posts = message.read()
         with self._watch.step("the preparation of labels", self._timeout):
@@ -122,65 +122,65 @@ class Preparation:
                 f"posts: {len(posts)} posts with {label_set.rows} rows each make {rows_in_all:,} rows; a message may "
                 f"have {MAX_ROWS_PER_MESSAGE:,}, so send fewer posts in a message"
             )
-        at_work = []
+        pending = []
         for index, post in enumerate(posts):
             if isinstance(post, Post):
-                at_work.append(PostAtWork(post, message, index, fingerprint(post, label_set.recipe)))
+                pending.append(PendingPost(post, message, index, fingerprint(post, label_set.recipe)))
             else:
-                message.settle(index, post)
-        at_work = self._without_results(at_work)
-        if message.redelivered and self._suspects:
-            at_work = self._without_poison(at_work, message, self._suspects)
-        prepared = list(zip(at_work, self._rows(at_work, label_set, classifier), strict=True))
+                message.set_outcome(index, post)
+        pending = self._without_results(pending)
+        if message.redelivered and self._poison:
+            pending = self._without_poison(pending, message, self._poison)
+        prepared = list(zip(pending, self._rows(pending, label_set, classifier), strict=True))
         for work, rows in prepared:
             for row in rows:
                 row.owner = work
         return [(work, rows) for work, rows in prepared if rows]
 
-    def _without_results(self, at_work: list[PostAtWork]) -> list[PostAtWork]:
+    def _without_results(self, pending: list[PendingPost]) -> list[PendingPost]:
         """Return the posts without a stored classification, and set the outcomes of the others."""
         try:
-            found = self._store.find([(work.post.id, work.fingerprint) for work in at_work])
-        except RedisFault as fault:
+            found = self._store.find([(work.post.id, work.fingerprint) for work in pending])
+        except RedisError as fault:
             logger.debug("cannot look up stored results (%s); computing all posts", fault)
-            return at_work
-        for work, classification in zip(at_work, found, strict=True):
+            return pending
+        for work, classification in zip(pending, found, strict=True):
             if classification is not None:
-                work.message.settle(work.index, classification)
+                work.message.set_outcome(work.index, classification)
                 self._statistics.totals.answered += 1
-        pairs = zip(at_work, found, strict=True)
+        pairs = zip(pending, found, strict=True)
         self._store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
-        return [work for work, classification in zip(at_work, found, strict=True) if classification is None]
+        return [work for work, classification in zip(pending, found, strict=True) if classification is None]
 
-    def _without_poison(self, at_work: list[PostAtWork], message: Message, suspects: Suspects) -> list[PostAtWork]:
+    def _without_poison(self, pending: list[PendingPost], message: Message, poison: PoisonTracker) -> list[PendingPost]:
         """Return the posts of a redelivered message that may still be computed, and fail the poison posts."""
-        message.deaths = suspects.deaths(message.task_id)
+        message.deaths = poison.deaths(message.task_id)
         allowed = []
-        for work in at_work:
+        for work in pending:
             if (deaths := message.deaths.get(work.index, 0)) < MAX_DEATHS:
                 allowed.append(work)
             else:
                 reason = (
                     f"{deaths} workers died in a forward pass with this post, the last two while it ran in isolation"
                 )
-                message.settle(work.index, PostError(id=work.post.id, error=reason))
+                message.set_outcome(work.index, PostError(id=work.post.id, error=reason))
         if found := [work.post.id for work in allowed if work.index in message.deaths]:
             named = ", ".join(map(printable, found[:10]))
             logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
         return allowed
 
-    def _rows(self, at_work: Sequence[PostAtWork], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
+    def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
         """Return the rows of each post. A post that cannot be prepared has none, and the reason as its outcome."""
-        if not at_work:
+        if not pending:
             return []
         try:
             with self._watch.step("the preparation of posts", self._timeout):
-                return classifier.prepare([work.post.text for work in at_work], label_set)
+                return classifier.prepare([work.post.text for work in pending], label_set)
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
-            if len(at_work) > 1:
-                return [rows for work in at_work for rows in self._rows([work], label_set, classifier)]
-            logger.error("cannot prepare post %s:\n%s", printable(at_work[0].post.id), traced(error))
+            if len(pending) > 1:
+                return [rows for work in pending for rows in self._rows([work], label_set, classifier)]
+            logger.error("cannot prepare post %s:\n%s", printable(pending[0].post.id), traceback_of(error))
             reason = f"the post cannot be prepared: {type(error).__name__}: {error}"
-            at_work[0].message.tracebacks[at_work[0].index] = traced(error)
-            at_work[0].message.settle(at_work[0].index, PostError(id=at_work[0].post.id, error=reason))
+            pending[0].message.tracebacks[pending[0].index] = traceback_of(error)
+            pending[0].message.set_outcome(pending[0].index, PostError(id=pending[0].post.id, error=reason))
             return [[]]

@@ -15,17 +15,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
-from shared.errors import RedisError, printable
+from shared.errors import RedisUnavailable, printable
 from shared.messages import Classification, DeadLetter, Outcome, PostError
-from shared.redis_errors import hopeless
+from shared.redis_errors import permanent_reason
 from shared.results import Result
 from workers.models.classifiers import Classifier, Row, Scores
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
-from workers.pipeline.message import Message, PostAtWork, traced
-from workers.pipeline.poison import Suspects
+from workers.pipeline.message import Message, PendingPost, traceback_of
+from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.statistics import Statistics
 from workers.pipeline.watch import Watch
 
@@ -68,7 +68,7 @@ class Recording:
         self,
         backlog: Backlog,
         store: Store,
-        suspects: Suspects | None,
+        poison: PoisonTracker | None,
         statistics: Statistics,
         worker: str,
         on_finished: Callable[[Message], None],
@@ -79,7 +79,7 @@ class Recording:
     ) -> None:
         self._backlog = backlog
         self._store = store
-        self._suspects = suspects
+        self._poison = poison
         self._statistics = statistics
         self._worker = worker
         self._on_finished = on_finished
@@ -125,7 +125,7 @@ class Recording:
             try:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
-                with suppress(RedisFault):  # retried by the next iteration or write
+                with suppress(RedisError):  # retried by the next iteration or write
                     self._store.catch_up()
                 continue
             if isinstance(finished, Computed | Message):
@@ -134,19 +134,19 @@ class Recording:
             else:
                 finished()
 
-    def until_taken(self, write: Callable[[], object]) -> bool:
+    def retry_write(self, write: Callable[[], object]) -> bool:
         """Retry a write to Redis until it succeeds. Return False if the pipeline stops first.
 
-        Raises RedisError, which ends the worker, for a permanent error.
+        Raises RedisUnavailable, which ends the worker, for a permanent error.
         """
         delay = 0.1
         while not self._stopping.is_set():
             try:
                 write()
                 return True
-            except RedisFault as fault:
-                if why := hopeless(fault):
-                    raise RedisError(f"Redis permanently rejects results: {why}") from None
+            except RedisError as fault:
+                if why := permanent_reason(fault):
+                    raise RedisUnavailable(f"Redis permanently rejects results: {why}") from None
                 logger.warning("cannot store results (%s); retrying in %.1f s", fault, delay)
                 self._stopping.wait(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY_S)
@@ -155,12 +155,12 @@ class Recording:
     def _set_outcomes(self, computed: Computed) -> tuple[list[Result], list[Message]]:
         """Set the outcome of each post in a micro-batch. Return the results to store and the messages now complete."""
         loaded, rows, outputs, share = computed
-        outcomes: list[tuple[PostAtWork, Outcome]]
+        outcomes: list[tuple[PendingPost, Outcome]]
         if isinstance(outputs, Exception):
             work = rows[0].owner
             reason = f"{type(outputs).__name__}: {outputs}"
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
-            work.message.tracebacks.setdefault(work.index, traced(outputs))
+            work.message.tracebacks.setdefault(work.index, traceback_of(outputs))
         else:
             with self._watch.step("the scoring of a micro-batch", self._timeout):
                 scored = loaded.classifier.finish(rows, outputs)
@@ -172,12 +172,12 @@ class Recording:
                 continue  # the whole message failed: its posts already have outcomes
             if isinstance(outcome, Classification):
                 results.append(Result(work.post, outcome))
-            if work.message.settle(work.index, outcome):
+            if work.message.set_outcome(work.index, outcome):
                 complete.append(work.message)
         return results, complete
 
     def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
-        work: PostAtWork = row.owner
+        work: PendingPost = row.owner
         if not all(map(math.isfinite, scores.values())):
             return PostError(id=work.post.id, error="the scores are not finite: the precision overflowed")
         weights = classifier.weights
@@ -228,12 +228,12 @@ class Recording:
             first = printable(f"{dead[0].id}: {why}")
             logger.warning("%d posts failed, first %s", len(dead), first)
         for message in done:
-            if message.deaths and self._suspects:
-                self._suspects.clear(message.task_id)
+            if message.deaths and self._poison:
+                self._poison.clear(message.task_id)
             self._on_recorded(message)
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Retry a write to the store until it succeeds. Return False if the pipeline stops first."""
         if not results and not dead:
             return not self._stopping.is_set()
-        return self.until_taken(lambda: self._store.write(results, dead))
+        return self.retry_write(lambda: self._store.write(results, dead))

@@ -168,7 +168,7 @@ class Statistics:
         """Reset the speed, because another model becomes active."""
         self.speed = Speed()
 
-    def turn(self, now: float) -> Rates | None:
+    def next_interval(self, now: float) -> Rates | None:
         """Start a new interval if the last one is over, and return its rates if posts were classified in it."""
         if now - self._since < self._interval:
             return None

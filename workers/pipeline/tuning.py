@@ -30,7 +30,7 @@ from workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
 #: Posts per batch.
-SIZES = tuple(range(5, 41, 5))
+BATCH_SIZES = tuple(range(5, 41, 5))
 #: Minimum batches for a token budget to be measured. With fewer, the unfilled last batch distorts the result.
 MIN_BATCHES = 4
 #: Linux: writing RESET_PEAK to CLEAR_REFS resets VmHWM in STATUS (man 5 proc_pid_clear_refs).
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     value: int
 
 
-class Measured(NamedTuple):
+class SizeMeasurement(NamedTuple):
     """The measurements of one size."""
 
     kind: str
@@ -67,7 +67,7 @@ class Curve(NamedTuple):
     unfilled: smallest size for which there were too few posts; None if there were enough.
     """
 
-    points: Sequence[Measured]
+    points: Sequence[SizeMeasurement]
     full: int | None
     unfilled: int | None
 
@@ -77,7 +77,7 @@ class Curve(NamedTuple):
         return {point.value: point.tokens_per_s for point in self.points}
 
     @property
-    def knee(self) -> Measured:
+    def knee(self) -> SizeMeasurement:
         """The smallest size whose rate comes close to the best. Requires at least one point."""
         smallest = best(self.rates)
         return next(point for point in self.points if point.value == smallest)
@@ -103,7 +103,7 @@ class Tuning:
         by_post = self._prepared()
         budgets = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
         wanted = {
-            BATCH_SIZE: {value: value <= len(texts) for value in SIZES},
+            BATCH_SIZE: {value: value <= len(texts) for value in BATCH_SIZES},
             TOKEN_BUDGET: {value: len(self._batches(by_post, value)) >= MIN_BATCHES for value in budgets},
         }
         self._unfilled = {
@@ -152,9 +152,9 @@ class Tuning:
         ]
         return Curve(points, full, self._unfilled[kind])
 
-    def _measured(self, size: Size, rounds: Sequence[tuple[float, float | None]]) -> Measured:
+    def _measured(self, size: Size, rounds: Sequence[tuple[float, float | None]]) -> SizeMeasurement:
         seconds = median(seconds for seconds, _ in rounds)
-        return Measured(
+        return SizeMeasurement(
             *size,
             seconds,
             len(self._texts) / seconds,

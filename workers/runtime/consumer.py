@@ -37,23 +37,28 @@ from celery.worker.consumer import consumer as _celery_consumer
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 from celery.worker.state import maybe_shutdown
-from redis.exceptions import RedisError as RedisFault
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
-from shared.broker import Application, plainly
+from shared.broker import Application, user_message
 from shared.errors import RequestRefused, printable
 from shared.messages import DeadLetter
-from shared.metrics import connect_briefly
+from shared.metrics import connect_for_monitoring
 from shared.redis_errors import is_denied
 from shared.results import ResultsStore
 from shared.settings import PREFIX
-from workers.pipeline.message import Message, traced, without_posts
+from workers.pipeline.message import Message, dead_letter_without_posts, traceback_of
 from workers.runtime import validation
 from workers.runtime.events import EventBatches, keep_client
-from workers.runtime.message_metadata import arguments_of, came_from, id_of, times_delivered, times_fatal
+from workers.runtime.message_metadata import (
+    delivery_count,
+    isolated_death_count,
+    read_arguments,
+    read_task_id,
+    source_queue,
+)
 from workers.runtime.pending import BACKEND_ERRORS
 from workers.runtime.pool import DevicePool
-from workers.transport.redis_transport import LAPSES_BEFORE_ALONE, claim, is_held, put_off, unclaim
+from workers.transport.redis_transport import EXPIRIES_BEFORE_ISOLATION, claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"
 celery_consumer: Any = _celery_consumer
 
 #: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
-MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+MALFORMED_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: Celery's log formats for discarded messages. Each quotes the start of the body, which is a user's post.
 FORMATS_THAT_QUOTE_BODIES = frozenset(
     {
@@ -93,7 +98,7 @@ class Consumer(consumer.Consumer):
     def __init__(self, on_task_request: Callable[[Any], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(partial(self._hand_over, on_task_request), *args, **kwargs)
         # Uses a client with short timeouts, because the event loop waits for it.
-        self._store = ResultsStore(connect_briefly(self.app.settings), self.app.settings)
+        self._store = ResultsStore(connect_for_monitoring(self.app.settings), self.app.settings)
         celery_consumer.logger.addFilter(_quotes_no_body)
         for step in self.steps:  # type: ignore[attr-defined]  # not in the stub
             if isinstance(step, Mingle):
@@ -105,7 +110,7 @@ class Consumer(consumer.Consumer):
 
         def failed(error: Exception, *_: Any) -> None:
             self._end_if_denied(error)
-            if (what := plainly(error, self.app.settings) or repr(error)) not in logged:
+            if (what := user_message(error, self.app.settings) or repr(error)) not in logged:
                 logged.add(what)
                 logger.error("%s Retrying.", what)
 
@@ -128,7 +133,7 @@ class Consumer(consumer.Consumer):
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         self._end_if_denied(exc)
         if isinstance(exc, ResponseError):  # Celery logs only its type
-            logger.warning("%s", plainly(exc, self.app.settings) or repr(exc))
+            logger.warning("%s", user_message(exc, self.app.settings) or repr(exc))
         with warnings.catch_warnings():  # its advice would cancel tasks that are on the device
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
@@ -182,16 +187,18 @@ class Consumer(consumer.Consumer):
 
         def on_task_received(message: Any) -> Any:
             try:
-                if LAPSES_BEFORE_ALONE + times_fatal(message) >= self.app.settings.max_deliveries:
+                if EXPIRIES_BEFORE_ISOLATION + isolated_death_count(message) >= self.app.settings.max_deliveries:
                     return self._refuse_fatal(message)
                 validation.check(message)
                 self._bound_later(message)
                 handle(message)
-                put_off(message)  # does nothing if the pool has claimed it
-            except (InvalidTaskError, *MALFORMED) as error:
+                postpone(message)  # does nothing if the pool has claimed it
+            except (InvalidTaskError, *MALFORMED_ERRORS) as error:
                 return self.on_invalid_task(None, message, error)
             except BACKEND_ERRORS as fault:
-                self._retry_later(f"message {_quoted(id_of(message))}", fault, message, partial(take_again, message))
+                self._retry_later(
+                    f"message {_quoted(read_task_id(message))}", fault, message, partial(take_again, message)
+                )
 
         def take_again(message: Any) -> None:
             unclaim(message)
@@ -224,19 +231,19 @@ class Consumer(consumer.Consumer):
     def _bound_later(self, message: Any) -> None:
         """Raise InvalidTaskError if a message with an ETA would exceed the memory limit for such messages."""
         leases = getattr(message.channel, "leases", None)
-        if leases and leases.bytes_later > MAX_ETA_BYTES:
+        if leases and leases.bytes_postponed > MAX_ETA_BYTES:
             fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
             if message.headers.get("eta") or fields.get("eta"):
                 raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
 
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
-        fatal = f"{times_fatal(message)} workers died while handling it in isolation"
-        what = f"delivered {times_delivered(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
+        fatal = f"{isolated_death_count(message)} workers died while handling it in isolation"
+        what = f"delivered {delivery_count(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
 
     def _tell_failed(self, message: Any, what: str) -> None:
-        task_id = id_of(message)
+        task_id = read_task_id(message)
         if task_id and not message.headers.get("ignore_result"):
             self.app.backend.mark_as_failure(task_id, RequestRefused(what))
 
@@ -261,28 +268,33 @@ class Consumer(consumer.Consumer):
             return
         try:
             self._store.write([], _letters(message, what, error, self.hostname, unread))
-        except RedisFault as fault:
+        except RedisError as fault:
             self._end_if_denied(fault)
             logger.warning("cannot write a dead letter (%s); retrying in %.1f s", fault, self.MAX_RETRY_DELAY_S)
             self.timer.call_after(self.MAX_RETRY_DELAY_S, self._refuse, (message, what, discard, error, unread))
             return
-        logger.error("message %s is a dead letter: %s", _quoted(id_of(message)), what)
+        logger.error("message %s is a dead letter: %s", _quoted(read_task_id(message)), what)
         try:
             discard()
-        except (*MALFORMED, *BACKEND_ERRORS) as fault:  # the reply address is missing or malformed, or Redis is full
-            logger.warning("cannot notify the sender of message %s (%s)", _quoted(id_of(message)), type(fault).__name__)
+        except (
+            *MALFORMED_ERRORS,
+            *BACKEND_ERRORS,
+        ) as fault:  # the reply address is missing or malformed, or Redis is full
+            logger.warning(
+                "cannot notify the sender of message %s (%s)", _quoted(read_task_id(message)), type(fault).__name__
+            )
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
 
     def catch_up(self) -> None:
         """Rewrite recent dead letters that Redis may have lost, and forget those that are safe."""
-        with suppress(RedisFault):  # the next call retries
+        with suppress(RedisError):  # the next call retries
             self._store.catch_up()
 
     def _end_if_denied(self, error: Exception) -> None:
         """End the worker if Redis denies it access: no new connection changes its permissions."""
         if is_denied(error):
-            logger.critical("%s", plainly(error, self.app.settings))
+            logger.critical("%s", user_message(error, self.app.settings))
             raise WorkerShutdown(EX_FAILURE) from None
 
 
@@ -296,23 +308,23 @@ def _letters(message: Any, what: str, error: Exception | None, worker: str, unre
     Without posts, or with `unread`, return a single dead letter with the message's body.
     """
     reason = f"{what}: {type(error).__name__}: {_quoted(error)}" if error else what
-    traceback = traced(error) if error else None
-    now, task_id = time.time(), id_of(message)
-    attempts, queue = times_delivered(message) - unread, came_from(message)
-    arguments = {} if unread else arguments_of(message)
+    traceback = traceback_of(error) if error else None
+    now, task_id = time.time(), read_task_id(message)
+    attempts, queue = delivery_count(message) - unread, source_queue(message)
+    arguments = {} if unread else read_arguments(message)
     found = Message(arguments, None, task_id, attempts=attempts, queue=queue)
     if found.raw_posts and all(isinstance(raw, dict) for raw in found.raw_posts):
         found.refused = RequestRefused(reason)
         found.tracebacks = dict.fromkeys(range(len(found.raw_posts)), traceback) if traceback else {}
         return found.dead_letters(worker, now)
-    return [without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
+    return [dead_letter_without_posts(message.body, reason, task_id, worker, now, traceback, attempts, queue)]
 
 
 def _quoted(value: object) -> str:
     """Return untrusted text, shortened to one printable line."""
     try:
         text = str(value)
-    except MALFORMED:
+    except MALFORMED_ERRORS:
         return f"<{type(value).__name__}>"
     return printable(text[:MAX_QUOTE_CHARS])
 

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from redis import Redis
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from shared.errors import DeviceFull, ModelError, UserError, printable
 from shared.messages import ClassifyOptions
-from shared.model_routing import Report, Stage, Wanted, wanted
+from shared.model_routing import DeploymentReport, RequestedModel, Stage, requested_model
 from shared.settings import PREFIX, Settings
 from workers.models.classifiers import Classifier, Row, Scores
 from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device
 from workers.pipeline.calibration import TokenBudget, known_budget
-from workers.pipeline.message import traced
+from workers.pipeline.message import traceback_of
 from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.window import Window
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Test posts: short and long, plain and unusual. A model must score every label of each before it is activated.
-CANARY = (
+CANARY_POSTS = (
     "A first post.",
     "The keeper saved two penalties\n\nand nobody in the stadium could believe it",
     "¿Qué? 🙂 <b>&amp;</b> https://example.org/?a=b " + "x" * 200,
@@ -53,7 +53,7 @@ LONG_POST = "post " * 10_000
 JOIN_TIMEOUT_S = 5.0
 
 
-def load_wanted(asked: Wanted | None, settings: Settings, device: Device) -> Classifier:
+def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device) -> Classifier:
     """Load the wanted model and return its classifier. Without one, load the model of the settings.
 
     Raises ModelError or SettingsError.
@@ -95,21 +95,21 @@ def _folder(model: str, settings: Settings) -> Path:
 class Deployer:
     """The thread that checks which model is wanted and activates it.
 
-    at_work: the deployment that the worker loaded at startup, if any.
+    active: the deployment that the worker loaded at startup, if any.
     on_replaced: called on this thread after another model is activated.
     """
 
     def __init__(
-        self, pipeline: Pipeline, settings: Settings, redis: Redis, at_work: Wanted | None,
+        self, pipeline: Pipeline, settings: Settings, redis: Redis, active: RequestedModel | None,
         on_replaced: Callable[[], None],
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
         self._settings = settings
         self._redis = redis
-        self._at_work = self._tried = self._latest = at_work
+        self._active = self._tried = self._latest = active
         self._on_replaced = on_replaced
         #: Status of the latest deployment; None if there was none.
-        self.report = at_work and Report(at_work.at, Stage.DONE, "loaded at startup")
+        self.report = active and DeploymentReport(active.at, Stage.DONE, "loaded at startup")
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="deployer", daemon=True)
@@ -118,7 +118,7 @@ class Deployer:
         """Start the thread."""
         self._thread.start()
 
-    def look(self) -> None:
+    def request_check(self) -> None:
         """Schedule a check of the wanted model. Returns at once."""
         self._wake.set()
 
@@ -134,24 +134,24 @@ class Deployer:
             self._wake.wait()
             self._wake.clear()
             asked = self._read_wanted()
-            if asked and asked not in (self._at_work, self._tried) and not self._stopped:
+            if asked and asked not in (self._active, self._tried) and not self._stopped:
                 self._tried = asked
                 self._pipeline.budget.share(self._pipeline.budget.tokens)
                 self._deploy(asked)
-                settle(self._pipeline.classifier.device)  # by now, no reference to the dropped model is left
+                freeze_heap(self._pipeline.classifier.device)  # by now, no reference to the dropped model is left
                 self._pipeline.budget.end_sharing()  # applies to the active model, old or new
 
-    def _read_wanted(self) -> Wanted | None:
+    def _read_wanted(self) -> RequestedModel | None:
         """Return the wanted model. While Redis is unreachable, return the last known one."""
         try:
-            self._latest = wanted(self._redis, self._settings.queue)
-        except RedisFault as fault:
+            self._latest = requested_model(self._redis, self._settings.queue)
+        except RedisError as fault:
             logger.debug("cannot read which model is wanted (%s)", fault)
         except UserError as error:
             logger.error("%s", error)
         return self._latest
 
-    def _deploy(self, asked: Wanted) -> None:
+    def _deploy(self, asked: RequestedModel) -> None:
         device, before = self._pipeline.classifier.device, self._pipeline.classifier.weights.name
         name = printable(asked.model or self._settings.model)
         began = time.monotonic()
@@ -174,12 +174,12 @@ class Deployer:
         except _Stopping:
             return
         except BaseException as error:  # a model's files can raise anything; a Rust panic is not an Exception
-            logger.error("cannot activate %s:\n%s", name, traced(error))
+            logger.error("cannot activate %s:\n%s", name, traceback_of(error))
             self._report(
                 asked, Stage.FAILED, f"{before} stays active: {type(error).__name__}: {printable(str(error)):.300}"
             )
         else:
-            self._at_work = asked
+            self._active = asked
             self._report(asked, Stage.DONE, f"{name} is active after {time.monotonic() - began:.1f} s")
             self._on_replaced()
 
@@ -191,7 +191,7 @@ class Deployer:
         in memory. Raises ModelError.
         """
         name, label_set = classifier.weights.name, classifier.label_set(ClassifyOptions())
-        budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.alone)
+        budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.unshared)
         tokens = budget.tokens
         while True:
             rows = self._largest(classifier, tokens)
@@ -208,7 +208,7 @@ class Deployer:
             else:
                 break
         window: Window[Row] = Window(time.monotonic)
-        for rows in classifier.prepare(CANARY, label_set):
+        for rows in classifier.prepare(CANARY_POSTS, label_set):
             for row in rows:
                 window.add(row)
         while rows := window.take(tokens, self._settings.batch_rows):
@@ -248,8 +248,8 @@ class Deployer:
                 raise _Stopping
         return future.result()
 
-    def _report(self, asked: Wanted, stage: Stage, said: str, level: int = logging.INFO) -> None:
-        self.report = Report(asked.at, stage, said)
+    def _report(self, asked: RequestedModel, stage: Stage, said: str, level: int = logging.INFO) -> None:
+        self.report = DeploymentReport(asked.at, stage, said)
         logger.log(level, "deploy: %s: %s", stage, said)
 
 
@@ -257,7 +257,7 @@ class _Stopping(Exception):  # noqa: N818 - not an error
     """Signal to abandon a deployment, because the worker stops."""
 
 
-def settle(device: Device) -> None:
+def freeze_heap(device: Device) -> None:
     """Free the old model and exempt live objects from garbage collection.
 
     The libraries and the model stay in memory. Scanning them in every collection took an eighth of a worker's time.

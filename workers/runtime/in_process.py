@@ -16,18 +16,18 @@ from workers.models import device
 from workers.models.classifiers.registry import load_classifier
 from workers.pipeline.calibration import calibrate
 from workers.pipeline.message import Message
-from workers.pipeline.offline import Nowhere, lost
+from workers.pipeline.offline import NullStore, pipeline_error
 from workers.pipeline.pipeline import Pipeline
 
 
-class InProcess:
+class InProcessPipeline:
     """The pipeline of this process.
 
     worker: name recorded in results, which then go to the results store. None stores nothing.
     """
 
     #: One model per process: the latest requested.
-    _latest: ClassVar["InProcess | None"] = None
+    _latest: ClassVar["InProcessPipeline | None"] = None
     _lock = threading.Lock()
 
     @classmethod
@@ -42,7 +42,7 @@ class InProcess:
                 found._stop_if_unused()
 
     @classmethod
-    def _acquire(cls, settings: Settings, worker: str | None) -> "InProcess":
+    def _acquire(cls, settings: Settings, worker: str | None) -> "InProcessPipeline":
         """Return this process's pipeline, after replacing it if the settings have changed."""
         with cls._lock:
             latest, wanted = cls._latest, (os.getpid(), settings, worker)
@@ -56,14 +56,16 @@ class InProcess:
 
     def _stop_if_unused(self) -> None:
         """Stop a replaced pipeline once its last user is done. Called with the lock held."""
-        if self is not InProcess._latest and not self._users:
+        if self is not InProcessPipeline._latest and not self._users:
             self._pipeline.stop()
 
     def __init__(self, settings: Settings, worker: str | None) -> None:
         self._made_for = (os.getpid(), settings, worker)
         self._users = 0
         try:
-            classifier = load_classifier(settings, device.choose(settings.device, settings.dtype, settings.engine))
+            classifier = load_classifier(
+                settings, device.select_device(settings.device, settings.dtype, settings.engine)
+            )
             budget = calibrate(classifier, settings)
         except (DeviceFull, DeviceLost) as error:
             raise ModelError(
@@ -72,19 +74,19 @@ class InProcess:
         self._submitting = threading.Lock()
         self._pipeline = Pipeline(
             classifier,
-            ResultsStore(connect(settings), settings) if worker else Nowhere(),
+            ResultsStore(connect(settings), settings) if worker else NullStore(),
             settings,
             budget,
             worker or "here",
-            on_recorded=lambda message: message.ticket.set(),
+            on_recorded=lambda message: message.pending.set(),
             on_failure=lambda: None,
         )
         self._pipeline.start()
 
     def _classify(self, message: Message) -> None:
-        message.ticket = done = threading.Event()
+        message.pending = done = threading.Event()
         with self._submitting:
             self._pipeline.submit(message)
         while not done.wait(1):
             if self._pipeline.failure:
-                raise lost(self._pipeline)
+                raise pipeline_error(self._pipeline)

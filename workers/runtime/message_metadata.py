@@ -6,21 +6,21 @@ Relies on kombu 5.7: `payload` decodes the body once and caches it, and `deliver
 from typing import Any
 
 from shared.broker import PRIORITY_MARK
-from workers.runtime.task import named
-from workers.transport.leases import count_in
+from workers.runtime.task import arguments_by_name
+from workers.transport.leases import delivery_counter
 
 
-def arguments_of(message: Any) -> dict[str, Any]:
+def read_arguments(message: Any) -> dict[str, Any]:
     """Return a message's arguments by name, as those of `feedmill.classify`. Empty if they cannot be read."""
     try:
         found = message.payload
         args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]
-        return named(args, kwargs)
+        return arguments_by_name(args, kwargs)
     except Exception:  # a serializer may raise anything
         return {}
 
 
-def id_of(message: Any) -> str | None:
+def read_task_id(message: Any) -> str | None:
     """Return the task id that the message names, or None."""
     for found in (message.headers, message.properties):
         for name in ("id", "correlation_id"):
@@ -29,17 +29,17 @@ def id_of(message: Any) -> str | None:
     return None
 
 
-def times_delivered(message: Any) -> int:
+def delivery_count(message: Any) -> int:
     """Return how often a kombu message was delivered, including this delivery (workers/transport/leases.py counts)."""
-    return 1 + count_in(message.delivery_info, "delivery_count")
+    return 1 + delivery_counter(message.delivery_info, "delivery_count")
 
 
-def times_fatal(message: Any) -> int:
+def isolated_death_count(message: Any) -> int:
     """Return how many workers died while they handled this message in isolation (leases.py counts)."""
-    return count_in(message.delivery_info, "alone_lapse_count")
+    return delivery_counter(message.delivery_info, "alone_lapse_count")
 
 
-def came_from(message: Any) -> str | None:
+def source_queue(message: Any) -> str | None:
     """Return the queue that a kombu message was taken from, or None. Trust the lease's tag (leases.py), not the
     sender.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shared.metrics import Figure, Kind, RedisFigures, Sample, Server, Sum, serve
+from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, Sum, serve
 from shared.settings import Settings
 from workers.models.device import Device
 
@@ -24,70 +24,78 @@ REDIS_CHECK_AFTER_S = 10.0
 #: waits up to 30 s before it reconnects.
 STUCK_AFTER_S = 120.0
 
-INFO = Figure(
+INFO = MetricSpec(
     "feedmill_worker_info",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "Always 1; the labels describe the worker.",
     ("node", "model", "queue", "device", "dtype", "classifier"),
 )
-POSTS = Figure(
+POSTS = MetricSpec(
     "feedmill_worker_posts_total",
-    Kind.COUNTER,
+    MetricType.COUNTER,
     "Posts by state: classified, answered (with a stored result) or failed (dead letters).",
     ("state",),
 )
-BATCH_ROWS = Figure("feedmill_worker_batch_rows", Kind.HISTOGRAM, "Rows per micro-batch.")
-BATCH_TOKENS = Figure(
+BATCH_ROWS = MetricSpec("feedmill_worker_batch_rows", MetricType.HISTOGRAM, "Rows per micro-batch.")
+BATCH_TOKENS = MetricSpec(
     "feedmill_worker_batch_tokens",
-    Kind.HISTOGRAM,
+    MetricType.HISTOGRAM,
     "Tokens per micro-batch including padding, as limited by the token budget.",
 )
-BATCH_PADDING = Figure(
+BATCH_PADDING = MetricSpec(
     "feedmill_worker_batch_padding_ratio",
-    Kind.HISTOGRAM,
+    MetricType.HISTOGRAM,
     "Share of padding in a padded micro-batch. A CPU that packs rows does not compute the padding.",
 )
-FORWARD = Figure(
+FORWARD = MetricSpec(
     "feedmill_worker_forward_seconds",
-    Kind.HISTOGRAM,
+    MetricType.HISTOGRAM,
     "Duration of a forward pass. On a CPU, several run in parallel.",
 )
-ROWS = Figure("feedmill_worker_rows_total", Kind.COUNTER, "Rows computed in forward passes.")
-TOKENS = Figure("feedmill_worker_tokens_total", Kind.COUNTER, "Tokens computed in forward passes, without padding.")
-PADDED_TOKENS = Figure("feedmill_worker_padded_tokens_total", Kind.COUNTER, "Tokens of all micro-batches if padded.")
-BUSY = Figure(
+ROWS = MetricSpec("feedmill_worker_rows_total", MetricType.COUNTER, "Rows computed in forward passes.")
+TOKENS = MetricSpec(
+    "feedmill_worker_tokens_total", MetricType.COUNTER, "Tokens computed in forward passes, without padding."
+)
+PADDED_TOKENS = MetricSpec(
+    "feedmill_worker_padded_tokens_total", MetricType.COUNTER, "Tokens of all micro-batches if padded."
+)
+BUSY = MetricSpec(
     "feedmill_worker_device_busy_seconds_total",
-    Kind.COUNTER,
+    MetricType.COUNTER,
     "Time that the whole device was busy. Its rate is the device's utilization.",
 )
-MEMORY = Figure(
+MEMORY = MetricSpec(
     "feedmill_worker_device_memory_bytes",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "GPU memory by state: allocated (in tensors), reserved (by torch) or total. Absent on a CPU; see "
     "process_resident_memory_bytes there.",
     ("state",),
 )
-QUEUE_WAIT = Figure(
+QUEUE_WAIT = MetricSpec(
     "feedmill_worker_queue_wait_seconds",
-    Kind.SUMMARY,
+    MetricType.SUMMARY,
     "Time from sending a message until this worker fetched it.",
 )
-LAG = Figure(
+LAG = MetricSpec(
     "feedmill_results_lag_seconds",
-    Kind.HISTOGRAM,
+    MetricType.HISTOGRAM,
     "Time from sending a message until all of its results are stored, for messages that this worker finished.",
 )
-HELD = Figure(
+HELD = MetricSpec(
     "feedmill_worker_messages_held",
-    Kind.GAUGE,
+    MetricType.GAUGE,
     "Messages in flight: fetched and not finished by this worker, excluding those with a future ETA.",
     ("queue",),
 )
-WAITING = Figure("feedmill_worker_rows_waiting", Kind.GAUGE, "Rows waiting for the device in this worker.")
-OLDEST_ROW = Figure(
-    "feedmill_worker_oldest_row_seconds", Kind.GAUGE, "Time that the oldest waiting row has waited for the device."
+WAITING = MetricSpec("feedmill_worker_rows_waiting", MetricType.GAUGE, "Rows waiting for the device in this worker.")
+OLDEST_ROW = MetricSpec(
+    "feedmill_worker_oldest_row_seconds",
+    MetricType.GAUGE,
+    "Time that the oldest waiting row has waited for the device.",
 )
-BUDGET = Figure("feedmill_worker_token_budget_tokens", Kind.GAUGE, "Token budget: maximum tokens of a micro-batch.")
+BUDGET = MetricSpec(
+    "feedmill_worker_token_budget_tokens", MetricType.GAUGE, "Token budget: maximum tokens of a micro-batch."
+)
 
 FIGURES = (
     INFO, POSTS, ROWS, TOKENS, PADDED_TOKENS, BATCH_ROWS, BATCH_TOKENS, BATCH_PADDING, FORWARD, BUSY, MEMORY, BUDGET,
@@ -104,12 +112,12 @@ class WorkerMetrics:
     def __init__(self, settings: Settings, node: str) -> None:
         self._settings = settings
         self._node = node
-        self._redis = RedisFigures(settings)
+        self._redis = RedisMetrics(settings)
         self._loaded: tuple[Pipeline, Callable[[], int]] | None = None
         #: Time of the event loop's last iteration or of a wait for Redis, in monotonic seconds; None before it runs.
         self._turned: float | None = None
 
-    def serve(self) -> Server:
+    def serve(self) -> MetricsServer:
         """Start the metrics server. Raises UserError."""
         return serve(self._settings, [self._redis.samples, self.samples], self.unhealthy, self.unready)
 
@@ -117,7 +125,7 @@ class WorkerMetrics:
         """Provide the pipeline once the model is loaded. held: returns the number of messages in flight."""
         self._loaded = pipeline, held
 
-    def turn(self) -> None:
+    def heartbeat(self) -> None:
         """Record that the consumer's event loop is running, or waits for an unreachable Redis."""
         self._turned = time.monotonic()
 
@@ -156,8 +164,8 @@ class WorkerMetrics:
         if self._loaded and (failure := self._loaded[0].failure):
             return [f"a thread died: {failure}"]
         quiet = 0.0 if self._turned is None else time.monotonic() - self._turned
-        if quiet > REDIS_CHECK_AFTER_S and self._redis.away():
-            self.turn()
+        if quiet > REDIS_CHECK_AFTER_S and self._redis.problems():
+            self.heartbeat()
         elif quiet > STUCK_AFTER_S + self._settings.drain:  # the loop also stands still while the worker drains
             return [f"the consumer's event loop has not run for {quiet:.0f} s"]
         return []
@@ -168,7 +176,7 @@ class WorkerMetrics:
             return ["the model is being loaded"]
         if self._turned is None:
             return ["not connected to the queue yet"]
-        return self.unhealthy() or self._redis.away()
+        return self.unhealthy() or self._redis.problems()
 
 
 def _memory(device: Device) -> dict[str, int]:

@@ -19,18 +19,17 @@ from celery.concurrency.base import apply_target
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as ConnectionFault
-from redis.exceptions import DataError
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import DataError, RedisError
 
 from shared.redis_errors import WRONG_TYPE
 from workers.pipeline.message import Message
 
 #: Errors that the redis and rpc result backends raise after their own retries.
-BACKEND_ERRORS = (RedisFault, OperationalError)
+BACKEND_ERRORS = (RedisError, OperationalError)
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class PendingTask:
     """Everything needed to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
 
     target: Callable[..., Any]
@@ -88,8 +87,8 @@ class Ticket:
         try:
             apply_target(self.target, self.args, callback=ended)
         except Exception as error:
-            if self.request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
-                if isinstance(error, RedisFault):
+            if self.request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
+                if isinstance(error, RedisError):
                     raise
                 raise ConnectionFault(str(error)) from error
             self.ending = partial(self.failed, ExceptionInfo())
@@ -97,7 +96,7 @@ class Ticket:
             self.traced = True
 
 
-def is_of_message(error: BaseException) -> bool:
+def is_permanent(error: BaseException) -> bool:
     """Return whether the message itself causes the error, so that every retry on every worker fails too.
 
     Celery sends a failed message's errbacks with the options that the sender set. kombu turns most errors of sending
@@ -106,7 +105,7 @@ def is_of_message(error: BaseException) -> bool:
     causes = [error]
     while (cause := causes[-1].__cause__) and cause not in causes:
         causes.append(cause)
-    if faults := [cause for cause in causes if isinstance(cause, RedisFault | OSError)]:
+    if faults := [cause for cause in causes if isinstance(cause, RedisError | OSError)]:
         return any(isinstance(fault, DataError) or WRONG_TYPE in str(fault) for fault in faults)
     return not isinstance(causes[-1], OperationalError)
 

@@ -39,12 +39,12 @@ from celery.platforms import EX_FAILURE
 from celery.signals import worker_shutting_down
 from celery.states import STARTED
 from celery.worker import state
-from redis.exceptions import RedisError as RedisFault
+from redis.exceptions import RedisError
 
 from shared.broker import SENT_AT, connect
 from shared.errors import DeviceFull, DeviceLost, UserError
-from shared.metrics import connect_briefly
-from shared.model_routing import PERIOD, Wanted, announce, deregister, register, wanted
+from shared.metrics import connect_for_monitoring
+from shared.model_routing import ANNOUNCE_INTERVAL_S, RequestedModel, announce, deregister, register, requested_model
 from shared.redis_errors import is_replica
 from shared.results import ResultsStore
 from shared.settings import Settings
@@ -52,14 +52,14 @@ from workers.models import device
 from workers.pipeline.calibration import calibrate
 from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
-from workers.pipeline.poison import Suspects
-from workers.runtime.hot_swap import Deployer, load_wanted, settle
-from workers.runtime.message_metadata import came_from, times_delivered
+from workers.pipeline.poison import PoisonTracker
+from workers.runtime.hot_swap import Deployer, freeze_heap, load_wanted
+from workers.runtime.message_metadata import delivery_count, source_queue
 from workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics
-from workers.runtime.pending import BACKEND_ERRORS, Ticket, is_of_message
-from workers.runtime.request import tell_withdrawn, withdrawn
-from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, named
-from workers.transport.redis_transport import end_alone, is_alone, queued_size, unclaim
+from workers.runtime.pending import BACKEND_ERRORS, PendingTask, is_permanent
+from workers.runtime.request import announce_withdrawn, withdrawn
+from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
+from workers.transport.redis_transport import end_isolation, is_isolated, queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -86,16 +86,16 @@ class DevicePool(BasePool):
             logger.warning("ignoring concurrency %s: a worker has one device", self.limit)
         self.limit = 1
         self.settings: Settings = self.app.settings
-        self._redis = connect_briefly(self.settings)
+        self._redis = connect_for_monitoring(self.settings)
         self._hub: Any = None
         #: None unless FEEDMILL_METRICS_PORT is set.
         self._metrics: WorkerMetrics | None = None
         #: Periodic calls on the event loop, such as announcements and the metrics' heartbeat.
         self._timers: list[Any] = []
         #: Pending tasks: fetched and not finished. Used only on the consumer's thread.
-        self._held: set[Ticket] = set()
+        self._held: set[PendingTask] = set()
         #: Pending tasks whose ending failed on Redis, each with the call to repeat. Used only on the consumer's thread.
-        self._unended: list[tuple[Ticket, Callable[[], None]]] = []
+        self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
         #: Average bytes of a post in a compressed message, over recent messages. Used only on the consumer's thread.
         self._post_bytes = FIRST_POST_BYTES
         #: Names of micro-batched tasks that store the state STARTED.
@@ -118,7 +118,7 @@ class DevicePool(BasePool):
             if self.settings.metrics_port:  # report a taken port before the slow steps
                 self._metrics = WorkerMetrics(self.settings, worker)
                 self._metrics.serve()
-            self._device = device.choose(self.settings.device, self.settings.dtype, self.settings.engine)
+            self._device = device.select_device(self.settings.device, self.settings.dtype, self.settings.engine)
             logger.info("device %s", self._device)
             began = time.monotonic()
             asked = self._wanted()
@@ -141,7 +141,7 @@ class DevicePool(BasePool):
             self.settings,
             budget,
             worker,
-            suspects=Suspects(connect_briefly(self.settings)),
+            poison=PoisonTracker(connect_for_monitoring(self.settings)),
             admits=self._admits,
             on_started=self._on_started,
             on_finished=self._on_finished,
@@ -160,17 +160,17 @@ class DevicePool(BasePool):
                 self._tracked.add(task.name)
         if self._metrics:
             self._metrics.loaded(self.pipeline, held=lambda: len(self._held))
-        settle(self._device)
+        freeze_heap(self._device)
         gc.set_threshold(GC_THRESHOLD)
 
-    def _wanted(self) -> Wanted | None:
+    def _wanted(self) -> RequestedModel | None:
         """Return the model wanted for the queue. Raises UserError.
 
         None while Redis is unreachable; a later check finds it.
         """
         try:
-            return wanted(self._redis, self.settings.queue)
-        except RedisFault:
+            return requested_model(self._redis, self.settings.queue)
+        except RedisError:
             return None
 
     def register_with_event_loop(self, loop: Any) -> None:
@@ -184,28 +184,28 @@ class DevicePool(BasePool):
         announcing = partial(self.pipeline.run_on_writer_thread, self._announce)
         announcing()
         self._timers = [
-            loop.call_repeatedly(PERIOD, announcing),
+            loop.call_repeatedly(ANNOUNCE_INTERVAL_S, announcing),
             loop.call_repeatedly(RETRY_INTERVAL_S, self._end_again),
             loop.call_repeatedly(RETRY_INTERVAL_S, self.catch_up),
         ]
         if self._metrics:
-            self._timers.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.turn))
+            self._timers.append(loop.call_repeatedly(TURN_INTERVAL_S, self._metrics.heartbeat))
 
     def _announce(self) -> None:
         """Register the worker and its model with the served queues (model_routing.py). After a Redis error, retry next
         period.
         """
-        self._deployer.look()
+        self._deployer.request_check()
         model = self.pipeline.classifier.weights.name
         try:
             register(self._redis, self._node)
-        except RedisFault as fault:
+        except RedisError as fault:
             logger.warning("cannot register worker %s (%s); retrying in a minute", self._node, fault)
             return
         for name in self._queues():
             try:
                 other = announce(self._redis, name, model)
-            except RedisFault as fault:
+            except RedisError as fault:
                 logger.warning("cannot register queue %s as served (%s); retrying in a minute", name, fault)
                 return
             if other and not self._deployer.report:  # expected during a deployment
@@ -219,7 +219,7 @@ class DevicePool(BasePool):
 
     def deploy(self) -> dict[str, Any]:
         """Schedule a deployment check and return the latest status."""
-        self._deployer.look()
+        self._deployer.request_check()
         return self._reported()
 
     def _reported(self) -> dict[str, Any]:
@@ -243,32 +243,32 @@ class DevicePool(BasePool):
         **_: Any,
     ) -> None:
         """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job."""
-        ticket = Ticket(target, args, accept_callback, callback, error_callback, timeout_callback)
+        pending = PendingTask(target, args, accept_callback, callback, error_callback, timeout_callback)
         if not self.active:
-            unclaim(ticket.request.message)  # fetched while closing; returns to the queue when the connection closes
+            unclaim(pending.request.message)  # fetched while closing; returns to the queue when the connection closes
             return
-        self._held.add(ticket)
+        self._held.add(pending)
         name, task_id, request, _, content_type, _ = args
         if content_type is not None:
-            ticket.args = (name, task_id, request, ticket.request.message.payload, None, None)
-        if isinstance(ticket.request.task, ClassifyTask):
-            arguments = named(request["args"], request["kwargs"])
-            delivery = ticket.request.delivery_info
+            pending.args = (name, task_id, request, pending.request.message.payload, None, None)
+        if isinstance(pending.request.task, ClassifyTask):
+            arguments = arguments_by_name(request["args"], request["kwargs"])
+            delivery = pending.request.delivery_info
             priority = delivery["priority"]
-            ticket.message = Message(
+            pending.message = Message(
                 arguments,
                 request.get(SENT_AT),
                 str(task_id)[:128],
                 priority if isinstance(priority, int) else 0,
                 bool(delivery.get("redelivered")),
-                ticket,
-                times_delivered(ticket.request.message),
-                came_from(ticket.request.message),
+                pending,
+                delivery_count(pending.request.message),
+                source_queue(pending.request.message),
             )
-            self._learn_size(len(ticket.message.raw_posts), queued_size(ticket.request.message))
-            self.pipeline.submit(ticket.message)
+            self._learn_size(len(pending.message.raw_posts), queued_size(pending.request.message))
+            self.pipeline.submit(pending.message)
         else:
-            self.pipeline.run_on_device_thread(partial(self._run_whole, ticket), f"task {name}[{task_id}]")
+            self.pipeline.run_on_device_thread(partial(self._run_whole, pending), f"task {name}[{task_id}]")
 
     def _learn_size(self, posts: int, size: int) -> None:
         if posts and size:
@@ -277,23 +277,23 @@ class DevicePool(BasePool):
     # Called by the pipeline, on its threads.
 
     def _admits(self, message: Message) -> bool:
-        return self._still_wanted(message.ticket)
+        return self._still_wanted(message.pending)
 
-    def _still_wanted(self, ticket: Ticket) -> bool:
+    def _still_wanted(self, pending: PendingTask) -> bool:
         """Return whether a request is still to run. If it was revoked or has expired, have Celery end it."""
-        if not withdrawn(ticket.request):
+        if not withdrawn(pending.request):
             return True
-        self._deliver(partial(self._finish, ticket, partial(tell_withdrawn, ticket.request)))
+        self._deliver(partial(self._finish, pending, partial(announce_withdrawn, pending.request)))
         return False
 
     def _on_started(self, message: Message) -> None:
-        ticket: Ticket = message.ticket
-        if message.unsettled:  # workers/pipeline/poison.py tracks the forward pass that follows
-            with suppress(RedisFault):
-                end_alone(ticket.request.message)
-        self._deliver(partial(self._accept, ticket, time.monotonic()))
-        if ticket.request.task.name in self._tracked and not ticket.request.ignore_result:
-            self.pipeline.run_on_writer_thread(partial(self._store_started, ticket.request))
+        pending: PendingTask = message.pending
+        if message.missing_outcomes:  # workers/pipeline/poison.py tracks the forward pass that follows
+            with suppress(RedisError):
+                end_isolation(pending.request.message)
+        self._deliver(partial(self._accept, pending, time.monotonic()))
+        if pending.request.task.name in self._tracked and not pending.request.ignore_result:
+            self.pipeline.run_on_writer_thread(partial(self._store_started, pending.request))
 
     def _store_started(self, request: Any) -> None:
         meta = {"pid": os.getpid(), "hostname": request.hostname}
@@ -304,21 +304,21 @@ class DevicePool(BasePool):
 
     def _on_finished(self, message: Message) -> None:
         """Have Celery's tracer finish the message: result backend, links, signals."""
-        ticket: Ticket = message.ticket
+        pending: PendingTask = message.pending
         if isinstance(message.fault, TimeLimitExceeded):
-            ticket.ending = partial(ticket.timed_out, False, message.fault.args[0])
+            pending.ending = partial(pending.timed_out, False, message.fault.args[0])
             return
 
         def trace() -> None:
             try:
-                ticket.trace()
-            except RedisFault as fault:
+                pending.trace()
+            except RedisError as fault:
                 self._leave_replica(fault)
                 raise
 
         token = CURRENT_MESSAGE.set(message)
         try:
-            self.pipeline.until_taken(trace)
+            self.pipeline.retry_write(trace)
         finally:
             CURRENT_MESSAGE.reset(token)
 
@@ -328,24 +328,24 @@ class DevicePool(BasePool):
             client.connection_pool.disconnect(inuse_connections=False)
 
     def _on_recorded(self, message: Message) -> None:
-        self._deliver(partial(self._finish, message.ticket, message.ticket.ending))
+        self._deliver(partial(self._finish, message.pending, message.pending.ending))
 
-    def _run_whole(self, ticket: Ticket) -> None:
+    def _run_whole(self, pending: PendingTask) -> None:
         """Run a task that is not micro-batched, on the device thread."""
-        if self._still_wanted(ticket):
-            self._deliver(partial(self._accept, ticket, time.monotonic()))
+        if self._still_wanted(pending):
+            self._deliver(partial(self._accept, pending, time.monotonic()))
             try:
-                ticket.trace()
-            except RedisFault as fault:
+                pending.trace()
+            except RedisError as fault:
                 self._leave_replica(fault)
-                logger.warning("cannot store the result of %s (%s); the task will run again", ticket.request, fault)
+                logger.warning("cannot store the result of %s (%s); the task will run again", pending.request, fault)
                 try:
                     raise Reject(fault, requeue=True)
                 except Reject:
-                    ending = partial(ticket.failed, ExceptionInfo())
-                self._deliver(partial(self._finish_later, ticket, ending))
+                    ending = partial(pending.failed, ExceptionInfo())
+                self._deliver(partial(self._finish_later, pending, ending))
             else:
-                self._deliver(partial(self._finish, ticket, ticket.ending))
+                self._deliver(partial(self._finish, pending, pending.ending))
 
     def _on_failure(self) -> None:
         state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub allows only None
@@ -362,51 +362,51 @@ class DevicePool(BasePool):
         while not self._deliveries.empty():
             self._deliveries.get()()
 
-    def _accept(self, ticket: Ticket, when: float) -> None:
+    def _accept(self, pending: PendingTask, when: float) -> None:
         try:
-            ticket.accepted(os.getpid(), when)
+            pending.accepted(os.getpid(), when)
         except NotImplementedError as refused:  # a terminate request arrived meanwhile
-            logger.warning("%s: %s", ticket.request, refused)
+            logger.warning("%s: %s", pending.request, refused)
         if self._hub:
             spent = time.monotonic() - when
-            ticket.timers = [
-                self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, ticket, limit, fault))
-                for limit, fault in ticket.limits(self.options.get("soft_timeout"), self.options.get("timeout"))
+            pending.timers = [
+                self._hub.call_later(max(0.0, limit - spent), partial(self._time_out, pending, limit, fault))
+                for limit, fault in pending.limits(self.options.get("soft_timeout"), self.options.get("timeout"))
             ]
 
-    def _time_out(self, ticket: Ticket, limit: float, fault: Exception) -> None:
+    def _time_out(self, pending: PendingTask, limit: float, fault: Exception) -> None:
         soft = isinstance(fault, SoftTimeLimitExceeded)
-        if not ticket.message:
-            if not soft and not ticket.traced:
+        if not pending.message:
+            if not soft and not pending.traced:
                 # A thread cannot be interrupted, so the process exits, as a child process of Celery's does.
-                self._finish(ticket, partial(ticket.timed_out, False, limit))
-                self.pipeline.end_as_hanging(f"{ticket.request} has not ended within its time limit of {limit} s")
+                self._finish(pending, partial(pending.timed_out, False, limit))
+                self.pipeline.fail_as_hung(f"{pending.request} has not ended within its time limit of {limit} s")
             return
         reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
-        if ticket.message and self.pipeline.give_up(ticket.message, fault, reason) and soft:
-            ticket.timed_out(True, limit)  # logs the soft time limit
+        if pending.message and self.pipeline.give_up(pending.message, fault, reason) and soft:
+            pending.timed_out(True, limit)  # logs the soft time limit
 
-    def _finish(self, ticket: Ticket, ending: Callable[[], None]) -> None:
+    def _finish(self, pending: PendingTask, ending: Callable[[], None]) -> None:
         """Finish a request. If Redis rejects a write, retry later. If Celery fails, return the message to the queue."""
-        for timer in ticket.timers:
+        for timer in pending.timers:
             timer.cancel()
-        alone = is_alone(ticket.request.message)
+        alone = is_isolated(pending.request.message)
         try:
             try:
                 ending()
             except Exception as error:  # links that the sender attached may raise anything
-                if isinstance(error, BACKEND_ERRORS) and not is_of_message(error):
+                if isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
                     raise
-                logger.exception("Celery cannot finish %s", ticket.request)
-                self._give_up(ticket.request)
+                logger.exception("Celery cannot finish %s", pending.request)
+                self._give_up(pending.request)
         except BACKEND_ERRORS as fault:
             self._leave_replica(fault)
             logger.warning(
-                "cannot finish %s in Redis (%s); retrying in %.0f s", ticket.request, fault, RETRY_INTERVAL_S
+                "cannot finish %s in Redis (%s); retrying in %.0f s", pending.request, fault, RETRY_INTERVAL_S
             )
-            self._finish_later(ticket, ending)
+            self._finish_later(pending, ending)
         else:
-            self._held.discard(ticket)
+            self._held.discard(pending)
             for todo in self._hub._pop_ready() if alone and self._hub else ():
                 todo()  # acknowledge at once: the next message waits for it, and the event loop may sleep until a timer
 
@@ -417,20 +417,20 @@ class DevicePool(BasePool):
         """
         if not request.acknowledged:  # set before the message's own flag, which waits for the event loop
             message = request.message
-            (message.requeue if times_delivered(message) < self.settings.max_deliveries else message.ack)()
+            (message.requeue if delivery_count(message) < self.settings.max_deliveries else message.ack)()
             request.acknowledged = True
 
-    def _finish_later(self, ticket: Ticket, ending: Callable[[], None]) -> None:
-        self._unended.append((ticket, ending))
+    def _finish_later(self, pending: PendingTask, ending: Callable[[], None]) -> None:
+        self._unended.append((pending, ending))
 
     def _end_again(self) -> None:
         unended, self._unended = self._unended, []
-        for ticket, ending in unended:
-            self._finish(ticket, ending)
+        for pending, ending in unended:
+            self._finish(pending, ending)
 
     def room(self) -> int:
         """Return how many messages to prefetch, so that their posts fit. 0 until a quarter of the room is free."""
-        most = self.pipeline.most_waiting()
+        most = self.pipeline.max_waiting()
         free = most - self.pipeline.waiting()
         return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
 
@@ -447,8 +447,8 @@ class DevicePool(BasePool):
 
         Rewrites results that Redis may have lost, before acknowledgements are sent. Raises redis' errors.
         """
-        for ticket in self._held:
-            ticket.request.eventer = eventer
+        for pending in self._held:
+            pending.request.eventer = eventer
         self._store.catch_up()
 
     def _on_shutting_down(self, **_: Any) -> None:
@@ -471,14 +471,14 @@ class DevicePool(BasePool):
                 todo()
         self._end_again()
         self.flush_events()
-        for ticket in self._held:
-            unclaim(ticket.request.message)
+        for pending in self._held:
+            unclaim(pending.request.message)
         if self._held:
             logger.warning("returning %d unfinished messages to the queue", len(self._held))
         self.pipeline.stop()
         self._deployer.stop()
         if not self.pipeline.failure:
-            with suppress(RedisFault):  # the registration then expires by itself
+            with suppress(RedisError):  # the registration then expires by itself
                 deregister(self._redis, self._node)
 
     # Unsupported remote commands. The sender receives the error's text.

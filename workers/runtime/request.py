@@ -9,7 +9,7 @@ Request.
 Relies on these internals of Celery 5.7: `_argsrepr`, `_kwargsrepr` and the headers of the same names are what is shown,
 and every event but task-received goes through `send_event` (celery/worker/request.py, celery/worker/strategy.py).
 `Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
-`tell_withdrawn` announces.
+`announce_withdrawn` announces.
 """
 
 import time
@@ -20,8 +20,8 @@ from celery.utils.functional import maybe_list
 from celery.worker import state
 from celery.worker.request import Request
 
-from shared.broker import shown_argument, shown_arguments
-from workers.runtime.task import POSITIONS
+from shared.broker import format_argument, format_arguments
+from workers.runtime.task import ARGUMENT_NAMES
 
 
 def withdrawn(request: Request) -> bool:
@@ -40,7 +40,7 @@ def withdrawn(request: Request) -> bool:
     )
 
 
-def tell_withdrawn(request: Request) -> None:
+def announce_withdrawn(request: Request) -> None:
     """Announce a request that is not run: event, signal, state and acknowledgement. Call it on the consumer's
     thread.
     """
@@ -58,7 +58,7 @@ class ClassifyRequest(Request):
         super().__init__(*args, **kwargs)
         self._argsrepr = self.request_dict["argsrepr"] = _positional(self.args)
         self._kwargsrepr = self.request_dict["kwargsrepr"] = (
-            shown_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
+            format_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
         )
 
     def info(self, safe: bool = False) -> Any:  # noqa: ARG002 - Celery passes False to include the arguments
@@ -78,5 +78,5 @@ class ClassifyRequest(Request):
 def _positional(args: Any) -> str:
     if not isinstance(args, list | tuple):
         return f"<{type(args).__name__}>"
-    shown = [shown_argument(name, value) for name, value in zip(POSITIONS, args, strict=False)]
+    shown = [format_argument(name, value) for name, value in zip(ARGUMENT_NAMES, args, strict=False)]
     return f"({', '.join(shown)}{',' * (len(shown) == 1)})"

@@ -26,10 +26,10 @@ from workers.pipeline.message import Message
 #: The message whose task Celery's tracer runs on this thread. The pool has its outcomes.
 CURRENT_MESSAGE: ContextVar[Message | None] = ContextVar("CURRENT_MESSAGE", default=None)
 #: The task's positional arguments, in order.
-POSITIONS = ("posts", "labels", "template", "multi_label", "strict", "top_k")
+ARGUMENT_NAMES = ("posts", "labels", "template", "multi_label", "strict", "top_k")
 
 
-def named(args: object, kwargs: object) -> dict[str, Any]:
+def arguments_by_name(args: object, kwargs: object) -> dict[str, Any]:
     """Return the task's arguments by name, however they were sent; empty if they are malformed.
 
     An extra positional argument becomes an unknown option. An argument given twice fails later, in the tracer, with
@@ -37,8 +37,10 @@ def named(args: object, kwargs: object) -> dict[str, Any]:
     """
     if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
         return {}
-    surplus = {f"argument {number}": value for number, value in enumerate(args[len(POSITIONS) :], len(POSITIONS) + 1)}
-    return dict(zip(POSITIONS, args, strict=False)) | surplus | dict(kwargs)
+    surplus = {
+        f"argument {number}": value for number, value in enumerate(args[len(ARGUMENT_NAMES) :], len(ARGUMENT_NAMES) + 1)
+    }
+    return dict(zip(ARGUMENT_NAMES, args, strict=False)) | surplus | dict(kwargs)
 
 
 class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
@@ -77,13 +79,13 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         """Return the message with an outcome for each of its posts."""
         request = self.request
         message = None if request.called_directly or request.is_eager else CURRENT_MESSAGE.get()
-        return message or self._classify_here(named(request.args, request.kwargs))
+        return message or self._classify_here(arguments_by_name(request.args, request.kwargs))
 
     def _classify_here(self, arguments: dict[str, Any]) -> Message:
         """Classify in this process. On a stock worker, also store the results, as a Feedmill worker does."""
         request = self.request
         try:
-            from workers.runtime.in_process import InProcess  # noqa: PLC0415 - torch is optional
+            from workers.runtime.in_process import InProcessPipeline  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
             raise UserError(
                 f"Classifying in this process requires the package {missing.name}: run `pip install "
@@ -93,7 +95,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         by_worker = not (request.called_directly or request.is_eager)
         queue = settings.queue if by_worker else None
         message = Message(arguments, request.get(SENT_AT), task_id=request.id, queue=queue)
-        InProcess.classify(message, settings, worker=request.hostname if by_worker else None)
+        InProcessPipeline.classify(message, settings, worker=request.hostname if by_worker else None)
         return message
 
 

@@ -10,7 +10,7 @@ from celery.exceptions import InvalidTaskError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 #: Required types, by header of task protocol 2 and by field of protocol 1's body. Anything else may have any type.
-TYPES: dict[str, type | tuple[type, ...]] = {
+FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str,
     "task": str,
     "shadow": str,
@@ -30,7 +30,7 @@ MAX_LINKS = 1000
 #: Prefix of Feedmill's own keys. A link must not use such a key as a queue.
 OWN_KEYS = "feedmill:"
 #: Fields that must not be null.
-REQUIRED = ("id", "task", "args", "kwargs")
+REQUIRED_FIELDS = ("id", "task", "args", "kwargs")
 
 
 def check(message: Any) -> None:
@@ -50,9 +50,9 @@ def check(message: Any) -> None:
         raise InvalidTaskError("the body must be a list of args, kwargs and an object with links")
     else:
         return
-    for name, kind in TYPES.items() if "task" in fields else ():
+    for name, kind in FIELD_TYPES.items() if "task" in fields else ():
         value = fields.get(name)
-        if not isinstance(value, kind) and (value is not None or name in REQUIRED):
+        if not isinstance(value, kind) and (value is not None or name in REQUIRED_FIELDS):
             wanted = kind[0] if isinstance(kind, tuple) else kind
             raise InvalidTaskError(f"{name} must be a {wanted.__name__}, not a {type(value).__name__}")
     if len(fields.get("timelimit") or (None, None)) != 2:

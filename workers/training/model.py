@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError, clause
-from workers.models.engines.network import PADDING_SENSITIVE_TYPES, filler, most_tokens, read_config
+from workers.models.engines.network import PADDING_SENSITIVE_TYPES, max_row_tokens, padding_token, read_config
 from workers.models.weights import Weights
 
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
-RIDGE = 0.05
+RIDGE_PENALTY = 0.05
 #: Maximum L-BFGS iterations; it converges well before.
 MAX_ITERATIONS = 200
 
@@ -37,7 +37,7 @@ def load_tokenizer(weights: Weights, most: int, remote_code: bool = False) -> An
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    takes = most_tokens(read_config(weights, remote_code))
+    takes = max_row_tokens(read_config(weights, remote_code))
     # Saved with the model, so that workers truncate texts as training did.
     tokenizer.model_max_length = min(most, tokenizer.model_max_length, takes or most)
     return tokenizer
@@ -73,7 +73,7 @@ def make_model(weights: Weights, labels: Sequence[str], pad_id: int, remote_code
         raise ModelError(
             f"Cannot load {weights.name} for classification: {clause(error)}. Download it again, or use another base."
         ) from error
-    model.config.pad_token_id = filler(model.config, pad_id)
+    model.config.pad_token_id = padding_token(model.config, pad_id)
     return model
 
 
@@ -106,7 +106,7 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
     features, wanted = torch.cat(seen).cpu().double(), torch.cat(labels).cpu()
     if features.shape[:-1] != wanted.shape[:1]:
         return
-    # Unit variance, so that RIDGE has the same effect for every base.
+    # Unit variance, so that RIDGE_PENALTY has the same effect for every base.
     scale = features.std().clamp_min(1e-6)
     weight, bias = _fit(features / scale, wanted, last.out_features, loss_of)
     last.weight.copy_(weight / scale)
@@ -131,7 +131,7 @@ def _fit(
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(features @ weight.T + bias, wanted).mean() + RIDGE * weight.square().sum()
+        loss = loss_of(features @ weight.T + bias, wanted).mean() + RIDGE_PENALTY * weight.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 

@@ -49,7 +49,7 @@ MAX_HEAD_EXAMPLES = 20_000
 #: Approximate number of points on the loss curve.
 CURVE_POINTS = 60
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
 class Plan(NamedTuple):
@@ -81,7 +81,7 @@ class Point(NamedTuple):
     validation_loss: float | None
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """State of a run after an optimization step."""
 
     step: int
@@ -118,11 +118,11 @@ class Training:
         options: TrainOptions,
         settings: Settings,
         planned: Callable[[Plan], None] = lambda _: None,
-        progress: Callable[[Progress], None] = lambda _: None,
+        progress: Callable[[TrainingProgress], None] = lambda _: None,
     ) -> None:
         self._dataset, self._options, self._settings = dataset, options, settings
         self._planned, self._progress = planned, progress
-        self._device = device.choose(settings.device, "float32")
+        self._device = device.select_device(settings.device, "float32")
         self._precision, self._why_precision = device.for_training(self._device, options.precision)
         self._weights = locate(options.base, settings.revision, settings.offline, settings.trust_remote_code)
         check_size(self._weights, self._device)
@@ -155,7 +155,7 @@ class Training:
                         f"{self._device.name} is out of memory training {self._weights.name} at --batch-size 1. "
                         "Lower --max-tokens, set --gradient-checkpointing, or use a smaller base."
                     ) from full
-                batch_size, accumulation = smaller(batch_size, accumulation)
+                batch_size, accumulation = next_smaller_batch(batch_size, accumulation)
                 logger.warning(
                     "out of memory: retrying with batch size %d and accumulation %d",
                     batch_size,
@@ -387,14 +387,14 @@ def save(trained: Trained, folder: Path) -> None:
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
-def smaller(batch_size: int, accumulation: int) -> tuple[int, int]:
+def next_smaller_batch(batch_size: int, accumulation: int) -> tuple[int, int]:
     """Return the next smaller batch size and the accumulation that keeps their product."""
     effective = batch_size * accumulation
     size = next(size for size in range(batch_size - 1, 0, -1) if effective % size == 0)
     return size, effective // size
 
 
-def _batched(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+def _batched(rows: Sequence[RowT], size: int) -> list[Sequence[RowT]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
@@ -427,7 +427,7 @@ class _Trainer(Trainer):
 class _ProgressCallback(TrainerCallback):
     """Report each optimization step."""
 
-    def __init__(self, progress: Callable[[Progress], None], steps: int) -> None:
+    def __init__(self, progress: Callable[[TrainingProgress], None], steps: int) -> None:
         self._progress, self._steps = progress, steps
         self._loss: float | None = None
         self._rate: float | None = None
@@ -438,4 +438,4 @@ class _ProgressCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.is_world_process_zero:
-            self._progress(Progress(state.global_step, self._steps, state.epoch or 0.0, self._loss, self._rate))
+            self._progress(TrainingProgress(state.global_step, self._steps, state.epoch or 0.0, self._loss, self._rate))

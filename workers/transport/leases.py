@@ -94,7 +94,7 @@ class Leases:
         #: Messages by tag.
         self.held: dict[str, Held] = {}
         #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
-        self.bytes_held = self.bytes_later = 0
+        self.bytes_held = self.bytes_postponed = 0
         #: The message delivered in isolation: its tag, and its bytes as received.
         self._isolated: tuple[str, bytes] | None = None
         #: Tags of delivered messages that wait for isolation. No other message is delivered meanwhile.
@@ -143,7 +143,7 @@ class Leases:
                 if found.later:
                     found.later = False
                     self.bytes_held += found.size
-                    self.bytes_later -= found.size
+                    self.bytes_postponed -= found.size
 
     def unclaim(self, tag: str) -> None:
         """Drop a claim: the message returns to its list when its connection ends."""
@@ -155,20 +155,20 @@ class Leases:
         with self._lock:
             return any(found.claimed for found in self.held.values())
 
-    def put_off(self, tag: str) -> None:
+    def postpone(self, tag: str) -> None:
         """Mark a delivered message as postponed (ETA or rate limit) and count its memory separately."""
         with self._lock:
             found = self.held.get(tag)
             if found and not (found.claimed or found.later):
                 found.later = True
                 self.bytes_held -= found.size
-                self.bytes_later += found.size
+                self.bytes_postponed += found.size
 
     def _forget(self, tag: str) -> None:
         with self._lock:
             found = self.held.pop(tag, None)
             if found and found.later:
-                self.bytes_later -= found.size
+                self.bytes_postponed -= found.size
             elif found and found.delivered:
                 self.bytes_held -= found.size
             if self._isolated and self._isolated[0] == tag:
@@ -186,18 +186,18 @@ class Leases:
 
     def record_isolation(self, tag: str) -> None:
         """Record isolation for a message that was delivered earlier and starts now."""
-        if tag in self.held and not self.is_alone(tag):
+        if tag in self.held and not self.is_isolated(tag):
             held: Any = self.client.hget(self.reserved, tag)
             if held:
                 self.begin_isolation(tag, held)
 
-    def end_alone(self, tag: str) -> None:
+    def end_isolation(self, tag: str) -> None:
         """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
         alone = self._isolated
         if alone and alone[0] == tag:
             self._replace([self.reserved], [tag, alone[1]])
 
-    def is_alone(self, tag: str) -> bool:
+    def is_isolated(self, tag: str) -> bool:
         alone = self._isolated
         return bool(alone and alone[0] == tag)
 
@@ -237,7 +237,9 @@ class Leases:
     def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
         """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
         delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
-        self._restore_all(tags, "+inf", command, lambda tag, message: counted(message) if delivered[tag] else message)
+        self._restore_all(
+            tags, "+inf", command, lambda tag, message: count_delivery(message) if delivered[tag] else message
+        )
         for tag in tags:
             self._forget(tag)
 
@@ -324,7 +326,9 @@ class Leases:
         if not self.evented:
             self.flush()
         self._return_pending()
-        self._restore_all([tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: lapsed(message))
+        self._restore_all(
+            [tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: count_expired_lease(message)
+        )
         return bool(more)
 
     def _renew(self, renewed: Sequence[str], limit: int) -> Any:
@@ -365,7 +369,7 @@ def leases_of(channel: Any) -> Leases:
     return _LEASES[where]
 
 
-def counted(message: bytes, *, lapse: bool = False) -> bytes | str:
+def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
     """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged."""
     try:
         if is_too_large(message, MAX_DECODED):
@@ -377,18 +381,18 @@ def counted(message: bytes, *, lapse: bool = False) -> bytes | str:
             found["headers"]["redelivered"] = True
         alone = info.pop("alone", None) is True
         counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
-        info |= {name: count_in(info, name) + 1 for name, applies in counts.items() if applies}
+        info |= {name: delivery_counter(info, name) + 1 for name, applies in counts.items() if applies}
         return json.dumps(found)
     except Exception:  # malformed input can raise any error; raising would block the return of all other messages
         return message
 
 
-def lapsed(message: bytes) -> bytes | str:
+def count_expired_lease(message: bytes) -> bytes | str:
     """Mark a message whose lease expired because its process vanished or stalled."""
-    return counted(message, lapse=True)
+    return count_delivery(message, lapse=True)
 
 
-def count_in(delivery_info: dict[str, Any], name: str) -> int:
-    """Return a counter written by `counted`; 0 if the sender put an invalid value there."""
+def delivery_counter(delivery_info: dict[str, Any], name: str) -> int:
+    """Return a counter written by `count_delivery`; 0 if the sender put an invalid value there."""
     found = delivery_info.get(name)
     return found if type(found) is int and 0 < found < 2**31 else 0

@@ -59,10 +59,10 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from shared import broker
-from shared.encoding import MAX_DECODED, MAX_MESSAGE, bound, is_too_large, memory_of
+from shared.encoding import MAX_DECODED, MAX_MESSAGE, is_too_large, limit_bodies, memory_of
 from shared.redis_errors import is_full
 from workers.transport.lease_scripts import RESERVE
-from workers.transport.leases import Leases, count_in, leases_of
+from workers.transport.leases import Leases, delivery_counter, leases_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ REARM_AFTER_S = 5.0
 
 #: Expired leases after which a message is delivered in isolation. One can be a coincidence: a vanished worker held many
 #: messages.
-LAPSES_BEFORE_ALONE = 2
+EXPIRIES_BEFORE_ISOLATION = 2
 #: Optional parts of a message, and the types that kombu and Celery assume without checking.
-PARTS = {"headers": dict, "content-type": str, "content-encoding": str}
+MESSAGE_PART_TYPES = {"headers": dict, "content-type": str, "content-encoding": str}
 
 
 class UndecodableError(ValueError):
@@ -95,20 +95,22 @@ def decoded(message: bytes) -> dict[str, Any]:
         text = message.decode()
         found = loads(text) if '"__type__"' in text else json.loads(text)
         body, delivery = found["body"], found["properties"]["delivery_info"]
-        parts = {name: found.get(name) for name in PARTS}
+        parts = {name: found.get(name) for name in MESSAGE_PART_TYPES}
     except Exception as error:  # kombu's JSON types raise more types of errors than JSON does
         raise UndecodableError(f"malformed message ({type(error).__name__})") from error
     if not isinstance(body, str) or not isinstance(delivery, dict):
         raise UndecodableError("body must be a string, and delivery_info an object")
-    if wrong := [name for name, part in parts.items() if not isinstance(part, PARTS[name] | None)]:
-        raise UndecodableError(f"{wrong[0]} must be {PARTS[wrong[0]].__name__}, not {type(parts[wrong[0]]).__name__}")
+    if wrong := [name for name, part in parts.items() if not isinstance(part, MESSAGE_PART_TYPES[name] | None)]:
+        raise UndecodableError(
+            f"{wrong[0]} must be {MESSAGE_PART_TYPES[wrong[0]].__name__}, not {type(parts[wrong[0]]).__name__}"
+        )
     delivery.pop("consumer_tag", None)  # a sender's tag of a no-ack consumer would disable acknowledgement
     return found  # type: ignore[no-any-return]  # the sender controls its content
 
 
 def needs_isolation(message: Mapping[str, Any]) -> bool:
     """Return whether enough workers vanished while holding this message that it may be the cause."""
-    return count_in(message["properties"]["delivery_info"], "lapse_count") >= LAPSES_BEFORE_ALONE
+    return delivery_counter(message["properties"]["delivery_info"], "lapse_count") >= EXPIRIES_BEFORE_ISOLATION
 
 
 def claim(message: Any) -> bool:
@@ -119,7 +121,9 @@ def claim(message: Any) -> bool:
     leases, tag = getattr(message.channel, "leases", None), message.delivery_tag
     if leases is None or tag not in leases.held:  # delivered by kombu's own transport
         return True
-    suspicious = count_in(message.delivery_info, "lapse_count") >= LAPSES_BEFORE_ALONE and not leases.is_alone(tag)
+    suspicious = delivery_counter(
+        message.delivery_info, "lapse_count"
+    ) >= EXPIRIES_BEFORE_ISOLATION and not leases.is_isolated(tag)
     if suspicious and leases.are_claimed():
         leases.waiting_for_isolation.add(tag)
         return False
@@ -136,22 +140,22 @@ def is_held(message: Any) -> bool:
     return leases is None or message.delivery_tag in leases.held
 
 
-def put_off(message: Any) -> None:
+def postpone(message: Any) -> None:
     """Record that a delivered message is postponed: it waits for its ETA or a rate limit."""
     if leases := getattr(message.channel, "leases", None):
-        leases.put_off(message.delivery_tag)
+        leases.postpone(message.delivery_tag)
 
 
-def is_alone(message: Any) -> bool:
+def is_isolated(message: Any) -> bool:
     """Return whether this message is the one delivered in isolation."""
     leases = getattr(message.channel, "leases", None)
-    return bool(leases and leases.is_alone(message.delivery_tag))
+    return bool(leases and leases.is_isolated(message.delivery_tag))
 
 
-def end_alone(message: Any) -> None:
+def end_isolation(message: Any) -> None:
     """Record that a message delivered in isolation proved harmless; do nothing for others. Raises redis-py's errors."""
     if leases := getattr(message.channel, "leases", None):
-        leases.end_alone(message.delivery_tag)
+        leases.end_isolation(message.delivery_tag)
 
 
 def queued_size(message: Any) -> int:
@@ -598,7 +602,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_redis
             delivered = True
             self._deliver(queue, tag, message, found)
             if alone and not self.leases.is_isolating():  # decoding it was harmless, and it is not started yet
-                self.leases.end_alone(tag)
+                self.leases.end_isolation(tag)
         return delivered
 
     def _deliver_unleased(self, messages: Sequence[tuple[str, str, str, bytes]]) -> bool:
@@ -724,15 +728,15 @@ def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, An
     return settings | {"broker_url": url.partition("?")[0], "broker_use_ssl": given}
 
 
-def reserve(app: broker.Application) -> None:
+def use_leases(app: broker.Application) -> None:
     """Make the application receive messages under leases. Call in workers only."""
     settings = app.settings
-    bound(MAX_MESSAGE, MAX_DECODED)
+    limit_bodies(MAX_MESSAGE, MAX_DECODED)
     app.conf.update(
         settings_for(settings.broker_url, broker.tls(settings)),
         broker_transport_options={
             **broker.sentinel_options(settings),
-            **broker.HELD,
+            **broker.TRANSPORT_KEYS,
             "visibility_timeout": settings.visibility_timeout,
             "unacked_restore_interval": settings.visibility_timeout / 3,
         },

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from producers.push import Pusher
-from shared.broker import connect, make_app, told_plainly
+from shared.broker import connect, make_app, user_errors
 from shared.errors import PostRefused, UserError
 from shared.messages import ClassifyOptions, Post
 from shared.settings import load
@@ -35,7 +35,7 @@ def posts(answer: dict[str, Any]) -> Iterator[Post]:
 
 def main() -> None:
     settings = load()
-    with told_plainly(settings):
+    with user_errors(settings):
         pusher = Pusher(make_app(settings), connect(settings), settings, ClassifyOptions())
         pusher.push(posts(json.load(sys.stdin)))
     print(f"{pusher.sent} sent, {pusher.skipped} skipped as sent before")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from producers.push import Pusher
-from producers.reddit.budget import Budget
-from producers.reddit.client import Reddit
+from producers.reddit.budget import RequestBudget
+from producers.reddit.client import RedditClient
 from producers.reddit.daemon import Daemon
 from producers.reddit.state import State
 from producers.reddit.topics import Topics
@@ -42,19 +42,19 @@ class House:
         self.loopback = loopback
         self.topics = Topics(active=2, topics=TOPICS)
         self.state = State(redis.client)
-        self._open: list[Reddit] = []
+        self._open: list[RedditClient] = []
 
-    def reddit(self) -> Reddit:
-        reddit = Reddit(self.settings, Budget(self.clock, 90), self.topics.topic_of)
+    def reddit(self) -> RedditClient:
+        reddit = RedditClient(self.settings, RequestBudget(self.clock, 90), self.topics.topic_of)
         self._open.append(reddit)
         return reddit
 
     def daemon(self, depth: int = 1000, **settings: Any) -> Daemon:
         chosen = self.settings.model_copy(update=settings)
-        budget = Budget(self.clock, chosen.reddit_requests_per_minute)
+        budget = RequestBudget(self.clock, chosen.reddit_requests_per_minute)
         client = connect(chosen)
         pusher = Pusher(make_app(chosen), client, chosen, ClassifyOptions(), wait=self.clock.wait)
-        reddit = Reddit(chosen, budget, self.topics.topic_of)
+        reddit = RedditClient(chosen, budget, self.topics.topic_of)
         self._open.append(reddit)
         return Daemon(reddit, budget, client, pusher, self.topics, chosen, self.clock, depth)
 

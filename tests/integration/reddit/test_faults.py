@@ -7,8 +7,8 @@ from threading import Event, Thread
 import pytest
 from pydantic import SecretStr
 
-from producers.reddit.budget import Budget
-from producers.reddit.listing import Fault
+from producers.reddit.budget import RequestBudget
+from producers.reddit.listing import RequestFailed
 from producers.reddit.state import State
 from shared.errors import CredentialsError
 from tests.fakes.clock import SimulatedClock
@@ -77,7 +77,7 @@ def test_waits_as_long_as_a_429_demands(house: House) -> None:
     "headers", [{"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1e9"}, {"retry-after": "1e9"}]
 )
 def test_rate_limit_waits_are_bounded(house: House, headers: dict[str, str]) -> None:
-    budget = Budget(house.clock, 60)
+    budget = RequestBudget(house.clock, 60)
     budget.learn(headers)
     if "retry-after" in headers:
         budget.pause(1e9)
@@ -117,7 +117,7 @@ def test_keeps_reporting_while_waiting_for_reddit(house: House) -> None:
     house.run(daemon, 2 * MINUTE)
     house.loopback.faults.always("too_many", seconds=1800)
     house.run(daemon, 20 * MINUTE)
-    told = house.state.told()
+    told = house.state.load_status()
     assert told
     assert house.clock.time() - told["at"] < MINUTE
 
@@ -146,7 +146,7 @@ def test_cuts_off_a_response_that_never_ends(house: House) -> None:
         update={"reddit_url": f"http://127.0.0.1:{server.server_port}", "reddit_timeout": 0.3}
     )
     try:
-        with pytest.raises(Fault):
+        with pytest.raises(RequestFailed):
             house.reddit().page(["cooking"])
     finally:
         server.shutdown()

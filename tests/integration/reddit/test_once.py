@@ -3,9 +3,9 @@
 import pytest
 
 from producers.push import Pusher
-from producers.reddit.client import told_plainly
+from producers.reddit.client import user_errors
 from producers.reddit.listing import Unreachable
-from producers.reddit.snapshot import MAX_ATTEMPTS, Listing, Once, patiently
+from producers.reddit.snapshot import MAX_ATTEMPTS, Listing, SnapshotReader, with_retries
 from shared.broker import make_app
 from shared.errors import UserError
 from shared.messages import ClassifyOptions
@@ -16,12 +16,12 @@ def test_single_pass_gives_up_after_some_retries(house: House) -> None:
     house.settings = house.settings.model_copy(update={"reddit_url": "http://127.0.0.1:9"})
     reddit = house.reddit()
     with pytest.raises(Unreachable):
-        patiently(lambda: reddit.page(["cooking"]), house.clock)
+        with_retries(lambda: reddit.page(["cooking"]), house.clock)
     assert len(house.clock.waits) == MAX_ATTEMPTS - 1
     assert sum(house.clock.waits) < MINUTE
     with (
         pytest.raises(UserError, match="http://127.0.0.1:9"),
-        told_plainly(house.settings),
+        user_errors(house.settings),
     ):
         reddit.page(["cooking"])
 
@@ -31,7 +31,7 @@ def test_single_pass_skips_a_failing_subreddit(house: House) -> None:
     house.publish("baking", 30)
     house.loopback.faults.always("server_error_500", where="cooking")
     pusher = Pusher(make_app(house.settings), house.redis.client, house.settings, ClassifyOptions())
-    once = Once(house.reddit(), pusher, house.state, house.clock)
+    once = SnapshotReader(house.reddit(), pusher, house.state, house.clock)
     *_, last = once.read(["cooking", "baking"], Listing("new", 20))
     assert (last.read, last.sent) == (10, 10)
     assert "r/cooking" in last.problem
@@ -43,7 +43,7 @@ def test_single_pass_marks_nothing_as_known(house: House) -> None:
     """Otherwise the daemon would treat posts between the hot ones as known."""
     house.publish("cooking", 5)
     pusher = Pusher(make_app(house.settings), house.redis.client, house.settings, ClassifyOptions())
-    list(Once(house.reddit(), pusher, house.state, house.clock).read(["cooking"], Listing("hot", 100)))
+    list(SnapshotReader(house.reddit(), pusher, house.state, house.clock).read(["cooking"], Listing("hot", 100)))
     assert len(house.ids()) == 6
     assert house.state.track("cooking").known == {}
     assert len(house.state.due(float("inf"), 10)) == 6  # the posts are rechecked nevertheless

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from producers.reddit.client import Reddit
+from producers.reddit.client import RedditClient
 from producers.reddit.state import RECHECK_DELAYS_S
 from tests.integration.reddit.house import DAY, HOUR, MINUTE, House, short_listings
 
@@ -169,10 +169,12 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
-    real = Reddit._item
+    real = RedditClient._item
     future = house.clock.time() + 30 * DAY
     monkeypatch.setattr(
-        Reddit, "_item", lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said)
+        RedditClient,
+        "_item",
+        lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said),
     )
     house.run(daemon, 5 * MINUTE)
     later = house.publish("cooking", 250)
@@ -195,9 +197,9 @@ def test_an_invalid_post_affects_no_other(
     house.run(daemon, 2 * MINUTE)
     others = house.publish("cooking", 3)
     (odd,) = house.publish("cooking")
-    real = Reddit._item
+    real = RedditClient._item
     monkeypatch.setattr(
-        Reddit, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
+        RedditClient, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
     )
     house.run(daemon, 5 * MINUTE)
     assert set(others) <= set(house.ids())

@@ -21,7 +21,7 @@ from workers.models.weights import Weights
 #: Label -> score, in the label set's order.
 Scores = dict[str, float]
 #: Label -> the texts that replace it in the template.
-Descriptions = Mapping[str, Sequence[str]]
+LabelDescriptions = Mapping[str, Sequence[str]]
 #: Label sets cached per worker. A message whose label set is not cached pays for preparing it.
 MAX_LABEL_SETS = 64
 
@@ -67,7 +67,7 @@ class LabelSets:
         self,
         kind: str,
         model: str,
-        labels: Descriptions,
+        labels: LabelDescriptions,
         template: str,
         prepare: Callable[[Sequence[Sequence[str]]], Any],
         row_each: bool = False,
@@ -83,7 +83,7 @@ class LabelSets:
 
         `prepare` receives each label's sentences; its exceptions propagate.
         """
-        labels: Descriptions = options.labels or self._labels
+        labels: LabelDescriptions = options.labels or self._labels
         template = options.template or self._template
         key = json.dumps([list(labels.items()), template, options.multi_label])
         if key not in self._known:

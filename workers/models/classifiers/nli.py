@@ -22,7 +22,7 @@ from shared.settings import Settings
 from shared.topics import TOPICS
 from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.models.device import Device
-from workers.models.engines.factory import make_engine
+from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS, read_config
 from workers.models.engines.outputs import TensorOutputs, device_errors
 from workers.models.tokenizer import Tokens
@@ -31,7 +31,7 @@ from workers.models.weights import Weights
 logger = logging.getLogger(__name__)
 
 #: Default template, the same as the pipeline's.
-TEMPLATE = "This example is {}."
+DEFAULT_TEMPLATE = "This example is {}."
 
 
 class Hypothesis(NamedTuple):
@@ -65,10 +65,10 @@ class Entailment:
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         self.weights = weights
         self.device = device
-        self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, settings.max_tokens)
         self.packed = self._engine.packed
         label2id = read_config(weights, settings.trust_remote_code).label2id
-        self._entailment = entailment_of(label2id)
+        self._entailment = entailment_class(label2id)
         if self._entailment is None:
             self._entailment = len(label2id) - 1
             logger.warning("no label of %s starts with 'entail': using its last label as entailment", weights.name)
@@ -77,7 +77,7 @@ class Entailment:
             self.kind,
             f"{weights.sha256} {self._tokenizer.max_tokens} {self._entailment} {self._contradiction}",
             settings.labels or {topic: (topic,) for topic in TOPICS},
-            settings.template or TEMPLATE,
+            settings.template or DEFAULT_TEMPLATE,
             self._hypotheses,
             row_each=True,
         )
@@ -113,7 +113,7 @@ class Entailment:
         """Pair each text with each hypothesis."""
         tokenizer, frame = self._tokenizer, self._tokenizer.frame
         if frame is None:
-            return [tokenizer.whole_pairs([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
+            return [tokenizer.encode_pairs([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
         room = tokenizer.max_tokens - tokenizer.pair_size
         return [
             [frame.pair(tokenizer.cut(premise, room - len(ids)), ids) for _, ids in hypotheses]
@@ -154,7 +154,7 @@ class Entailment:
         return dict(zip(label_set.labels, scores.tolist(), strict=True))
 
 
-def entailment_of(label2id: dict[str, int]) -> int | None:
+def entailment_class(label2id: dict[str, int]) -> int | None:
     """Return the index of the entailment class, found as the pipeline finds it: by the prefix "entail"."""
     return next((number for label, number in label2id.items() if label.lower().startswith("entail")), None)
 

@@ -10,11 +10,11 @@ import torch
 from shared.errors import ModelError, RequestRefused, SettingsError, clause
 from shared.settings import Settings
 from workers.models.classifiers import Classifier
-from workers.models.classifiers.nli import Entailment, entailment_of
+from workers.models.classifiers.nli import Entailment, entailment_class
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
 from workers.models.device import Device
-from workers.models.plugins import plugin
+from workers.models.plugins import load_plugin
 from workers.models.weights import Weights, locate, parameters
 
 #: Memory that a forward pass needs besides the weights, as a share of them (a lower bound).
@@ -27,11 +27,11 @@ CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassi
 def load_classifier(settings: Settings, device: Device) -> Classifier:
     """Load the configured model's classifier and run a trial forward pass. Raises ModelError or SettingsError."""
     weights = locate(settings.model, settings.revision, settings.offline, settings.trust_remote_code)
-    kind = kind_of(weights) if settings.classifier == "auto" else settings.classifier
+    kind = classifier_kind(weights) if settings.classifier == "auto" else settings.classifier
     check_size(weights, device)
     make = CLASSIFIERS.get(kind)
     if make is None:  # a plug-in: its results must not be mistaken for a built-in classifier's
-        make, weights = plugin(kind, "classifier"), weights._replace(name=kind)
+        make, weights = load_plugin(kind, "classifier"), weights._replace(name=kind)
     classifier: Classifier = make(weights, device, settings)
     try:
         classifier.warm_up()
@@ -49,7 +49,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     return classifier
 
 
-def kind_of(weights: Weights) -> str:
+def classifier_kind(weights: Weights) -> str:
     """Return nli, sequence or similarity. Raises ModelError if the files match none of them."""
     path = weights.folder / "config.json"
     try:
@@ -59,7 +59,7 @@ def kind_of(weights: Weights) -> str:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(f"Cannot read {path}: {clause(error)}. Download the model again.") from None
     if any(name.endswith("ForSequenceClassification") for name in names):
-        return "sequence" if entailment_of(labels) is None else "nli"
+        return "sequence" if entailment_class(labels) is None else "nli"
     if (weights.folder / "modules.json").is_file():
         return "similarity"
     raise ModelError(

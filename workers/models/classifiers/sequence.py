@@ -1,6 +1,6 @@
 """Classification with a fine-tuned model: the model brings its own labels, and a post is one row.
 
-`meaning` picks the activation from the model's configuration, as transformers' text-classification pipeline does
+`activation_for` picks the activation from the model's configuration, as transformers' text-classification pipeline does
 (pipelines/text_classification.py): none for regression, sigmoid for multi-label or one-label models, otherwise softmax.
 """
 
@@ -13,7 +13,7 @@ from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
 from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.device import Device
-from workers.models.engines.factory import make_engine
+from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS, read_config
 from workers.models.engines.outputs import TensorOutputs, device_errors
 from workers.models.weights import Weights
@@ -33,7 +33,7 @@ class SequenceClassifier:
     def __init__(self, weights: Weights, device: Device, settings: Settings) -> None:
         self.weights = weights
         self.device = device
-        self._engine, self._tokenizer = make_engine(weights, device, settings, LOGITS, settings.max_tokens)
+        self._engine, self._tokenizer = create_engine(weights, device, settings, LOGITS, settings.max_tokens)
         self.packed = self._engine.packed
         config = read_config(weights, settings.trust_remote_code)
         names = tuple(str(config.id2label.get(place, "")) for place in range(config.num_labels))
@@ -58,7 +58,7 @@ class SequenceClassifier:
             raise SettingsError(
                 f"{name} is set, but {weights.name} has fixed labels and uses no template: unset {name}."
             )
-        self._meaning = meaning(config.problem_type, len(names))
+        self._meaning = activation_for(config.problem_type, len(names))
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
 
@@ -99,7 +99,7 @@ class SequenceClassifier:
         ]
 
 
-def meaning(problem: str | None, labels: int) -> str:
+def activation_for(problem: str | None, labels: int) -> str:
     """Return the activation for a model's logits: raw, sigmoid or softmax. problem: the model's `problem_type`."""
     if problem == "regression":
         return "raw"

@@ -18,15 +18,15 @@ from shared.topics import DESCRIBED_TOPICS
 from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
-from workers.models.engines.factory import make_engine
+from workers.models.engines.factory import create_engine
 from workers.models.engines.outputs import TensorOutputs, device_errors
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 
 #: Cosine multiplier, from the model's training.
-SCALE = 20.0
+COSINE_SCALE = 20.0
 #: Default template.
-TEMPLATE = "This post is about {}."
+DEFAULT_TEMPLATE = "This post is about {}."
 #: Label sentences per forward pass, so that a large label set needs no more memory than a micro-batch.
 SENTENCE_BATCH_SIZE = 32
 
@@ -48,14 +48,14 @@ class Similarity:
         self.device = device
         self._layout = read_layout(weights)
         max_tokens = min(settings.max_tokens, self._layout.max_tokens or settings.max_tokens)
-        self._engine, self._tokenizer = make_engine(weights, device, settings, self._layout.pooling, max_tokens)
+        self._engine, self._tokenizer = create_engine(weights, device, settings, self._layout.pooling, max_tokens)
         self.packed = self._engine.packed
         self._dense = [layer.to(self._engine.home) for layer in self._layout.dense]
         self._label_sets = LabelSets(
             self.kind,
             f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
             settings.labels or DESCRIBED_TOPICS,
-            settings.template or TEMPLATE,
+            settings.template or DEFAULT_TEMPLATE,
             self._sentences,
         )
 
@@ -110,7 +110,7 @@ class Similarity:
             label_set.prepared = None  # free the tokens: they are needed once and can be large
         cosines: torch.Tensor = embeddings @ label_set.on_device.T
         independent = label_set.multi_label or len(label_set.labels) == 1
-        return cosines if independent else (SCALE * cosines).softmax(-1)
+        return cosines if independent else (COSINE_SCALE * cosines).softmax(-1)
 
     def embed(self, rows: Sequence[Tokens]) -> torch.Tensor:
         """Embed rows as unit vectors: [rows, dimensions] in float32."""

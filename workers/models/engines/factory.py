@@ -6,14 +6,14 @@ from shared.errors import DeviceFull, ModelError
 from shared.settings import Settings
 from workers.models.device import Device
 from workers.models.engines import Engine
-from workers.models.engines.network import most_tokens, read_config
+from workers.models.engines.network import max_row_tokens, read_config
 from workers.models.engines.torch_engine import TorchEngine
-from workers.models.plugins import plugin
+from workers.models.plugins import load_plugin
 from workers.models.tokenizer import Tokenizer
 from workers.models.weights import Weights
 
 
-def make_engine(
+def create_engine(
     weights: Weights, device: Device, settings: Settings, reads: Sequence[str], most: int
 ) -> tuple[Engine, Tokenizer]:
     """Load a model into the configured engine.
@@ -24,7 +24,7 @@ def make_engine(
     """
     remote_code = settings.trust_remote_code
     config = read_config(weights, remote_code)
-    tokenizer = Tokenizer(weights, min(most, most_tokens(config) or most), remote_code)
+    tokenizer = Tokenizer(weights, min(most, max_row_tokens(config) or most), remote_code)
     if config.model_type == "bart" and tokenizer.single(["a"])[0].ids[-1] != config.eos_token_id:
         raise ModelError(
             f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
@@ -37,7 +37,7 @@ def make_engine(
 
             engine: Engine = OnnxEngine(weights, device, reads, tokenizer.pad_id, settings)
         elif settings.engine != "torch":
-            engine = plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
+            engine = load_plugin(settings.engine, "engine")(weights, device, reads, tokenizer.pad_id, settings)
         else:
             engine = TorchEngine(
                 weights,

@@ -136,7 +136,7 @@ class Network(torch.nn.Module):
         self.model: Any = model
         self.config: Any = model.config
         # Decoders use this token to find a row's last real token.
-        self.pad_id = filler(self.config, pad_id)
+        self.pad_id = padding_token(self.config, pad_id)
         self.config.pad_token_id = self.config.get_text_config().pad_token_id = self.pad_id
         if not self.classifies and self.kind != "squeezebert" and getattr(self.model, "pooler", None) is not None:
             self.model.pooler = None  # saves a layer whose output is unused
@@ -220,7 +220,7 @@ def read_config(weights: Weights, remote_code: bool = False) -> Any:
         ) from error
 
 
-def filler(config: Any, pad_id: int) -> int:
+def padding_token(config: Any, pad_id: int) -> int:
     """Return the padding token: the model's, or else the tokenizer's."""
     own = getattr(config.get_text_config(), "pad_token_id", None)
     return pad_id if own is None else int(own)
@@ -231,7 +231,7 @@ def first_position(config: Any) -> int:
     return int(config.pad_token_id or 0) + 1 if config.model_type in OFFSET_POSITION_TYPES else 0
 
 
-def most_tokens(config: Any) -> int | None:
+def max_row_tokens(config: Any) -> int | None:
     """Return the maximum tokens per row that the model's positions allow; None if they set no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None

@@ -25,8 +25,8 @@ import torch
 from shared.errors import ModelError, SettingsError, clause
 from shared.messages import digest
 from shared.settings import Settings
-from workers.models.device import CORES, Device
-from workers.models.engines.network import Network, filler, read_config
+from workers.models.device import TORCH_THREADS, Device
+from workers.models.engines.network import Network, padding_token, read_config
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 
@@ -52,7 +52,7 @@ PROVIDERS = {
     "cpu": ("CPUExecutionProvider",),
 }
 #: File name of the graph; weights of more than 2 GB are stored beside it.
-GRAPH = "model.onnx"
+GRAPH_FILE = "model.onnx"
 
 
 class OnnxEngine:
@@ -64,11 +64,11 @@ class OnnxEngine:
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
-        self._pad_id = filler(read_config(weights, settings.trust_remote_code), pad_id)
+        self._pad_id = padding_token(read_config(weights, settings.trust_remote_code), pad_id)
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
         # Lanes run in parallel and share the cores.
-        options.intra_op_num_threads = max(1, CORES // device.lanes)
+        options.intra_op_num_threads = max(1, TORCH_THREADS // device.lanes)
         options.log_severity_level = 3
         wanted = PROVIDERS[device.torch.type]
         available = [name for name in wanted if name in onnxruntime.get_available_providers()]
@@ -124,9 +124,9 @@ class OnnxEngine:
         return tensor
 
 
-def _filled(rows: Sequence[Sequence[int]], longest: int, filler: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _filled(rows: Sequence[Sequence[int]], longest: int, padding_token: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Pad token ids on the right to [rows, longest]."""
-    values = np.full((len(rows), longest), filler, np.int64)
+    values = np.full((len(rows), longest), padding_token, np.int64)
     for index, row in enumerate(rows):
         values[index, : len(row)] = row
     return values
@@ -156,13 +156,13 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
     kind = f"{precision} {','.join(reads)} {pad_id} {OPSET} {GRAPH_VERSION}"
     identity = (weights.sha256, config, kind, *versions)
     folder = settings.cache_folder / "onnx" / digest(*identity)
-    if (folder / GRAPH).is_file():
-        return folder / GRAPH
+    if (folder / GRAPH_FILE).is_file():
+        return folder / GRAPH_FILE
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another worker on this machine may be exporting
-            if not (folder / GRAPH).is_file():
+            if not (folder / GRAPH_FILE).is_file():
                 logger.info("exporting %s to ONNX in %s; this takes a while, once per model", weights.name, precision)
                 began = time.monotonic()
                 for stale in folder.parent.glob(f"{folder.name}?*/"):  # left by an export that was killed
@@ -180,7 +180,7 @@ def exported(weights: Weights, dtype: torch.dtype, reads: Sequence[str], pad_id:
             f"Cannot store the ONNX graph of {weights.name} in {folder.parent}: {error}. Set "
             "FEEDMILL_CACHE_FOLDER to a writable folder."
         ) from error
-    return folder / GRAPH
+    return folder / GRAPH_FILE
 
 
 def _export(
@@ -196,7 +196,7 @@ def _export(
     if typed:
         inputs["token_type_ids"] = torch.zeros_like(example)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
-    target = folder / ("float.onnx" if quantised else GRAPH)
+    target = folder / ("float.onnx" if quantised else GRAPH_FILE)
     try:
         with torch.inference_mode(), _quiet():
             torch.onnx.export(
@@ -211,7 +211,7 @@ def _export(
                 verbose=False,
             )
         if quantised:
-            _quantise(target, folder / GRAPH)
+            _quantise(target, folder / GRAPH_FILE)
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise ModelError(

@@ -164,9 +164,9 @@ class TorchEngine:
         )
         return read
 
-    def _filled(self, rows: Sequence[Sequence[int]], longest: int, filler: int) -> torch.Tensor:
+    def _filled(self, rows: Sequence[Sequence[int]], longest: int, padding_token: int) -> torch.Tensor:
         """Pad token ids on the right to [rows, longest], on the host."""
-        tensor = torch.full((len(rows), longest), filler, pin_memory=self._cuda)
+        tensor = torch.full((len(rows), longest), padding_token, pin_memory=self._cuda)
         values = tensor.numpy()
         for index, row in enumerate(rows):
             values[index, : len(row)] = row
