@@ -1,4 +1,4 @@
-"""What Celery promises of a task, for each message inside a micro-batch: docs/celery.md's table, cell by cell.
+"""Celery's semantics for each message of a micro-batch: docs/celery.md's table, cell by cell.
 
 Each row is a function here that tries it on a real worker and says in a few words what happened: on Feedmill's, on a
 stock prefork worker that runs the same task one message at a time, and on one that batches with celery-batches.
@@ -148,7 +148,7 @@ class Scene:
         wait_until(lambda: all("received" in self._signals(each) for each in sent), "they are received")
 
     def parted(self, *sent: AsyncResult[Any]) -> bool:
-        """Whether celery-batches' timer, which flushes every 0.1 s, came between them: they were no neighbours then."""
+        """Return whether celery-batches' timer, which flushes every 0.1 s, put them into different batches."""
         return len({self.redis.client.get(f"batch:{each.id}") for each in sent}) > 1
 
     def _types(self, sent: AsyncResult[Any]) -> list[str]:

@@ -334,7 +334,7 @@ def _unrolled(values: list[Any]) -> list[int]:
 
 
 def test_parents_and_children() -> None:
-    """Of a chain each result knows the one before; and the ids are those that the tasks saw."""
+    """Each result of a chain links to its parent, and its id equals the id in the task."""
     sent: Any = chain(*(si("ids", number(value)) for value in range(6)), app=app).apply_async()
     found = [sent]
     while found[-1].parent:
@@ -460,7 +460,7 @@ def test_a_result_that_is_ignored(redis: Any) -> None:
 
 
 def test_no_subscription_is_left(redis: Any) -> None:
-    """Of the client, once it has a result or forgot it."""
+    """The client unsubscribes once it has a result or forgot it."""
     whole: Any = together(*(add(value) for value in range(3))).apply_async()
     summed: Any = after([add(1), add(2)], total()).apply_async()
     late = add(1).apply_async(countdown=600)
@@ -517,7 +517,7 @@ def test_callbacks_of_a_group_and_of_its_parts(redis: Any) -> None:
 
 @pytest.mark.parametrize("style", ["errback_old", "errback_new"])
 def test_errbacks_of_a_chain(redis: Any, style: str) -> None:
-    """Of the one that fails; and of none that comes after it."""
+    """Only the errback of the failing task runs, not those of later tasks."""
     sent = chain(add(1), fail(), plus(), app=app)
     sent.link_error(task(style))
     result: Any = sent.apply_async()
@@ -672,7 +672,7 @@ def test_a_chords_errback_for_its_header(redis: Any, flag: bool, expected: str) 
 
 
 def test_a_chord_that_fails_in_a_chain(redis: Any, worker: Feedmill) -> None:
-    """What comes after it is not run, and the worker goes on."""
+    """Later tasks do not run, and the worker keeps serving."""
     sent: Any = chain(together(add(1), fail()), total(), calls(), app=app).apply_async()
     chord_fails(sent.parent)
     settle()
@@ -705,7 +705,7 @@ def test_chords_that_leave_nothing(redis: Any) -> None:
 
 
 def test_replaced_with_callbacks(redis: Any) -> None:
-    """Those of the chain it is replaced by, and its own."""
+    """Callbacks of the replacing chain and of the replaced task both run."""
     sent = si("replaced_by_chain_with_links", number(1), top_k=2).apply_async(link=calls())
     assert numbers(sent.get(timeout=SECONDS)) == 5
     wait_until(lambda: (redis.get("inner"), redis.get("calls")) == ("1", "1"), "both were called")

@@ -1,4 +1,4 @@
-"""What the differential test (tests/differential.py) sends: drawn from a seed, in plain data, so that two brokers can
+"""Messages of the differential test (tests/differential.py): drawn from a seed, in plain data, so that two brokers can
 be sent the same, with the same ids.
 
 Nothing that is drawn leaves its outcome to timing: what is withdrawn is so before it can start, what expires has

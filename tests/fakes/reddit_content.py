@@ -26,7 +26,7 @@ Order = Literal["new", "hot", "top", "rising"]
 
 
 class Kind(NamedTuple):
-    """How a kind of subreddit answers. type: its `subreddit_type`; status and reason: of the error, if unreadable."""
+    """Answers of one kind of subreddit. type: its `subreddit_type`; status and reason: of the error, if unreadable."""
 
     type: str = "public"
     status: int = 200

@@ -1,4 +1,4 @@
-"""What can go wrong between a reader and Reddit, by name; and which request it happens to.
+"""Faults between a reader and Reddit, by name, and the requests they happen to.
 
     reddit.faults.next("too_many", seconds=5)                      # the next answer of the API
     reddit.faults.next("cut_body", times=3, where=r"/new")         # three to requests whose path and query match
@@ -258,7 +258,7 @@ class _Rule:
 
 
 class Faults:
-    """Which faults happen when. Scripted ones go before random ones, in the order in which they were asked for.
+    """Schedule of faults. Scripted faults come first, in their order, then random ones.
 
     seed: of the random ones. `seconds` of all methods: what the fault's answer names, or how long it takes.
     """
