@@ -29,7 +29,7 @@ from benchmarks.rivals.by_http import litserve, ray_serve
 from benchmarks.rivals.offline_libraries import Pipeline32, SentenceTransformers
 from benchmarks.running import run_folder
 from feedmill.stack.demo import sample_posts
-from producers.files import read
+from producers.files import Source
 from shared.messages import Post
 from shared.settings import load
 from workers.models import device
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 def read_posts(path: str | None, limit: int) -> list[Post]:
     """Read posts, or repeat the bundled ones. Ids are unique, because Feedmill skips posts it has seen."""
     if path:
-        posts = {item.id: item for item in read(path) if isinstance(item, Post)}
+        posts = {item.id: item for item in Source(path).items() if isinstance(item, Post)}
         return list(islice(posts.values(), limit))
     repeated = islice(cycle(sample_posts()), min(limit, MAX_REPEATED_POSTS))
     return [post.model_copy(update={"id": f"{post.id}-{number}"}) for number, post in enumerate(repeated)]

@@ -171,11 +171,6 @@ class Source:
         return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK_BYTES)))
 
 
-def read(path: str) -> Iterator[Item]:
-    """Yield the items of a file, in order; "-" is standard input. Raises the errors of `Source.items`."""
-    return Source(path).items()
-
-
 def is_file(path: str) -> bool:
     """Return true for a regular file, which can be read twice; false for pipes and standard input."""
     try:

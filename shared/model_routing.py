@@ -162,9 +162,7 @@ def _time(value: Any) -> float:
 
 def _registration(value: Any) -> Registration:
     """Parse a registration. Raises ValueError, KeyError, TypeError, OverflowError."""
-    if isinstance(value, dict):
-        return Registration(_time(value["seen"]), str(value["place"]), int(value["pid"]))
-    return Registration(_time(value))  # written by an earlier version
+    return Registration(_time(value["seen"]), str(value["place"]), int(value["pid"]))
 
 
 def _place() -> str:

@@ -43,8 +43,7 @@ MAX_ID = 128
 #:   ARGV[1]  first id, as XRANGE takes it              ARGV[2]  bytes of entries after which to stop
 #:   ARGV[3+] ids of the posts
 #:
-#: Returns the first id of the next call, "" after the last entry, and the number of deleted entries. Entries written by
-#: earlier versions have no field `id`; their post id is the first value of their JSON.
+#: Returns the first id of the next call, "" after the last entry, and the number of deleted entries.
 SWEEP = """
 local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
 for i = 3, #ARGV do wanted[ARGV[i]] = true end
@@ -53,14 +52,7 @@ repeat
   for _, entry in ipairs(entries) do
     local fields = entry[2]
     local id = fields[1] == 'id' and fields[2]
-    for i = 2, #fields, 2 do
-      bytes = bytes + #fields[i]
-      local quoted = not id and string.match(fields[i], '^{"id":(".-"),"[lr]')
-      if quoted then
-        local well, decoded = pcall(cjson.decode, '[' .. quoted .. ']')
-        id = well and decoded[1]
-      end
-    end
+    for i = 2, #fields, 2 do bytes = bytes + #fields[i] end
     if id and wanted[id] then
       deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
     end

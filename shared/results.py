@@ -290,17 +290,6 @@ class ResultsStore:
         found = zip(wanted, pipe.execute(), strict=True)
         return {hour: {label: int(count) for label, count in counts.items()} for hour, counts in found if counts}
 
-    def entries(self, since: float = 0.0, until: float | None = None, count: int = 500) -> Iterator[tuple[str, Result]]:
-        """Yield (entry id, result) for the stream's entries written in [since, until), oldest first.
-
-        Times are seconds since 1970, by Redis' clock. Fetches `count` entries at a time, to bound memory.
-        """
-        start, end = f"{int(since * 1000)}", "+" if until is None else f"({int(until * 1000)}"
-        while entries := cast(list[Any], self._redis.xrange(RESULTS_STREAM, start, end, count=count)):
-            for entry_id, fields in entries:
-                yield entry_id, read_entry(fields)
-            start = f"({entries[-1][0]}"
-
     def counters(self) -> Counters:
         """Return the counters since the store was created."""
         found: Any = self._redis.hgetall(COUNTERS)

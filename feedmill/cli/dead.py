@@ -180,7 +180,7 @@ def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
     if letter.post is None:
         raise PostRefused(letter.id, "", "the post was not stored")
     if letter.options is None:
-        raise RequestRefused("the options were too long to store")
+        raise RequestRefused("its options were too long to store; send the post again from its source")
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
 
 

@@ -1,8 +1,8 @@
-"""Tasks that the differential test (tests/differential.py) has both of its workers load, by FEEDMILL_INCLUDE.
+"""Tasks for the differential test (tests/differential.py). Both workers load them with FEEDMILL_INCLUDE.
 
-Those based on ClassifyTask end in every way that Celery has for a task. Each asks for its outcomes first: where a task
-does not, Feedmill's pool has classified its posts all the same, and a stock worker never does. The plain ones are
-callbacks, and return what they got, so that Celery's result of them tells it.
+The ClassifyTasks cover every way in which a Celery task can end. Each requests its outcomes first: Feedmill's pool
+classifies posts before the body runs, but a stock worker classifies only on request. The plain tasks are callbacks that
+return their arguments, so that the stored result shows them.
 """
 
 import json

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Hub:
-    """repositories: by name, a folder, or folders by revision. `main` is a revision like any other."""
+    """A fake model hub. repositories: maps a name to a folder (the revision `main`), or to folders by revision."""
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
         self._folders = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from shlex import quote
 from threading import Event
 
-from producers.files import read
+from producers.files import Source
 from shared.errors import UserError
 from shared.messages import Post
 from tests.fakes.reddit import Reddit
@@ -73,7 +73,7 @@ def _say(text: str) -> None:
 
 def _posts(path: str) -> list[Post]:
     """Return the file's posts that have a subreddit, oldest first where known. Raises UserError."""
-    found = [post for post in read(path) if isinstance(post, Post)]
+    found = [post for post in Source(path).items() if isinstance(post, Post)]
     posts = [post for post in found if post.subreddit]
     if not posts:
         raise UserError(f"{path} holds no post that names its subreddit; there is nothing to publish.")

@@ -173,7 +173,7 @@ class Content:
     def page(
         self, names: Sequence[str], order: Order, now: float, limit: int, after: str | None = None, period: str = "day"
     ) -> Page:
-        """What comes after the anchor `after`. An anchor that is not in the listing has nothing after it.
+        """Return the page after the anchor `after`; nothing follows an anchor that is not in the listing.
 
         period: of PERIODS, or all; for top. Raises Refused.
         """
@@ -220,7 +220,7 @@ class Content:
                 yield post
 
     def about(self, names: Iterable[str]) -> Iterator[Subreddit]:
-        """Return the existing subreddits that are not banned, in their own order, as in the recorded answer."""
+        """Return the named subreddits that exist and are not banned, in this listing's order, as Reddit does."""
         asked = {name.lower() for name in names}
         for name, subreddit in self._subreddits.items():
             if name in asked and subreddit.kind != "banned":

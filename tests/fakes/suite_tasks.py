@@ -1,7 +1,8 @@
-"""Tasks for tests/e2e/test_celery_suite.py. All that reckon are micro-batched: a number is a post with it for its id.
+"""Tasks for tests/e2e/test_celery_suite.py.
 
-Each takes such posts, has them classified, and returns posts, so that one can follow another; `top_k` is what it adds.
-Those that gather what a group leaves, and those that count that they were called, are plain.
+Arithmetic tasks are micro-batched: a number is encoded as the id of a post. Each classifies its posts, adds `top_k` to
+each id and returns posts, so that tasks can be chained. Tasks that collect a group's results or count their calls are
+plain Celery tasks.
 """
 
 import os

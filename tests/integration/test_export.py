@@ -11,7 +11,7 @@ import pytest
 from feedmill.export import writer
 from feedmill.export.writer import STATE_FILE, ExportFilter, Folder, format_of, opened, parts, purge
 from feedmill.reading.rows import Place, RowReader, id_before
-from producers.files import read
+from producers.files import Source
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, Post
@@ -149,7 +149,7 @@ def test_exports_to_one_file(tmp_path: Path, store: ResultsStore, reader: RowRea
     posts = [result("1", body="=a\r\nb", score=3, created_utc=5.5), result("2")]
     store.write(posts)
     assert run(out, reader, name).written == 2
-    assert list(read(str(out))) == [each.post for each in posts]
+    assert list(Source(str(out)).items()) == [each.post for each in posts]
     assert list(tmp_path.iterdir()) == [out]
     store.write([result("3")])
     assert run(out, reader, name).written == 3  # rewrites the file
@@ -232,7 +232,7 @@ def test_documented_snippet_turns_parquet_into_jsonl(tmp_path: Path, store: Resu
     lines: list[str] = []
     exec(script, {"print": lines.append})  # noqa: S102 - a snippet from our own documentation
     (tmp_path / "out.jsonl").write_text("\n".join(lines))
-    assert list(read(str(tmp_path / "out.jsonl"))) == [each.post for each in posts]
+    assert list(Source(str(tmp_path / "out.jsonl")).items()) == [each.post for each in posts]
 
 
 @pytest.mark.usefixtures("small_fetches")

@@ -217,12 +217,3 @@ def test_counts_a_limited_number_of_labels(store: ResultsStore, monkeypatch: pyt
     store.write([result("again", label=next(iter(next(iter(store.labels(1).values())))))])
     ((_, counts),) = store.labels(hours=1).items()
     assert sorted(counts.values()) == [1, 2]
-
-
-def test_reads_entries_by_time(server: RedisServer) -> None:
-    store = ResultsStore(server.client, Settings())
-    store.write([result(str(number)) for number in range(7)])
-    now = float(server.client.time()[0])
-    assert [each.post.id for _, each in store.entries(now - 60, now + 60, count=2)] == list("0123456")
-    assert list(store.entries(now + 60)) == []
-    assert list(store.entries(0, now - 60)) == []

@@ -68,7 +68,7 @@ def pipeline(classifier: Similarity, settings: Settings, **callbacks: Any) -> It
 def test_1_a_source_yields_a_post(tmp_path: Path, post: Post) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_text(LINE)
-    (found,) = files.read(str(path))
+    (found,) = files.Source(str(path)).items()
     assert found == post
     assert post.text == "Which kettle for tea & coffee?\n\nMine leaks."
 

@@ -17,7 +17,7 @@ from feedmill.export.text import COLUMNS, Csv, Jsonl
 from feedmill.export.writer import STATE_FILE, format_of, purge
 from feedmill.reading.rows import ResultRow
 from producers import exported
-from producers.files import read
+from producers.files import Source
 from producers.records import BadRecord
 from shared.errors import InputError, UserError
 from shared.messages import Classification, Post
@@ -62,7 +62,7 @@ def written(path: Path, form: Csv | Jsonl, *posts: Post) -> Path:
 @pytest.mark.parametrize("form", [Csv(), Jsonl()])
 def test_reads_back_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
     path = written(tmp_path / "out", form, FULL, BARE)
-    assert list(read(str(path))) == [FULL, BARE]
+    assert list(Source(str(path)).items()) == [FULL, BARE]
     assert list(form.ids(path)) == ["t3_1", "2"]
 
 
@@ -76,7 +76,7 @@ def test_any_text_survives_a_round_trip(
     tmp_path: Path, form: Csv | Jsonl, title: str, body: str, topic: str, post_id: str
 ) -> None:
     post = Post(id=f"x{post_id}", title=f"{title}", body=f"{body}.", topic=topic or None)
-    assert list(read(str(written(tmp_path / "out", form, post, BARE)))) == [post, BARE]
+    assert list(Source(str(written(tmp_path / "out", form, post, BARE))).items()) == [post, BARE]
 
 
 @pytest.mark.parametrize("text", FORMULAS)
@@ -171,13 +171,13 @@ def test_refuses_to_enqueue_parquet(tmp_path: Path) -> None:
     writer.add([row(FULL)])
     writer.close()
     with pytest.raises(InputError, match=naming(path, "docs/export.md")):
-        list(read(str(path)))
+        list(Source(str(path)).items())
 
 
 def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_bytes(b"id,title,label,scores,permalink\r\n1,'=a,food,{},p\r\n")
-    (post,) = read(str(path))
+    (post,) = Source(str(path)).items()
     assert isinstance(post, Post)
     assert (post.topic, post.title, post.url) == ("food", "'=a", "p")
 
@@ -185,7 +185,7 @@ def test_labels_of_other_files_are_topics(tmp_path: Path) -> None:
 def test_reports_a_row_with_an_invalid_date(tmp_path: Path) -> None:
     path = written(tmp_path / "out.jsonl", Jsonl(), FULL, BARE)
     path.write_text(path.read_text().replace('"Date":"2023-', '"Date":"about 2023-', 1))
-    bad, good = read(str(path))
+    bad, good = Source(str(path)).items()
     assert isinstance(bad, BadRecord)
     assert bad.reason.startswith("created_utc: ")
     assert good == BARE

@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source, read
+from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source
 from producers.records import BadRecord, Filters, Item, LeftOut, normalize_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
@@ -108,7 +108,7 @@ def test_reads_every_format(tmp_path: Path, data: str, pack: Callable[[bytes], b
 def test_reads_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]) -> None:
     packed = io.BytesIO(pack(b'{"id": 1, "title": "x"}'))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(packed)))
-    assert [item.id for item in read("-") if isinstance(item, Post)] == ["1"]
+    assert [item.id for item in Source("-").items() if isinstance(item, Post)] == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_skips_overlong_records(tmp_path: Path) -> None:
 #: Reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
 READS = """
 import re, sys
-from producers.files import read
+from producers.files import Source
 from producers.records import BadRecord
 megabytes = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-before, found = megabytes(), list(read(sys.argv[1]))
+before, found = megabytes(), list(Source(sys.argv[1]).items())
 bad = [item for item in found if isinstance(item, BadRecord)]
 print([item.id for item in found if item not in bad], len(bad), int(megabytes() - before))
 """
@@ -415,7 +415,7 @@ def test_rejects_files_without_posts(tmp_path: Path, data: bytes, named: tuple[s
 
 def test_rejects_a_missing_file() -> None:
     with pytest.raises(InputError, match="/no/such/file"):
-        list(read("/no/such/file"))
+        list(Source("/no/such/file").items())
 
 
 def test_truncated_zstd_gives_the_complete_records(tmp_path: Path) -> None:
@@ -464,9 +464,9 @@ def test_memory_does_not_grow_with_file_size(tmp_path: Path) -> None:
     path.write_bytes(zstd(lines.encode()) * 40)
     measure = (
         "import resource, sys\n"
-        "from producers.files import read\n"
+        "from producers.files import Source\n"
         "peak = {}\n"
-        "for number, _ in enumerate(read(sys.argv[1]), 1):\n"
+        "for number, _ in enumerate(Source(sys.argv[1]).items(), 1):\n"
         "    if number in (4000, 40_000):\n"
         "        peak[number] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "print(peak[40_000] - peak[4000])\n"

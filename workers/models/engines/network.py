@@ -187,7 +187,10 @@ class Network(torch.nn.Module):
         token_type_ids: torch.Tensor | None,
         runs: Sequence[Run],
     ) -> torch.Tensor:
-        """Return the same outputs for packed rows: [1, tokens] inputs, divided by `runs`. PACKABLE_TYPES only."""
+        """Return the outputs of `forward` for packed rows: inputs of shape [1, tokens], divided into rows by `runs`.
+
+        Supports only PACKABLE_TYPES.
+        """
         encoder = self.model.base_model
         states = encoder(
             input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, runs=runs
