@@ -1,8 +1,8 @@
 """Fuzz test: hostile messages must neither crash a worker nor get lost (`python -m tests.fuzz --messages N --seed X`).
 
-One message in ten goes to a real worker with a stand-in model, which must still answer a valid message after each batch,
-without a restart. The test process decodes the other messages with the worker's code. `--engine atheris` generates
-messages guided by coverage; it needs atheris and runs no worker.
+One message in ten goes to a real worker with a stand-in model, which must still answer a valid message after each
+batch, without a restart. The test process decodes the other messages with the worker's code. `--engine atheris`
+generates messages guided by coverage; it needs atheris and runs no worker.
 
 Fates of a message:
 

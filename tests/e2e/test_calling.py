@@ -234,13 +234,13 @@ for thread in threads: thread.join()
 
 def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
     here.run("""
-from workers.in_process import InProcess
+from workers.runtime.in_process import InProcessPipeline
 found = []
 def ask(): found.append(len(feedmill.classify([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
 asking = threading.Thread(target=ask)
 feedmill.classify(POSTS)
 asking.start()
-while not InProcess._latest._users: pass
+while not InProcessPipeline._latest._users: pass
 os.environ["FEEDMILL_LABELS"] = "tea, football"
 other = labels(feedmill.classify(POSTS))
 asking.join()
@@ -254,7 +254,7 @@ del os.environ["FEEDMILL_LABELS"]
 
 def test_custom_tasks_can_use_the_outcomes(here: Caller) -> None:
     here.run("""
-from workers.task import ClassifyTask
+from workers.runtime.task import ClassifyTask
 @app.task(bind=True, base=ClassifyTask, name="mine.best")
 def best(self, posts, **options):
     return [outcome["label"] for outcome in self.outcomes()]

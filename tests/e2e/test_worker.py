@@ -208,10 +208,10 @@ import sys, time
 from shared import logs
 from shared.settings import load
 from workers import run
-from workers.backlog import Backlog
-from workers.classifiers.similarity import Similarity
-from workers.pipeline import Pipeline
-from workers.window import Window
+from workers.pipeline.backlog import Backlog
+from workers.models.classifiers.similarity import Similarity
+from workers.pipeline.pipeline import Pipeline
+from workers.pipeline.window import Window
 
 def broken(*_):
     if sys.argv[1] == "hangs":
@@ -299,7 +299,7 @@ POISONED_WORKER = """
 import sys
 from shared import logs
 from shared.settings import load
-from workers.classifiers.similarity import Similarity
+from workers.models.classifiers.similarity import Similarity
 from workers.run import run_worker
 
 forward = Similarity.forward

@@ -35,8 +35,8 @@ SCRIPT = """
 import json, logging, sys
 logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
 from shared.errors import ModelError
-from workers import hub
-from workers.weights import locate, parameters
+from workers.models import hub
+from workers.models.weights import locate, parameters
 hub.LOG_INTERVAL_S, hub.constants.DOWNLOAD_CHUNK_SIZE = 1e-9, 50_000
 try:
     found = locate(sys.argv[1], **json.loads(sys.argv[2]))

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from shared import purge as purging
 from shared.broker import make_app, publish
 from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.keys import DEAD_LETTERS, RESULTS_STREAM, reddit_known_key, result_key, sent_key, tombstone_key
+from shared.keys import reddit_known_key, result_key, sent_key, tombstone_key
 from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.purge import PurgeCounts, lift_tombstones, purge
 from shared.results import Counters, Result, ResultsStore

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.each_redis
 REGISTERS = """
 import sys
 from redis import Redis
-from shared.serving import register
+from shared.model_routing import register
 register(Redis.from_url(sys.argv[1], decode_responses=True), sys.argv[2])
 print("registered", flush=True)
 sys.stdin.read()

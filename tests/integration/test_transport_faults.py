@@ -25,7 +25,7 @@ import os, time, uuid
 from celery import Celery
 from celery.worker.consumer import Consumer as StockConsumer
 from redis import Redis, RedisError
-from shared.transport import claim
+from workers.transport.redis_transport import claim
 
 class Consumer(StockConsumer):
     def __init__(self, on_task_request, *args, **kwargs):
@@ -38,7 +38,7 @@ app = Celery("counting", broker=os.environ["BROKER"], backend=os.environ["BROKER
 app.conf.update(
     broker_transport=os.environ["TRANSPORT"],
     broker_transport_options={"visibility_timeout": 1.5, "unacked_restore_interval": 0.3, "socket_timeout": 1}
-    if "shared" in os.environ["TRANSPORT"] else {},
+    if "redis_transport" in os.environ["TRANSPORT"] else {},
     broker_connection_retry_on_startup=True, broker_connection_max_retries=None,
     worker_enable_prefetch_count_reduction=False, worker_prefetch_multiplier=16, task_acks_late=True,
     worker_consumer="counting:Consumer",

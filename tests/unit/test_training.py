@@ -175,7 +175,7 @@ def test_out_of_memory_fails_with_several_processes(
 
 def test_rejects_a_base_transformers_cannot_load(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", Mock(side_effect=KeyError("a kind")))
-    with pytest.raises(UserError, match=naming("transformers", "a kind")):
+    with pytest.raises(UserError, match=naming("base", "a kind")):
         trained(base, tmp_path / "out")
 
 
