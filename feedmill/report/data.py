@@ -1,6 +1,6 @@
 """Gather the figures of a report in one pass over the results of the last hours in Redis.
 
-Presentation is in report_page.py (HTML) and report_charts.py (PNG).
+Presentation is in page.py (HTML) and charts.py (PNG).
 """
 
 import json

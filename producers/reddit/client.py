@@ -3,7 +3,7 @@
 PRAW alone does not suit a daemon: it ignores timeouts, sleeps without a way to interrupt it, raises ValueError on odd
 headers and reads responses of any size. `Requestor` therefore handles every response: it enforces timeouts, a size
 limit and the request budget, and hides headers and statuses that make PRAW wait or fail. All remaining errors leave
-`RedditClient` as the exceptions in `things.py`.
+`RedditClient` as the exceptions in `listing.py`.
 """
 
 import configparser

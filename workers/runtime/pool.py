@@ -7,7 +7,7 @@ only decides *when* a request's task runs: once the device has its answer. Celer
 messages and finishes them one by one.
 
 The pool hands messages to `Pipeline` and does not depend on its parts. Only this module, consumer.py, events.py,
-request.py, ticket.py, delivery.py, task.py and shared/broker.py depend on Celery.
+request.py, pending.py, message_metadata.py, task.py and shared/broker.py depend on Celery.
 
 Relies on these internals of Celery 5.7 and kombu 5.7, beyond `BasePool`:
 
