@@ -1,6 +1,6 @@
 """Classifiers: prepare texts, run the forward pass, turn outputs into scores.
 
-`similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `registry.py` picks one from the model's files.
+`similarity.py`, `nli.py` and `sequence.py` implement the protocol below; `registry.py` picks one by the model's files.
 
 `prepare` turns texts into token rows (tokenizer thread), `forward` runs one micro-batch of rows from any posts and
 label sets (device thread), and `finish` turns the outputs into scores (writer thread). A classifier does not
