@@ -111,7 +111,7 @@ class Settings(BaseSettings):
     reddit_client_secret: SecretStr | None = None
     #: User agent, in the form that Reddit requires: <platform>:<app ID>:<version> (by /u/<user>).
     reddit_user_agent: Annotated[str, _form(r"[ -~]{7,200}", "7 to 200 printable ASCII characters")] | None = None
-    #: Section of praw.ini that contains the credentials. Unset: DEFAULT_TOPICS_FILE.
+    #: Section of praw.ini that contains the credentials. Unset: DEFAULT.
     reddit_site: str | None = None
     #: URL of another server with Reddit's API, which receives the credentials. Unset: Reddit.
     reddit_url: Annotated[str, _form(r"https?://[^/?#\s]+", "a URL such as http://127.0.0.1:8080")] | None = None

@@ -151,7 +151,7 @@ def _filters(subreddits: Iterable[str], since: str | None, until: str | None) ->
         found = [subreddit_name(name) for name in given.split(",") if name.strip()] or [given]
         for name in found:
             if not SUBREDDIT_NAME.fullmatch(name):
-                raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Write python,learnpython.")
+                raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
         names.update(found)
     filters = Filters(frozenset(names), _seconds("--since", since), _seconds("--until", until))
     if filters.since is not None and filters.until is not None and filters.since >= filters.until:

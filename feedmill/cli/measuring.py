@@ -118,7 +118,7 @@ def evaluate(
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", help="ModelOption to evaluate, as for classify; repeat to compare several.", show_default=False
+            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
         ),
     ] = None,
     classifier: ClassifierOption = None,

@@ -34,7 +34,7 @@ POSTS = 40
 
 
 def rules(**passwords: str) -> str:
-    """Return the file with these users' password hashes filled in."""
+    """Return docker/users.conf with these users' password hashes filled in."""
     text = USERS.read_text()
     for user, password in passwords.items():
         text = text.replace(f"#{user.upper()} ", f"#{hashlib.sha256(password.encode()).hexdigest()} ")

@@ -63,7 +63,7 @@ class Elsewhere:
         self.environment |= {"FEEDMILL_REDIS_URL": redis.url, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(self, *arguments: str, given: object = None) -> str:
-        """Run Python there with these arguments and `given` as JSON on standard input; return its output."""
+        """Run Python in the application's environment; return its output. `given` is JSON on its standard input."""
         said = subprocess.run(
             [self.python, *arguments],
             input=json.dumps(given),

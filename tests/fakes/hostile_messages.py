@@ -28,7 +28,7 @@ class Hostile(NamedTuple):
     drawn: dict[str, Any] | bytes
 
     def element(self, task_id: str) -> bytes:
-        """Return the message as a list element, with this id if it has one."""
+        """Return the message as an element of the Redis list, with `task_id` as its id if it has one."""
         if isinstance(self.drawn, bytes):
             return _filled(self.drawn, task_id)
         return _written(self.drawn, task_id)
@@ -172,7 +172,7 @@ ANYTHING = st.recursive(
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """A place in the message whose value can be changed."""
+    """Return the path of every value in the message that can be changed."""
     found = [place] if place else []
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

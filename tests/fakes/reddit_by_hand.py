@@ -137,7 +137,7 @@ def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
 
 
 def _run(reddit: Reddit, coming: Iterator[Post], rate: float, ending: Event) -> None:
-    """Publish the rest at the given rate, with a status line each minute, until asked to stop."""
+    """Publish the remaining posts at the given rate, with a status line each minute, until `ending` is set."""
     pause = 60.0 / rate if rate > 0 else REPORT
     publish_at = time.monotonic() + pause if rate > 0 else float("inf")
     report_at = time.monotonic() + REPORT
