@@ -87,7 +87,7 @@ def _resident() -> int:
 
 
 def run(hours: int, an_hour: int, filled: int, folder: Path) -> dict[str, Any]:
-    """Publish `an_hour` posts per hour while a second process runs the daemon; return the figures of the final report."""
+    """Publish `an_hour` posts per hour while a second process runs the daemon. Return the final figures."""
     random = Random(1)
     context = multiprocessing.get_context("spawn")
     shared = context.Value("d", SimulatedClock().time())
