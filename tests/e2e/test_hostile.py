@@ -207,7 +207,7 @@ def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings:
             found["headers"]["id"] = found["properties"]["correlation_id"] = f"{template.id}-{number}"
             redis.client.lpush("feedmill", json.dumps(found))
     with standing_in(redis, tmp_path) as (worker, _):
-        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are finished")
+        wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "all messages are finished", 150)
         (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{worker.pid}/status").read_text())
         assert int(peak) < 1_500_000
     store = ResultsStore(connect(settings), settings)

@@ -138,7 +138,8 @@ def test_health_queries_registered_workers_by_name(
     assert asked == [None, ["a@host", "b@host"]]
     assert "a@host (alive 0 s ago), b@host (alive 0 s ago)" in said
     deregister(server.client, "a@host")
-    server.client.hset(WORKERS, "b@host", time.time() - EXPECTED_S - 60)
+    silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
+    server.client.hset(WORKERS, "b@host", json.dumps(silent))
     assert "`feedmill worker`" in next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     register(server.client, "c@host")
     assert server.client.hkeys(WORKERS) == ["c@host"]
