@@ -81,8 +81,10 @@ class Scene:
         self.log = folder / "worker.log"
         with self.log.open("wb") as log:
             self.worker = start(command, ROOT, clean | ours, log)
-        wait_until(self._hears.is_set, f"the worker is there: {kind}")
-        wait_until(lambda: self._inspect().ping(), f"the worker answers: {kind}")
+
+    def wait_for_worker(self) -> None:
+        wait_until(self._hears.is_set, f"the worker is there: {self.kind}")
+        wait_until(lambda: self._inspect().ping(), f"the worker answers: {self.kind}")
         self.send(post()).get(timeout=60)  # the stock worker loads its model with the first message
 
     def _listen(self) -> None:
@@ -663,29 +665,57 @@ def table() -> dict[tuple[str, str], str]:
     return cells
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Scene]]:
-    made: dict[str, Scene] = {}
+class Scenes:
+    """The running worker of each kind."""
 
-    def scene(kind: str) -> Scene:
-        if kind not in made:
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._running: dict[str, Scene] = {}
+
+    def get(self, kind: str) -> Scene:
+        if kind not in self._running:
             if kind == "celery-batches" and not BATCHES.is_dir():
                 pytest.skip("needs celery-batches, which `make test` installs")
-            made[kind] = Scene(kind, tmp_path_factory.mktemp("worker"))
-        return made[kind]
+            self._running[kind] = Scene(kind, self._new_folder())
+            self._running[kind].wait_for_worker()
+        return self._running[kind]
 
-    yield scene
-    for each in made.values():
-        each.stop()
+    def stop(self, kind: str) -> None:
+        if scene := self._running.pop(kind, None):
+            scene.stop()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenes]:
+    scenes = Scenes(lambda: tmp_path_factory.mktemp("worker"))
+    yield scenes
+    for kind in KINDS:
+        scenes.stop(kind)
+
+
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
-def test_each_cell(scenes: Callable[[str], Scene], name: str, kind: str) -> None:
+def test_each_feedmill_cell(scenes: Scenes, name: str) -> None:
+    assert ROWS[name](scenes.get("Feedmill")) == table()[name, "Feedmill"]
+
+
+# Celery's own workers have races: when a killed child's pipe is reused, a message may reach the new child before it
+# is revoked, and torch may refuse a thread pool in a forked child. The table states what they usually do.
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
+def test_each_other_cell_within_three_new_workers(scenes: Scenes, name: str, kind: str) -> None:
     if name in OWN_BODY and kind == "celery-batches":
         assert table()[name, kind] == "not possible"
         return
-    assert ROWS[name](scenes(kind)) == table()[name, kind]
+    found = []
+    for _ in range(3):
+        try:
+            found.append(ROWS[name](scenes.get(kind)))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        if found[-1] == table()[name, kind]:
+            return
+        scenes.stop(kind)
+    pytest.fail(f"the table says {table()[name, kind]!r}, found {found}")
 
 
 def test_the_table_has_no_other_rows() -> None:
@@ -699,6 +729,7 @@ def main() -> None:
     found: dict[str, list[str]] = {name: [name] for name in ROWS}
     for kind in sys.argv[1:] or KINDS:
         scene = Scene(kind, Path(tempfile.mkdtemp()))
+        scene.wait_for_worker()
         for name, function in ROWS.items():
             try:
                 cell = "not possible" if name in OWN_BODY and kind == "celery-batches" else function(scene)
