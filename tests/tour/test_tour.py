@@ -24,6 +24,7 @@ from workers.models import device
 from workers.models.classifiers import Row
 from workers.models.classifiers.similarity import Similarity
 from workers.models.weights import locate
+from workers.pipeline import context
 from workers.pipeline.calibration import TokenBudget
 from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
@@ -56,12 +57,28 @@ def sent_and_reserved(post: Post, settings: Settings) -> Iterator[Any]:
         yield channel.basic_get(settings.queue)
 
 
+class Owner(context.Owner):
+    """Keep the pipeline's finished messages."""
+
+    def __init__(self, store: ResultsStore) -> None:
+        self._store = store
+        self.stored_when_finished: list[list[Result]] = []
+        self.recorded_messages: list[Message] = []
+
+    def finished(self, message: Message) -> None:  # noqa: ARG002 - the store is what counts
+        self.stored_when_finished.append(self._store.latest(1))
+
+    def recorded(self, message: Message) -> None:
+        self.recorded_messages.append(message)
+
+
 @contextmanager
-def pipeline(classifier: Similarity, settings: Settings, **callbacks: Any) -> Iterator[Pipeline]:
+def pipeline(classifier: Similarity, settings: Settings) -> Iterator[tuple[Pipeline, Owner]]:
     store = ResultsStore(connect(settings), settings)
-    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", on_failure=lambda: None, **callbacks)
+    owner = Owner(store)
+    running = Pipeline(classifier, store, settings, TokenBudget(2048), "tour", owner)
     running.start()
-    yield running
+    yield running, owner
     running.stop()
 
 
@@ -125,37 +142,30 @@ def test_8_the_classifier_computes_scores(classifier: Similarity, post: Post) ->
 
 
 def test_9_the_result_is_stored_before_the_message_ends(classifier: Similarity, settings: Settings, post: Post) -> None:
-    store = ResultsStore(connect(settings), settings)
-    stored_when_finished: list[list[Result]] = []
-    with pipeline(classifier, settings, on_finished=lambda _: stored_when_finished.append(store.latest(1))) as running:
+    with pipeline(classifier, settings) as (running, owner):
         running.submit(Message({"posts": [post.model_dump()]}, sent_at=None))
-        wait_until(lambda: stored_when_finished, "the message is finished")
-    assert stored_when_finished[0][0].post.id == post.id
+        wait_until(lambda: owner.stored_when_finished, "the message is finished")
+    assert owner.stored_when_finished[0][0].post.id == post.id
 
 
 def test_10_the_message_is_acknowledged_last(
     classifier: Similarity, settings: Settings, redis: RedisServer, post: Post
 ) -> None:
-    done: list[Message] = []
-    with (
-        sent_and_reserved(post, settings) as reserved,
-        pipeline(classifier, settings, on_recorded=done.append) as running,
-    ):
+    with sent_and_reserved(post, settings) as reserved, pipeline(classifier, settings) as (running, owner):
         running.submit(Message(arguments_by_name(*reserved.payload[:2]), sent_at=None))
-        wait_until(lambda: done, "outcomes and dead letters are stored")
+        wait_until(lambda: owner.recorded_messages, "outcomes and dead letters are stored")
         assert queue_depth(redis.client, settings.queue) == (0, 1), "the message is still leased"
         reserved.ack()
         assert queue_depth(redis.client, settings.queue) == (0, 0)
 
 
 def test_11_a_reader_finds_the_result(classifier: Similarity, settings: Settings, post: Post) -> None:
-    done: list[Message] = []
-    with pipeline(classifier, settings, on_recorded=done.append) as running:
+    with pipeline(classifier, settings) as (running, owner):
         running.submit(Message({"posts": [post.model_dump()], "labels": "tea,cars"}, sent_at=None))
         reading = batches(Follower(connect(settings), history=1))
         found = next(read.item for batch in reading for read in batch)
-        wait_until(lambda: done, "the message is finished")
+        wait_until(lambda: owner.recorded_messages, "the message is finished")
     assert isinstance(found, Result)
     assert found.classification.label == "tea"
     assert ResultsStore(connect(settings), settings).get(post.id) == [found.classification]
-    assert done[0].result() == [found.classification.model_dump()]
+    assert owner.recorded_messages[0].result() == [found.classification.model_dump()]

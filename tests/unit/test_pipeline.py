@@ -23,8 +23,9 @@ from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.device import Device
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
+from workers.pipeline import context
 from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.message import Message
+from workers.pipeline.message import Message, State
 from workers.pipeline.offline import classify, pipeline_error
 from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.poison import PoisonTracker
@@ -120,8 +121,30 @@ class Store:
     def catch_up(self) -> None: ...
 
 
+class Calls(context.Owner):
+    """Record the pipeline's calls in an `Owner`."""
+
+    def __init__(self, owner: "Owner") -> None:
+        self._owner = owner
+
+    def admit(self, message: Message) -> bool:
+        return message not in self._owner.unwanted
+
+    def started(self, message: Message) -> None:
+        self._owner.started.append(message)
+
+    def finished(self, message: Message) -> None:
+        self._owner.finishing(message)
+
+    def recorded(self, message: Message) -> None:
+        self._owner.finished.append(message)
+
+    def failed(self) -> None:
+        self._owner.failures += 1
+
+
 class Owner:
-    """A pipeline and the callbacks that it made."""
+    """A pipeline and the calls that it made."""
 
     def __init__(
         self,
@@ -143,24 +166,14 @@ class Owner:
             Settings(**settings),
             self.budget,
             "worker",
-            poison=poison,
-            admits=lambda message: message not in self.unwanted,
-            on_started=self.started.append,
-            on_finished=self._finish,
-            on_recorded=self.finished.append,
-            on_failure=self._failed,
+            Calls(self),
+            poison,
         )
         self.pipeline.start()
 
     def waiting(self) -> int:
         """Return the number of rows in the window."""
         return len(self.pipeline._backlog)
-
-    def _finish(self, message: Message) -> None:
-        self.finishing(message)
-
-    def _failed(self) -> None:
-        self.failures += 1
 
     def send(self, *titles: str, **options: Any) -> Message:
         posts = [{"id": str(number), "title": title} for number, title in enumerate(titles)]
@@ -216,7 +229,7 @@ def test_starts_and_finishes_each_message_once(owner: Owner) -> None:
 def test_messages_share_a_forward_pass(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.started, "the device is busy")
+    wait_until(lambda: first.state is State.STARTED, "the device is busy")
     for _ in range(10):
         owner.send("one", "two words")
     wait_until(lambda: owner.waiting() == 20, "the window fills")
@@ -597,13 +610,13 @@ def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
 def test_drops_revoked_messages(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.started, "the device is busy")
+    wait_until(lambda: first.state is State.STARTED, "the device is busy")
     revoked, wanted = owner.send("revoked meanwhile"), owner.send("wanted")
     answered = owner.send("")  # needs no forward pass
     owner.unwanted += [revoked, answered]
     owner.classifier.gate.set()
-    wait_until(lambda: wanted in owner.finished and answered.dropped, "the other messages are done", 10)
-    assert revoked.dropped
+    wait_until(lambda: wanted in owner.finished and answered.state is State.DROPPED, "the other messages are done", 10)
+    assert revoked.state is State.DROPPED
     assert owner.started == [first, wanted]
     assert owner.classifier.batches == [1, 1]
     assert len(owner.store.written) == 2
@@ -613,7 +626,7 @@ def test_drops_revoked_messages(owner: Owner) -> None:
 def test_timed_out_message_does_not_affect_its_batch(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.started, "the device is busy")
+    wait_until(lambda: first.state is State.STARTED, "the device is busy")
     slow, other = owner.send("a post", ""), owner.send("its neighbour")
     wait_until(lambda: owner.waiting() == 2, "both messages wait")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
@@ -634,7 +647,7 @@ def test_timed_out_message_does_not_affect_its_batch(owner: Owner) -> None:
 def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
     owner.classifier.gate.clear()
     slow = owner.send("in a long forward pass")
-    wait_until(lambda: slow.started, "the device has it")
+    wait_until(lambda: slow.state is State.STARTED, "the device has it")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
     wait_until(lambda: slow in owner.finished, "the message is finished", 10)
     owner.classifier.gate.set()
@@ -645,7 +658,7 @@ def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
 
 def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:
     def send_again(message: Message) -> None:
-        message.sent_again = True
+        assert message.enter(State.SENT_AGAIN)
 
     owner.finishing = send_again
     first = owner.send("fine", "")
@@ -657,7 +670,7 @@ def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 1)
 
 
-def test_stores_dead_letters_before_on_recorded(owner: Owner) -> None:
+def test_stores_dead_letters_before_the_message_ends(owner: Owner) -> None:
     stored: list[tuple[int, int]] = []
     owner.finishing = lambda _: stored.append((len(owner.store.written), len(owner.store.dead)))
     owner.results("fine", "")
@@ -668,7 +681,7 @@ def test_stores_dead_letters_before_on_recorded(owner: Owner) -> None:
 def test_jobs_and_micro_batches_alternate(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
-    wait_until(lambda: first.started, "the device is busy")
+    wait_until(lambda: first.state is State.STARTED, "the device is busy")
     batches_before_job: list[int] = []
     for _ in range(5):
         owner.pipeline.run_on_device_thread(lambda: batches_before_job.append(len(owner.classifier.batches)), "a job")

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from celery import Celery
 from redis.exceptions import RedisError
 
+from workers.runtime.in_flight import InFlight
+from workers.runtime.pending import PendingTask
 from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
 
@@ -48,7 +51,8 @@ def test_fetches_nothing_with_little_room(pool: DevicePool) -> None:
 
 def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     request = SimpleNamespace(eventer=None)
-    pool._held = [SimpleNamespace(request=request)]  # type: ignore[assignment]
+    pool._in_flight = InFlight(Celery(), (None, None))  # type: ignore[arg-type]
+    pool._in_flight._held = {PendingTask(request)}
     pool._store = SimpleNamespace(catch_up=Mock(side_effect=RedisError("unreachable")))  # type: ignore[assignment]
     with pytest.raises(RedisError, match="unreachable"):
         pool.adopt("its events")

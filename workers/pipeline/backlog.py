@@ -17,9 +17,9 @@ from typing import NamedTuple
 from shared.messages import ClassifyOptions
 from workers.models.classifiers import Classifier, Row
 from workers.pipeline.calibration import TokenBudget
-from workers.pipeline.message import Message
+from workers.pipeline.context import Context
+from workers.pipeline.message import Message, State
 from workers.pipeline.poison import IsolationQueue
-from workers.pipeline.watch import Watch
 from workers.pipeline.window import Window
 
 #: Rows added per acquisition of the lock. Lanes that wait for the lock run in between.
@@ -78,8 +78,6 @@ class Backlog:
 
     lanes: number of lanes of the device.
     batch_rows: maximum rows of a micro-batch.
-    admits: returns whether a message is still wanted; called with the lock held, when its first row is taken.
-    on_started: called with each message whose first row was taken, on the thread that took it.
     on_replaced: called with a new model once no rows wait for the previous one; called with the lock held.
     """
 
@@ -88,21 +86,18 @@ class Backlog:
         loaded: Loaded,
         lanes: int,
         batch_rows: int,
-        admits: Callable[[Message], bool],
-        on_started: Callable[[Message], None],
+        context: Context,
         on_replaced: Callable[[Loaded], None],
-        watch: Watch,
     ) -> None:
         #: The active model, followed by its successors in order. Always replaced as a whole. The first one changes only
         #: while no lane has a micro-batch.
         self._models: tuple[Loaded, ...] = (loaded,)
         self._lanes = lanes
         self._batch_rows = batch_rows
-        self._admits = admits
-        self._on_started = on_started
+        self._owner = context.owner
+        self._watch = context.watch
         self._on_replaced = on_replaced
-        self._watch = watch
-        #: Guards this object and the `started`, `finished` and `dropped` of every message.
+        #: Guards this object and the state of every message.
         self._ready = threading.Condition()
         self._jobs: deque[Job] = deque()
         #: Number of lanes that have a micro-batch.
@@ -179,13 +174,13 @@ class Backlog:
                 rows = self._take() if self._is_due() and not self._closed else []
                 messages = {id(row.owner.message): row.owner.message for row in rows}
                 starting = [message for message in messages.values() if self._starts(message)]
-                rows = [row for row in rows if not row.owner.message.dropped]
+                rows = [row for row in rows if row.owner.message.state is State.STARTED]
                 alone = not self._busy and not self.active.window
                 self._isolating = isolated = self._isolating and bool(rows)
                 self._busy += bool(rows)
                 batch = Batch(self.active, rows, 1 if alone or isolated else self._lanes, isolated) if rows else None
             for message in starting:
-                self._on_started(message)
+                self._owner.started(message)
             if batch:
                 return batch
         return None
@@ -230,21 +225,18 @@ class Backlog:
 
     def _starts(self, message: Message) -> bool:
         """Start a message if it is still wanted, else drop it. Return True if this call started it."""
-        if message.started or message.dropped:
+        if message.state is not State.WAITING:
             return False
-        message.started = self._admits(message)
-        message.dropped = not message.started
-        return message.started
+        admitted = self._owner.admit(message)
+        message.enter(State.STARTED if admitted else State.DROPPED)
+        return admitted
 
     # Ending messages.
 
     def drop(self, message: Message) -> bool:
         """Stop computing a message. Return False if it is already finished or dropped."""
         with self._ready:
-            if message.finished or message.dropped:
-                return False
-            message.dropped = True
-        return True
+            return message.enter(State.DROPPED)
 
     def finish(self, message: Message) -> bool:
         """Mark a message that has all its outcomes as finished.
@@ -253,9 +245,8 @@ class Backlog:
         """
         with self._ready:
             starting = self._starts(message)  # only for a message that needed no forward pass
-            if message.dropped:
+            if not message.enter(State.FINISHED):
                 return False
-            message.finished = True
         if starting:
-            self._on_started(message)
+            self._owner.started(message)
         return True

@@ -8,7 +8,6 @@ split in half, repeatedly, until the failing post is found.
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -16,9 +15,8 @@ from shared.errors import DeviceFull, DeviceLost, printable
 from workers.models.classifiers import Outputs, Row
 from workers.models.device import Device
 from workers.pipeline.backlog import Backlog, Batch, Loaded
+from workers.pipeline.context import Context
 from workers.pipeline.message import traceback_of
-from workers.pipeline.poison import PoisonTracker
-from workers.pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -36,27 +34,15 @@ class Computed(NamedTuple):
 
 
 class BatchLoop:
-    """A loop for each lane of the device.
-
-    hand_over: called with each computed part; may block.
-    stopping: ends every wait for the device.
-    """
+    """A loop for each lane of the device. hand_over: called with each computed part; may block."""
 
     def __init__(
-        self,
-        backlog: Backlog,
-        device: Device,
-        poison: PoisonTracker | None,
-        hand_over: Callable[[Computed], None],
-        stopping: threading.Event,
-        watch: Watch,
+        self, backlog: Backlog, device: Device, context: Context, hand_over: Callable[[Computed], None]
     ) -> None:
         self._backlog = backlog
         self._device = device
-        self._poison = poison
+        self._context = context
         self._hand_over = hand_over
-        self._stopping = stopping
-        self._watch = watch
         #: By lane: start of its latest forward pass, by the watch's clock, and the pass's outputs. Read by the watcher
         #: thread.
         self._computing: list[tuple[float, Outputs | None] | None] = [None] * device.lanes
@@ -77,7 +63,7 @@ class BatchLoop:
         """Return a lane whose forward pass has run for more than `seconds`, or None. For the watcher thread."""
         for lane, computing in enumerate(self._computing):
             began, outputs = computing or (math.inf, None)
-            if self._watch.now() - began > seconds and not (outputs and outputs.ready()):
+            if self._context.watch.now() - began > seconds and not (outputs and outputs.ready()):
                 return lane
         return None
 
@@ -110,7 +96,7 @@ class BatchLoop:
 
     def _compute(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> Outputs:
         self._note(rows, lane)
-        began = self._watch.now()
+        began = self._context.watch.now()
         self._computing[lane] = began, None
         try:
             outputs = loaded.classifier.forward(rows)
@@ -122,11 +108,11 @@ class BatchLoop:
 
     def _note(self, rows: Sequence[Row], lane: int) -> None:
         """Record the posts in flight, so that a crash can be attributed to them."""
-        if self._poison:
+        if self._context.poison:
             latest = self._computing[lane]
             running = self._noted[lane] if latest and latest[1] and not latest[1].ready() else []
             self._noted[lane] = [(row.owner.message.task_id, row.owner.index) for row in rows if row.owner]
-            self._poison.note(lane, (*running, *self._noted[lane]))
+            self._context.poison.note(lane, (*running, *self._noted[lane]))
 
     def _isolated(self, batch: Batch, lane: int) -> list[Part]:
         """Run `_forward` on suspected poison posts while nothing else is on the device."""
@@ -142,5 +128,5 @@ class BatchLoop:
         return parts
 
     def _wait_for(self, outputs: Outputs) -> None:
-        while not outputs.ready() and not self._stopping.wait(0.001):
+        while not outputs.ready() and not self._context.stopping.wait(0.001):
             pass

@@ -1,12 +1,13 @@
 """A message inside the worker: from its arguments to one outcome per post.
 
-One bad post does not fail the other posts of its message. Independent of Celery: the pool keeps what it needs to reply
-in `ticket`.
+One bad post does not fail the other posts of its message. Independent of Celery: the pipeline's owner keeps what it
+needs to reply in `pending`.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from traceback import format_tb
 from typing import Any
 
@@ -34,6 +35,30 @@ MAX_TIMESTAMP_S = 1e11
 MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
 
 
+class State(Enum):
+    """A message's state. `TRANSITIONS` lists the states that may follow each."""
+
+    #: None of its rows has entered a forward pass.
+    WAITING = auto()
+    #: One of its rows has entered a forward pass, or none needs to.
+    STARTED = auto()
+    #: All of its outcomes were reported to the owner.
+    FINISHED = auto()
+    #: Nothing more of it is computed, because it was withdrawn or exceeded a time limit.
+    DROPPED = auto()
+    #: Its task was retried as a new message. Its failed posts are then not dead letters yet.
+    SENT_AGAIN = auto()
+
+
+TRANSITIONS = {
+    State.WAITING: {State.STARTED, State.DROPPED},
+    State.STARTED: {State.FINISHED, State.DROPPED},
+    State.FINISHED: {State.SENT_AGAIN},
+    State.DROPPED: {State.SENT_AGAIN},
+    State.SENT_AGAIN: set(),
+}
+
+
 class Message:
     """A message inside the worker: its posts and their outcomes.
 
@@ -42,7 +67,7 @@ class Message:
     task_id: Celery's task id, for dead letters.
     priority: 0 (first) to 9 (last).
     redelivered: whether a worker had the message before.
-    ticket: anything the caller needs to reply to it.
+    pending: anything that the owner needs to reply to it.
     attempts: number of deliveries, including this one.
     queue: the queue it was taken from, if any.
     """
@@ -80,14 +105,15 @@ class Message:
         self.refused: RequestRefused | None = None
         #: Reason why a valid message fails as a whole, such as a timeout.
         self.fault: Exception | None = None
-        #: True once one of its rows has entered a forward pass, or none needs to.
-        self.started = False
-        #: True once its outcomes were reported to the caller.
-        self.finished = False
-        #: True once nothing more of it is computed, because it was revoked or timed out.
-        self.dropped = False
-        #: True once a retry was sent as a new message. Its failed posts are then not dead letters yet.
-        self.sent_again = False
+        #: Until the message is finished or dropped, guarded by the backlog's lock. Then the writer thread's.
+        self.state = State.WAITING
+
+    def enter(self, state: State) -> bool:
+        """Enter a state. Return False if the current one does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            return False
+        self.state = state
+        return True
 
     def read(self) -> list[Post | PostError]:
         """Parse the options, and return each post or its error. Raises RequestRefused."""
@@ -127,7 +153,7 @@ class Message:
         A message with too many posts gets a single letter without a post, because its size is unbounded. A message
         whose posts are not a list gets a single letter with the value that was sent.
         """
-        if self.sent_again or not self.has_failed():
+        if self.state is State.SENT_AGAIN or not self.has_failed():
             return []
         failures = self._failures()
         bare = [

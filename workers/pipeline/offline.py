@@ -16,10 +16,26 @@ from shared.results import Result
 from shared.settings import Settings
 from workers.models.classifiers import Classifier
 from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.context import Owner
 from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
+
+
+class Finished(Owner):
+    """An owner that collects messages with all their outcomes, and None if the pipeline fails."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def recorded(self, message: Message) -> None:
+        """Collect a message."""
+        self.messages.put(message)
+
+    def failed(self) -> None:
+        """Collect the failure."""
+        self.messages.put(None)
 
 
 class NullStore:
@@ -52,16 +68,8 @@ def classify(
     """
     options = options or ClassifyOptions()
     classifier.label_set(options)
-    finished: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    pipeline = Pipeline(
-        classifier,
-        NullStore(),
-        settings,
-        budget,
-        "offline",
-        on_recorded=finished.put,
-        on_failure=lambda: finished.put(None),
-    )
+    finished = Finished()
+    pipeline = Pipeline(classifier, NullStore(), settings, budget, "offline", finished)
     pipeline.start()
     source = iter(posts)
     sent: deque[tuple[Message, list[Post]]] = deque()
@@ -76,7 +84,7 @@ def classify(
                 pipeline.submit(sent[-1][0])
             if not sent:
                 return
-            message = finished.get()
+            message = finished.messages.get()
             if message is None:
                 raise pipeline_error(pipeline)
             done.add(id(message))

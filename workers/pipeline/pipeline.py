@@ -2,16 +2,10 @@
 
     submit → [tokenizer] preparation.py: post → rows ─▶ backlog.py: rows wait, sorted by length
            → [device]    workers/pipeline/batch_loop.py:  next batch, forward, hand over
-           → [writer]    workers/pipeline/recording.py:   outputs → outcomes → stored → on_finished → on_recorded
+           → [writer]    workers/pipeline/recording.py:   outputs → outcomes → stored → finished → recorded
 
-This module connects the parts and monitors them. A hung step (watch.py), such as a forward pass, ends the
-worker, and so does a thread that dies. Independent of Celery. The pool passes these callbacks, which the pipeline calls
-on its own threads:
-
-- `admits` returns whether a message is still wanted; called under the backlog's lock when its first row is taken.
-- `on_started` is called when the first row of a message enters a forward pass.
-- `on_finished` is called when the last post has an outcome and every result is stored.
-- `on_recorded` is called last, when the message's dead letters are stored too.
+This module connects the parts and monitors them. A hung step (watch.py), such as a forward pass, ends the worker, and
+so does a thread that dies. Independent of Celery: it calls its owner (context.py) on its own threads.
 """
 
 import logging
@@ -28,10 +22,11 @@ from workers.models.classifiers import Classifier
 from workers.pipeline.backlog import Backlog, Job, Loaded
 from workers.pipeline.batch_loop import BatchLoop
 from workers.pipeline.calibration import TokenBudget
+from workers.pipeline.context import Context, Owner, Store
 from workers.pipeline.message import Message
 from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.preparation import Preparation
-from workers.pipeline.recording import Recording, Store
+from workers.pipeline.recording import Recording
 from workers.pipeline.statistics import Statistics
 from workers.pipeline.watch import Watch
 
@@ -42,12 +37,7 @@ FIRST_ROWS = 64
 
 
 class Pipeline:
-    """The connected parts and their threads.
-
-    worker: name recorded in results.
-    admits, on_started, on_finished, on_recorded: see the module's docstring.
-    on_failure: called when a thread dies or hangs. Either is a defect or a broken device.
-    """
+    """The connected parts and their threads. worker: name recorded in results."""
 
     def __init__(
         self,
@@ -56,16 +46,11 @@ class Pipeline:
         settings: Settings,
         budget: TokenBudget,
         worker: str,
-        *,
+        owner: Owner,
         poison: PoisonTracker | None = None,
-        admits: Callable[[Message], bool] = lambda _: True,
-        on_started: Callable[[Message], None] = lambda _: None,
-        on_finished: Callable[[Message], None] = lambda _: None,
-        on_recorded: Callable[[Message], None] = lambda _: None,
-        on_failure: Callable[[], None],
     ) -> None:
         self._poison = poison
-        self._on_failure = on_failure
+        self._owner = owner
         self._window_rows = settings.window_rows
         self._prefetch_seconds = settings.prefetch_seconds
         self._forward_timeout = settings.forward_timeout
@@ -75,40 +60,15 @@ class Pipeline:
         self._watch = Watch(2 * self._watch_interval)
         self.failure: BaseException | None = None
         self.statistics = Statistics(settings.statistics_interval, time.monotonic())
+        context = Context(
+            owner, store, poison, self.statistics, self._watch, self._stopping, self._forward_timeout, worker
+        )
         self._backlog = Backlog(
-            Loaded(classifier, budget),
-            self._lanes,
-            settings.batch_rows,
-            admits,
-            on_started,
-            self._on_replaced,
-            self._watch,
+            Loaded(classifier, budget), self._lanes, settings.batch_rows, context, self._on_replaced
         )
-        self._recording = Recording(
-            self._backlog,
-            store,
-            poison,
-            self.statistics,
-            worker,
-            on_finished,
-            on_recorded,
-            self._stopping,
-            self._watch,
-            self._forward_timeout,
-        )
-        self._preparation = Preparation(
-            self._backlog,
-            store,
-            poison,
-            self.statistics,
-            self._recording.hand_over,
-            self._stopping,
-            self._watch,
-            self._forward_timeout,
-        )
-        self._batch_loop = BatchLoop(
-            self._backlog, classifier.device, poison, self._recording.hand_over, self._stopping, self._watch
-        )
+        self._recording = Recording(self._backlog, context)
+        self._preparation = Preparation(self._backlog, context, self._recording.hand_over)
+        self._batch_loop = BatchLoop(self._backlog, classifier.device, context, self._recording.hand_over)
         self._threads = {
             name: threading.Thread(target=self._watched, args=(loop,), name=name, daemon=True)
             for name, loop in (
@@ -127,7 +87,7 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Accept a message. It ends with `on_recorded`, unless it is no longer wanted or the pipeline stops."""
+        """Accept a message. It ends with `Owner.recorded`, unless it is no longer wanted or the pipeline stops."""
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
@@ -227,7 +187,7 @@ class Pipeline:
         self.failure = error
         cause = None if isinstance(error, RedisUnavailable) else error
         logger.critical("%s; this worker exits and its messages return to the queue", what.rstrip("."), exc_info=cause)
-        self._on_failure()
+        self._owner.failed()
 
     def _watcher_loop(self) -> None:
         """Log statistics periodically, and end the worker when a forward pass or another step hangs."""

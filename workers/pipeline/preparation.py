@@ -7,7 +7,6 @@ through the results store.
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
@@ -17,11 +16,9 @@ from shared.messages import Post, PostError, fingerprint
 from shared.results import Result
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.pipeline.backlog import Backlog, Loaded
+from workers.pipeline.context import Context
 from workers.pipeline.message import Message, PendingPost, traceback_of
 from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
-from workers.pipeline.recording import Store
-from workers.pipeline.statistics import Statistics
-from workers.pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -30,32 +27,12 @@ MAX_ROWS_PER_MESSAGE = 32_000
 
 
 class Preparation:
-    """Prepare messages in order of arrival.
+    """Prepare messages in order of arrival. hand_over: called with each message that needs no forward pass."""
 
-    hand_over: called with each message that needs no forward pass.
-    stopping: ends the thread.
-    timeout: seconds after which a call of the classifier counts as hung.
-    """
-
-    def __init__(
-        self,
-        backlog: Backlog,
-        store: Store,
-        poison: PoisonTracker | None,
-        statistics: Statistics,
-        hand_over: Callable[[Message], None],
-        stopping: threading.Event,
-        watch: Watch,
-        timeout: float,
-    ) -> None:
+    def __init__(self, backlog: Backlog, context: Context, hand_over: Callable[[Message], None]) -> None:
         self._backlog = backlog
-        self._store = store
-        self._poison = poison
-        self._statistics = statistics
+        self._context = context
         self._hand_over = hand_over
-        self._stopping = stopping
-        self._watch = watch
-        self._timeout = timeout
         #: Messages, and models that apply to the messages behind them; None ends the thread.
         self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
         #: Number of posts submitted and prepared. Two counters, because each is written by another thread.
@@ -85,7 +62,7 @@ class Preparation:
 
     def loop(self) -> None:
         """Prepare messages until `end`."""
-        while (arrived := self._arrived.get()) is not None and not self._stopping.is_set():
+        while (arrived := self._arrived.get()) is not None and not self._context.stopping.is_set():
             if isinstance(arrived, Message):
                 self._take_in(arrived)
             else:
@@ -115,7 +92,7 @@ class Preparation:
     def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
         """Return the posts to compute with their rows, and set the outcomes of all others."""
         posts = message.read()
-        with self._watch.step("the preparation of labels", self._timeout):
+        with self._context.watch.step("the preparation of labels", self._context.timeout):
             label_set = classifier.label_set(message.options)
         if (rows_in_all := len(posts) * label_set.rows) > MAX_ROWS_PER_MESSAGE:
             raise RequestRefused(
@@ -129,8 +106,8 @@ class Preparation:
             else:
                 message.set_outcome(index, post)
         pending = self._without_results(pending)
-        if message.redelivered and self._poison:
-            pending = self._without_poison(pending, message, self._poison)
+        if message.redelivered and self._context.poison:
+            pending = self._without_poison(pending, message, self._context.poison)
         prepared = list(zip(pending, self._rows(pending, label_set, classifier), strict=True))
         for work, rows in prepared:
             for row in rows:
@@ -140,16 +117,16 @@ class Preparation:
     def _without_results(self, pending: list[PendingPost]) -> list[PendingPost]:
         """Return the posts without a stored classification, and set the outcomes of the others."""
         try:
-            found = self._store.find([(work.post.id, work.fingerprint) for work in pending])
+            found = self._context.store.find([(work.post.id, work.fingerprint) for work in pending])
         except RedisError as fault:
             logger.debug("cannot look up stored results (%s); computing all posts", fault)
             return pending
         for work, classification in zip(pending, found, strict=True):
             if classification is not None:
                 work.message.set_outcome(work.index, classification)
-                self._statistics.totals.answered += 1
+                self._context.statistics.totals.answered += 1
         pairs = zip(pending, found, strict=True)
-        self._store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
+        self._context.store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
         return [work for work, classification in zip(pending, found, strict=True) if classification is None]
 
     def _without_poison(self, pending: list[PendingPost], message: Message, poison: PoisonTracker) -> list[PendingPost]:
@@ -174,7 +151,7 @@ class Preparation:
         if not pending:
             return []
         try:
-            with self._watch.step("the preparation of posts", self._timeout):
+            with self._context.watch.step("the preparation of posts", self._context.timeout):
                 return classifier.prepare([work.post.text for work in pending], label_set)
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             if len(pending) > 1:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -24,10 +23,8 @@ from shared.results import Result
 from workers.models.classifiers import Classifier, Row, Scores
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
+from workers.pipeline.context import Context
 from workers.pipeline.message import Message, PendingPost, traceback_of
-from workers.pipeline.poison import PoisonTracker
-from workers.pipeline.statistics import Statistics
-from workers.pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -38,55 +35,12 @@ MAX_UNWRITTEN_BATCHES = 4
 MAX_RETRY_DELAY_S = 5.0
 
 
-class Store(Protocol):
-    """The results store, as the pipeline uses it."""
-
-    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> object:
-        """Store the results and dead letters of a micro-batch. Raises redis' errors."""
-
-    def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[Classification | None]:
-        """Return the classification stored under each (post id, fingerprint), or None. Raises redis' errors."""
-
-    def keep(self, found: Sequence[Result]) -> None:
-        """Remember found results, so that `catch_up` writes them again if Redis loses them."""
-
-    def catch_up(self) -> None:
-        """Rewrite recent results that Redis may have lost. Raises redis' errors."""
-
-
 class Recording:
-    """Store results and finish messages.
+    """Store results and finish messages."""
 
-    worker: name recorded in results.
-    on_finished, on_recorded: see workers/pipeline/pipeline.py.
-    stopping: ends every wait.
-    timeout: seconds after which a call of the classifier counts as hung. Waits for Redis or Celery's result backend
-        have no limit.
-    """
-
-    def __init__(
-        self,
-        backlog: Backlog,
-        store: Store,
-        poison: PoisonTracker | None,
-        statistics: Statistics,
-        worker: str,
-        on_finished: Callable[[Message], None],
-        on_recorded: Callable[[Message], None],
-        stopping: threading.Event,
-        watch: Watch,
-        timeout: float,
-    ) -> None:
+    def __init__(self, backlog: Backlog, context: Context) -> None:
         self._backlog = backlog
-        self._store = store
-        self._poison = poison
-        self._statistics = statistics
-        self._worker = worker
-        self._on_finished = on_finished
-        self._on_recorded = on_recorded
-        self._stopping = stopping
-        self._watch = watch
-        self._timeout = timeout
+        self._context = context
         #: Work for the writer thread. A message appears by itself if it needed no forward pass.
         self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
         #: Limits the work that other threads hand over.
@@ -97,7 +51,7 @@ class Recording:
 
     def hand_over(self, finished: Computed | Message) -> None:
         """Queue work for the writer thread. Block while the queue is full."""
-        while not self._stopping.is_set():
+        while not self._context.stopping.is_set():
             if self._room.acquire(timeout=1):
                 self._finished.put(finished)
                 return
@@ -121,12 +75,12 @@ class Recording:
     def loop(self) -> None:
         """Record work until the pipeline stops. Between work, rewrite results that Redis may have lost."""
         self._thread = threading.current_thread()
-        while not self._stopping.is_set():
+        while not self._context.stopping.is_set():
             try:
                 finished = self._finished.get(timeout=1)
             except queue.Empty:
                 with suppress(RedisError):  # retried by the next iteration or write
-                    self._store.catch_up()
+                    self._context.store.catch_up()
                 continue
             if isinstance(finished, Computed | Message):
                 self._room.release()
@@ -140,7 +94,7 @@ class Recording:
         Raises RedisUnavailable, which ends the worker, for a permanent error.
         """
         delay = 0.1
-        while not self._stopping.is_set():
+        while not self._context.stopping.is_set():
             try:
                 write()
                 return True
@@ -148,7 +102,7 @@ class Recording:
                 if why := permanent_reason(fault):
                     raise RedisUnavailable(f"Redis permanently rejects results: {why}") from None
                 logger.warning("cannot store results (%s); retrying in %.1f s", fault, delay)
-                self._stopping.wait(delay)
+                self._context.stopping.wait(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY_S)
         return False
 
@@ -162,9 +116,9 @@ class Recording:
             outcomes = [(work, PostError(id=work.post.id, error=reason))]
             work.message.tracebacks.setdefault(work.index, traceback_of(outputs))
         else:
-            with self._watch.step("the scoring of a micro-batch", self._timeout):
+            with self._context.watch.step("the scoring of a micro-batch", self._context.timeout):
                 scored = loaded.classifier.finish(rows, outputs)
-            self._statistics.count(rows, outputs.seconds, share)
+            self._context.statistics.count(rows, outputs.seconds, share)
             outcomes = [(row.owner, self._outcome(row, scores, loaded.classifier)) for row, scores in scored]
         results, complete = [], []
         for work, outcome in outcomes:
@@ -192,7 +146,7 @@ class Recording:
             weights=weights.sha256,
             fingerprint=work.fingerprint,
             classified_at=now,
-            worker=self._worker,
+            worker=self._context.worker,
             device=classifier.device.name,
             queued_seconds=None if work.message.sent_at is None else max(0.0, now - work.message.sent_at),
         )
@@ -201,39 +155,39 @@ class Recording:
         """Store results, finish the messages that they complete, and store those messages' dead letters."""
         if not self._write(results, []):
             return
-        self._statistics.totals.posts += len(results)
+        self._context.statistics.totals.posts += len(results)
         stored_at = time.time()
         done = [message for message in complete if self._backlog.finish(message)]
         for message in done:
             if message.sent_at is not None:
-                self._statistics.lag.add(max(0.0, stored_at - message.sent_at))
-            self._on_finished(message)
+                self._context.statistics.lag.add(max(0.0, stored_at - message.sent_at))
+            self._context.owner.finished(message)
         self._write_dead_letters(done)
 
     def _record_given_up(self, message: Message, fault: Exception, reason: str) -> None:
         message.give_up(fault, reason)
-        self._on_finished(message)
+        self._context.owner.finished(message)
         self._write_dead_letters([message])
 
     def _write_dead_letters(self, done: Sequence[Message]) -> None:
-        """Store the dead letters of finished messages, then call `on_recorded`, so that the pool acknowledges them."""
+        """Store the dead letters of finished messages, then have the owner acknowledge them."""
         now = time.time()
-        dead = [letter for message in done for letter in message.dead_letters(self._worker, now)]
+        dead = [letter for message in done for letter in message.dead_letters(self._context.worker, now)]
         if not self._write([], dead):
             return
         if dead:
-            self._statistics.totals.failed += len(dead)
+            self._context.statistics.totals.failed += len(dead)
             # An error's text may quote a post, so the log shows only its type, the last word of the traceback.
             why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
             first = printable(f"{dead[0].id}: {why}")
             logger.warning("%d posts failed, first %s", len(dead), first)
         for message in done:
-            if message.deaths and self._poison:
-                self._poison.clear(message.task_id)
-            self._on_recorded(message)
+            if message.deaths and self._context.poison:
+                self._context.poison.clear(message.task_id)
+            self._context.owner.recorded(message)
 
     def _write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> bool:
         """Retry a write to the store until it succeeds. Return False if the pipeline stops first."""
         if not results and not dead:
-            return not self._stopping.is_set()
-        return self.retry_write(lambda: self._store.write(results, dead))
+            return not self._context.stopping.is_set()
+        return self.retry_write(lambda: self._context.store.write(results, dead))

@@ -165,7 +165,10 @@ class Consumer(consumer.Consumer):
             self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
             return
         try:
-            on_task_request(request)
+            if not isinstance(self.pool, DevicePool):  # the command line selects another pool
+                on_task_request(request)
+            elif not request.revoked():
+                self.pool.run(request)
         except BACKEND_ERRORS as fault:
             again = partial(self._hand_over, on_task_request, request)
             self._retry_later(str(request), fault, request.message, again)

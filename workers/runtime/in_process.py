@@ -15,9 +15,18 @@ from shared.settings import Settings
 from workers.models import device
 from workers.models.classifiers.registry import load_classifier
 from workers.pipeline.calibration import calibrate
+from workers.pipeline.context import Owner
 from workers.pipeline.message import Message
 from workers.pipeline.offline import NullStore, pipeline_error
 from workers.pipeline.pipeline import Pipeline
+
+
+class Waiting(Owner):
+    """An owner that wakes the thread that waits for a message."""
+
+    def recorded(self, message: Message) -> None:
+        """Wake the waiting thread."""
+        message.pending.set()
 
 
 class InProcessPipeline:
@@ -78,8 +87,7 @@ class InProcessPipeline:
             settings,
             budget,
             worker or "here",
-            on_recorded=lambda message: message.pending.set(),
-            on_failure=lambda: None,
+            Waiting(),
         )
         self._pipeline.start()
 

@@ -5,7 +5,8 @@ The pipeline's threads only add numbers to `Statistics`. Everything else runs on
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -177,6 +178,21 @@ class WorkerMetrics:
         if self._turned is None:
             return ["not connected to the queue yet"]
         return self.unhealthy() or self._redis.problems()
+
+
+def pipeline_status(pipeline: "Pipeline") -> dict[str, Any]:
+    """Return the pipeline's part of `inspect stats` and `feedmill status`."""
+    totals, classifier = pipeline.statistics.totals, pipeline.classifier
+    return asdict(totals) | {
+        "device": str(classifier.device),
+        "model": classifier.weights.name,
+        "weights": classifier.weights.sha256,
+        "token_budget": pipeline.budget.tokens,
+        "padding_efficiency": totals.tokens / totals.padded_tokens if totals.padded_tokens else 0.0,
+        "recent": asdict(pipeline.statistics.recent(time.monotonic())),
+        "rows_waiting": pipeline.waiting(),
+        "oldest_row_seconds": pipeline.oldest_age(),
+    }
 
 
 def _memory(device: Device) -> dict[str, int]:

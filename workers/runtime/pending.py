@@ -1,11 +1,12 @@
-"""A pending task: one of Celery's requests while the device has it, with its callbacks, time limits and ending.
+"""A pending task: one of Celery's requests while it is in flight, with its time limits and ending.
 
 Relies on these internals of Celery 5.7:
 
-- Callbacks are bound methods of the Request. `on_timeout` fails and acknowledges it. If the request was terminated
-  before it was accepted, `on_accepted` ends it.
-- The tracer handles the task's own errors. It raises only Reject, or errors of the result backend
-  (celery/app/trace.py).
+- A pool calls the Request's `on_accepted`, then one of `on_success`, `on_failure` and `on_timeout`. `on_timeout` fails
+  and acknowledges it. If the request was terminated before it was accepted, `on_accepted` ends it.
+- The tracer takes (task name, id, request dict, body, content type, encoding), as from `Request.execute_using_pool`. A
+  content type of None marks the body as decoded (celery/app/trace.py).
+- The tracer handles the task's own errors. It raises only Reject, or errors of the result backend.
 """
 
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
+from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.concurrency.base import apply_target
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from kombu.exceptions import OperationalError
@@ -22,7 +24,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import DataError, RedisError
 
 from shared.redis_errors import WRONG_TYPE
-from workers.pipeline.message import Message
+from workers.pipeline.message import Message, State
 
 #: Errors that the redis and rpc result backends raise after their own retries.
 BACKEND_ERRORS = (RedisError, OperationalError)
@@ -30,14 +32,9 @@ BACKEND_ERRORS = (RedisError, OperationalError)
 
 @dataclass(eq=False, slots=True)
 class PendingTask:
-    """Everything needed to finish a request: Celery's tracer with its arguments, and the Request's callbacks."""
+    """One of Celery's requests while it is in flight."""
 
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    accepted: Callable[[int, float], None]
-    succeeded: Callable[[Any], None]
-    failed: Callable[[Any], None]
-    timed_out: Callable[[bool, float], None]
+    request: Any
     #: Its posts in the pipeline; None for a task that is not micro-batched.
     message: Message | None = None
     #: Callback for the consumer's thread, once all results and dead letters are stored.
@@ -46,11 +43,6 @@ class PendingTask:
     timers: list[Any] = field(default_factory=list)
     #: True once the tracer has run the task.
     traced: bool = False
-
-    @property
-    def request(self) -> Any:
-        """The Celery request."""
-        return self.accepted.__self__  # type: ignore[attr-defined]
 
     def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
         """Yield each time limit, in seconds from acceptance, with the error for exceeding it.
@@ -73,25 +65,29 @@ class PendingTask:
         micro-batched task runs again when Redis is back, and any other message returns to the queue after a while.
         """
 
+        request = self.request
+
         def ended(outcome: Any) -> None:
             if isinstance(outcome, ExceptionInfo):  # its body raised a BaseException
-                self.ending = partial(self.failed, outcome)
+                self.ending = partial(request.on_failure, outcome)
                 return
             failed, value, _ = outcome
             if failed and isinstance(value.exception, ExceptionWithTraceback):
                 value.exception = value.exception.exc  # as from a child process; Celery logs it as the reason to retry
-            if self.message and failed:
-                self.message.sent_again = _is_sent_again(value.exception)
-            self.ending = partial(self.succeeded, outcome)
+            if self.message and failed and _is_sent_again(value.exception):
+                self.message.enter(State.SENT_AGAIN)
+            self.ending = partial(request.on_success, outcome)
 
+        trace = fast_trace_task if request.app.use_fast_trace_task else trace_task_ret
+        body = request.body if request.content_type is None else request.message.payload  # decoded in both cases
         try:
-            apply_target(self.target, self.args, callback=ended)
+            apply_target(trace, (request.type, request.id, request.request_dict, body, None, None), callback=ended)
         except Exception as error:
-            if self.request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
+            if request.task.acks_late and isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
                 if isinstance(error, RedisError):
                     raise
                 raise ConnectionFault(str(error)) from error
-            self.ending = partial(self.failed, ExceptionInfo())
+            self.ending = partial(request.on_failure, ExceptionInfo())
         finally:
             self.traced = True
 

@@ -1,0 +1,288 @@
+"""Celery's requests in flight: submit each to the pipeline, and let Celery finish it once its outcomes are stored.
+
+Relies on these internals of Celery 5.7 and kombu 5.7:
+
+- `Hub.call_soon` is thread-safe since kombu 5.7. Callbacks must run on the consumer's thread: called elsewhere, Celery
+  loses events, and Flower shows tasks that never end.
+- `Hub._pop_ready` returns the acknowledgements that a closing worker has yet to send.
+- `state.should_stop` ends the worker with the given exit status.
+"""
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery.exceptions import Reject, SoftTimeLimitExceeded, TimeLimitExceeded
+from celery.platforms import EX_FAILURE
+from celery.states import STARTED
+from celery.worker import state
+from redis.exceptions import RedisError
+
+from shared.broker import SENT_AT, Application
+from shared.redis_errors import is_replica
+from workers.pipeline.context import Owner
+from workers.pipeline.message import Message
+from workers.pipeline.pipeline import Pipeline
+from workers.runtime.message_metadata import delivery_count, source_queue
+from workers.runtime.pending import BACKEND_ERRORS, PendingTask, is_permanent
+from workers.runtime.request import announce_withdrawn, withdrawn
+from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
+from workers.transport.redis_transport import end_isolation, is_isolated, unclaim
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two attempts to finish a message whose result Redis does not accept.
+RETRY_INTERVAL_S = 5.0
+
+
+class InFlight(Owner):
+    """Celery's requests between their start and their end.
+
+    limits: the worker's soft and hard time limit, in seconds.
+    """
+
+    def __init__(self, app: Application, limits: tuple[float | None, float | None]) -> None:
+        self._app = app
+        self._limits = limits
+        #: Set once the model is loaded, before the first request.
+        self.pipeline: Pipeline
+        #: Celery's event loop, once it runs.
+        self.hub: Any = None
+        #: Pending tasks: fetched and not finished. Used only on the consumer's thread.
+        self._held: set[PendingTask] = set()
+        #: Pending tasks whose ending failed on Redis, each with the call to repeat. Used only on the consumer's thread.
+        self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
+        #: Callbacks for the consumer's thread, in order.
+        self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Names of micro-batched tasks that store the state STARTED.
+        self._tracked: set[str] = set()
+        for task in app.tasks.values():
+            if isinstance(task, ClassifyTask) and task.track_started:
+                # `started` stores the state: the task starts long before the tracer runs it.
+                task.track_started = False
+                self._tracked.add(task.name)
+
+    def __len__(self) -> int:
+        """Return the number of requests in flight."""
+        return len(self._held)
+
+    # Called on the consumer's thread.
+
+    def run(self, request: Any) -> Message | None:
+        """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job.
+
+        Return the submitted message, if any.
+        """
+        pending = PendingTask(request)
+        self._held.add(pending)
+        if not isinstance(request.task, ClassifyTask):
+            job = partial(self._run_whole, pending)
+            self.pipeline.run_on_device_thread(job, f"task {request.type}[{request.id}]")
+            return None
+        delivery, priority = request.delivery_info, request.delivery_info["priority"]
+        pending.message = Message(
+            arguments_by_name(request.args, request.kwargs),
+            request.request_dict.get(SENT_AT),
+            str(request.id)[:128],
+            priority if isinstance(priority, int) else 0,
+            bool(delivery.get("redelivered")),
+            pending,
+            delivery_count(request.message),
+            source_queue(request.message),
+        )
+        self.pipeline.submit(pending.message)
+        return pending.message
+
+    def run_deliveries(self) -> None:
+        """Run the callbacks that other threads left for this one."""
+        while not self._deliveries.empty():
+            self._deliveries.get()()
+
+    def retry_unended(self) -> None:
+        """Retry the endings that Redis did not accept."""
+        unended, self._unended = self._unended, []
+        for pending, ending in unended:
+            self._finish(pending, ending)
+
+    def adopt(self, eventer: Any) -> None:
+        """Send the events of requests in flight over a new connection."""
+        for pending in self._held:
+            pending.request.eventer = eventer
+
+    def drain(self, goes_on: Callable[[], bool]) -> None:
+        """Finish the requests in flight while `goes_on()`. Return the others to the queue."""
+        while len(self._held) > len(self._unended) and goes_on():
+            try:
+                self._deliveries.get(timeout=0.1)()
+            except queue.Empty:
+                continue
+            self._acknowledge()
+        self.retry_unended()
+
+    def return_to_queue(self) -> None:
+        """Let go of the requests that are still in flight: they return to the queue when the connection closes."""
+        for pending in self._held:
+            unclaim(pending.request.message)
+        if self._held:
+            logger.warning("returning %d unfinished messages to the queue", len(self._held))
+
+    # Called by the pipeline, on its threads.
+
+    def admit(self, message: Message) -> bool:
+        """Return whether a message was neither revoked nor has expired."""
+        return self._still_wanted(message.pending)
+
+    def started(self, message: Message) -> None:
+        """Have Celery accept the request, which starts its time limits."""
+        pending: PendingTask = message.pending
+        if message.missing_outcomes:  # workers/pipeline/poison.py tracks the forward pass that follows
+            with suppress(RedisError):
+                end_isolation(pending.request.message)
+        self._deliver(partial(self._accept, pending, time.monotonic()))
+        if pending.request.task.name in self._tracked and not pending.request.ignore_result:
+            self.pipeline.run_on_writer_thread(partial(self._store_started, pending.request))
+
+    def finished(self, message: Message) -> None:
+        """Have Celery's tracer finish the message: result backend, links, signals."""
+        pending: PendingTask = message.pending
+        if isinstance(message.fault, TimeLimitExceeded):
+            pending.ending = partial(pending.request.on_timeout, False, message.fault.args[0])
+            return
+
+        def trace() -> None:
+            try:
+                pending.trace()
+            except RedisError as fault:
+                self._leave_replica(fault)
+                raise
+
+        token = CURRENT_MESSAGE.set(message)
+        try:
+            self.pipeline.retry_write(trace)
+        finally:
+            CURRENT_MESSAGE.reset(token)
+
+    def recorded(self, message: Message) -> None:
+        """Have Celery end the request."""
+        self._deliver(partial(self._finish, message.pending, message.pending.ending))
+
+    def failed(self) -> None:
+        """End the worker."""
+        state.should_stop = EX_FAILURE  # type: ignore[assignment]  # the stub allows only None
+        self._deliver(lambda: None)
+
+    def _still_wanted(self, pending: PendingTask) -> bool:
+        """Return whether a request is still to run. If it was revoked or has expired, have Celery end it."""
+        if not withdrawn(pending.request):
+            return True
+        self._deliver(partial(self._finish, pending, partial(announce_withdrawn, pending.request)))
+        return False
+
+    def _store_started(self, request: Any) -> None:
+        meta = {"pid": os.getpid(), "hostname": request.hostname}
+        try:
+            request.task.backend.store_result(request.id, meta, STARTED, request=request._context)
+        except Exception as fault:  # a backend may raise anything; the result is unaffected
+            logger.warning("cannot store state STARTED of task %s (%s)", request.id, fault)
+
+    def _run_whole(self, pending: PendingTask) -> None:
+        """Run a task that is not micro-batched, on the device thread."""
+        if not self._still_wanted(pending):
+            return
+        self._deliver(partial(self._accept, pending, time.monotonic()))
+        try:
+            pending.trace()
+        except RedisError as fault:
+            self._leave_replica(fault)
+            logger.warning("cannot store the result of %s (%s); the task will run again", pending.request, fault)
+            try:
+                raise Reject(fault, requeue=True)
+            except Reject:
+                ending = partial(pending.request.on_failure, ExceptionInfo())
+            self._deliver(partial(self._finish_later, pending, ending))
+        else:
+            self._deliver(partial(self._finish, pending, pending.ending))
+
+    def _leave_replica(self, fault: BaseException) -> None:
+        """Reconnect Celery's result backend if Redis has become a replica, because the master is elsewhere."""
+        if is_replica(fault) and (client := getattr(self._app.backend, "client", None)):
+            client.connection_pool.disconnect(inuse_connections=False)
+
+    def _deliver(self, callback: Callable[[], None]) -> None:
+        self._deliveries.put(callback)
+        if self.hub is not None:
+            self.hub.call_soon(self.run_deliveries)
+
+    # Calls into Celery, on the consumer's thread.
+
+    def _accept(self, pending: PendingTask, when: float) -> None:
+        try:
+            pending.request.on_accepted(os.getpid(), when)
+        except NotImplementedError as refused:  # a terminate request arrived meanwhile
+            logger.warning("%s: %s", pending.request, refused)
+        if self.hub:
+            spent = time.monotonic() - when
+            pending.timers = [
+                self.hub.call_later(max(0.0, limit - spent), partial(self._time_out, pending, limit, fault))
+                for limit, fault in pending.limits(*self._limits)
+            ]
+
+    def _time_out(self, pending: PendingTask, limit: float, fault: Exception) -> None:
+        soft = isinstance(fault, SoftTimeLimitExceeded)
+        if not pending.message:
+            if not soft and not pending.traced:
+                # A thread cannot be interrupted, so the process exits, as a child process of Celery's does.
+                self._finish(pending, partial(pending.request.on_timeout, False, limit))
+                self.pipeline.fail_as_hung(f"{pending.request} has not ended within its time limit of {limit} s")
+            return
+        reason = f"{type(fault).__name__}: no result within the message's {'soft ' * soft}time limit of {limit} s"
+        if self.pipeline.give_up(pending.message, fault, reason) and soft:
+            pending.request.on_timeout(True, limit)  # logs the soft time limit
+
+    def _finish(self, pending: PendingTask, ending: Callable[[], None]) -> None:
+        """Finish a request. If Redis rejects a write, retry later. If Celery fails, return the message to the queue."""
+        for timer in pending.timers:
+            timer.cancel()
+        alone = is_isolated(pending.request.message)
+        try:
+            try:
+                ending()
+            except Exception as error:  # links that the sender attached may raise anything
+                if isinstance(error, BACKEND_ERRORS) and not is_permanent(error):
+                    raise
+                logger.exception("Celery cannot finish %s", pending.request)
+                self._give_up(pending.request)
+        except BACKEND_ERRORS as fault:
+            self._leave_replica(fault)
+            logger.warning(
+                "cannot finish %s in Redis (%s); retrying in %.0f s", pending.request, fault, RETRY_INTERVAL_S
+            )
+            self._finish_later(pending, ending)
+        else:
+            self._held.discard(pending)
+            if alone:  # the next message waits for this acknowledgement, and the event loop may sleep until a timer
+                self._acknowledge()
+
+    def _finish_later(self, pending: PendingTask, ending: Callable[[], None]) -> None:
+        self._unended.append((pending, ending))
+
+    def _give_up(self, request: Any) -> None:
+        """Return a message that Celery cannot finish to the queue. After `max_deliveries`, acknowledge it instead.
+
+        Its results and dead letters are already stored.
+        """
+        if not request.acknowledged:  # set before the message's own flag, which waits for the event loop
+            message = request.message
+            (message.requeue if delivery_count(message) < self._app.settings.max_deliveries else message.ack)()
+            request.acknowledged = True
+
+    def _acknowledge(self) -> None:
+        """Send the acknowledgements that wait for the event loop."""
+        for todo in self.hub._pop_ready() if self.hub else ():
+            todo()

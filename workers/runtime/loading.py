@@ -1,0 +1,51 @@
+"""Load a worker's device, model and token budget, before it takes any message."""
+
+import logging
+import time
+from typing import NamedTuple
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from shared.model_routing import RequestedModel, requested_model
+from shared.settings import Settings
+from workers.models import device
+from workers.models.classifiers import Classifier
+from workers.pipeline.calibration import TokenBudget, calibrate
+from workers.runtime.hot_swap import load_wanted
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedModel(NamedTuple):
+    """A model on its device. asked: the deployment that asked for it; None for the model of the settings."""
+
+    classifier: Classifier
+    budget: TokenBudget
+    asked: RequestedModel | None
+
+
+def load(settings: Settings, redis: Redis) -> LoadedModel:
+    """Load the model that is wanted for the queue. Raises UserError, DeviceFull and DeviceLost."""
+    selected = device.select_device(settings.device, settings.dtype, settings.engine)
+    logger.info("device %s", selected)
+    began = time.monotonic()
+    asked = _wanted(settings, redis)
+    classifier = load_wanted(asked, settings, selected)
+    budget = calibrate(classifier, settings)
+    logger.info(
+        "model %s (%s) loaded in %.1f s; token budget %d",
+        classifier.weights.name,
+        classifier.kind,
+        time.monotonic() - began,
+        budget.tokens,
+    )
+    return LoadedModel(classifier, budget, asked)
+
+
+def _wanted(settings: Settings, redis: Redis) -> RequestedModel | None:
+    """Return the wanted model. None while Redis is unreachable; a later check finds it. Raises UserError."""
+    try:
+        return requested_model(redis, settings.queue)
+    except RedisError:
+        return None
