@@ -253,14 +253,14 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
         for posts in messages:
             kwargs = {"posts": posts, **options.arguments()}
             characters = sum(len(post.title) + len(post.body) for post in posts)
+            packed = compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS
             app.send_task(
                 CLASSIFY_TASK,
                 kwargs=kwargs | {"version": MESSAGE_VERSION},
-                headers={SENT_AT: time.time()},
+                headers={SENT_AT: time.time()} | ({"compression": encoding.GZIP} if packed else {}),
                 ignore_result=True,
                 producer=producer,
-                serializer=encoding.POSTS,
-                compression="gzip" if compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS else None,
+                serializer=encoding.PACKED_POSTS if packed else encoding.POSTS,
                 priority=priority,
                 argsrepr="()",
                 kwargsrepr=format_arguments(kwargs),
