@@ -39,7 +39,7 @@ from producers.reddit.clock import Clock, Stopped
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
 from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError, convert_errors, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 
@@ -237,9 +237,8 @@ def _one_pass(
 ) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
     from producers.reddit.budget import RequestBudget  # noqa: PLC0415
-    from producers.reddit.client import RedditClient  # noqa: PLC0415
-    from producers.reddit.client import user_errors as reddit_user_errors  # noqa: PLC0415
-    from producers.reddit.listing import RedditFault, RequestFailed  # noqa: PLC0415
+    from producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
+    from producers.reddit.listing import Outage, RedditFault, RequestFailed  # noqa: PLC0415
     from producers.reddit.rechecks import Rechecker  # noqa: PLC0415
     from producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
     from producers.reddit.subreddits import Roster  # noqa: PLC0415
@@ -260,7 +259,7 @@ def _one_pass(
         TextColumn("{task.fields[note]}", markup=False),
     )
     problems = 0
-    with reddit_user_errors(settings), Progress(*columns, console=notes) as progress:
+    with convert_errors(partial(outage_error, settings), Outage), Progress(*columns, console=notes) as progress:
         for topic in topics.topics:
             bar = progress.add_task(topic, total=limit, note="checking subreddits")
             try:
