@@ -2,7 +2,6 @@
 
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from feedmill.cli.options import (
     select_queue,
     settings_of,
 )
+from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
 from producers.reddit.clock import Clock, Stopped
@@ -136,17 +136,11 @@ def reddit(
 @contextmanager
 def _stopping_on_signals(clock: Clock) -> Iterator[None]:
     """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
-    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the daemon.
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in handled}
-    try:
-        yield
-    except Stopped:
-        logger.info("stopped; posts that were read but not sent will be read again")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handle_signals(lambda *_: clock.stop(), *not_ignored(*EXIT_SIGNALS)):
+        try:
+            yield
+        except Stopped:
+            logger.info("stopped; posts that were read but not sent will be read again")
 
 
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
