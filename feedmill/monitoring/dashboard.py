@@ -44,6 +44,7 @@ from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError
 
 from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
+from shared.atomic_files import replacing
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, clause
 from shared.metrics import connect_for_monitoring
@@ -220,11 +221,9 @@ class MessageEvents(Events):  # type: ignore[misc]
         known = self.state.workers.data.values()
         workers = [{name: getattr(worker, name) for name in worker._fields} for worker in known]
         tasks = [_fields(task) for task in self.state.tasks.data.values()]
-        written = self._path.with_suffix(".new")
         try:
-            written.unlink(missing_ok=True)
-            written.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
-            written.replace(self._path)
+            with replacing(self._path) as temporary:
+                temporary.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
         except OSError as error:
             logger.warning("cannot save Flower's state to %s (%s)", self._path, error.strerror)
 
