@@ -108,7 +108,7 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415
+    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415 - `import feedmill` is cheap
     from shared.broker import connect  # noqa: PLC0415
     from shared.settings import load  # noqa: PLC0415
 

@@ -35,7 +35,9 @@ from feedmill.cli.options import (
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
+from producers.reddit.budget import RequestBudget
 from producers.reddit.clock import Clock, Stopped
+from producers.reddit.listing import Outage, RedditFault, RequestFailed
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
 from shared.broker import connect, make_app, user_errors
@@ -145,7 +147,7 @@ def _stopping_on_signals(clock: Clock) -> Iterator[None]:
 
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
     """Run the daemon until a signal raises Stopped."""
-    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
+    # Imported late: needs PRAW, an optional package.
     from producers.reddit.client import RedditClient  # noqa: PLC0415
     from producers.reddit.daemon import Daemon  # noqa: PLC0415
 
@@ -230,9 +232,8 @@ def _one_pass(
     settings: Settings, options: ClassifyOptions, clock: Clock, kind: ListingKind, limit: int, period: Period
 ) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
-    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
+    # Imported late: needs PRAW, an optional package.
     from producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
-    from producers.reddit.listing import Outage, RedditFault, RequestFailed  # noqa: PLC0415
     from producers.reddit.rechecks import Rechecker  # noqa: PLC0415
     from producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
     from producers.reddit.subreddits import Roster  # noqa: PLC0415
