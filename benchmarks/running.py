@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from feedmill.stack.processes import exit_on_signals
+from feedmill.stack.signals import exit_on_signals
 from shared.errors import UserError
 
 

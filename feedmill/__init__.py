@@ -108,7 +108,7 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415
+    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415 - `import feedmill` is cheap
     from shared.broker import connect  # noqa: PLC0415
     from shared.settings import load  # noqa: PLC0415
 
@@ -123,7 +123,8 @@ def results(
 
 def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> "Generator[Result | Missed]":
     """Yield the reader's items, and close the connection when the generator ends."""
-    from feedmill.reading.results import items, user_errors  # noqa: PLC0415
+    from feedmill.reading.results import items  # noqa: PLC0415
+    from shared.broker import user_errors  # noqa: PLC0415
 
     try:
         with user_errors(settings):

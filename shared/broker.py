@@ -7,8 +7,8 @@ Feedmill never reads or writes pickle.
 import re
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from shared import encoding
-from shared.errors import RedisUnavailable, clause, printable
+from shared.errors import RedisUnavailable, clause, convert_errors, printable
 from shared.keys import UNDECODABLE
 from shared.messages import MESSAGE_VERSION, ClassifyOptions, Post
-from shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica
+from shared.redis_errors import cannot_save, exception_chain, is_denied, is_full, is_replica, is_wrong_type
 from shared.replay import Connections
 from shared.settings import PREFIX, Settings
 
@@ -154,15 +154,14 @@ def _disconnecting_from_replicas(kind: Any) -> Any:
     return Connection
 
 
-@contextmanager
-def user_errors(settings: Settings) -> Iterator[None]:
+def user_errors(settings: Settings) -> AbstractContextManager[None]:
     """Convert errors from an unreachable, untrusted or refusing Redis to RedisUnavailable, with a message for users."""
-    try:
-        yield
-    except (ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse) as fault:
-        if (message := user_message(fault, settings)) is None:
-            raise
-        raise RedisUnavailable(message) from None
+
+    def convert(fault: Exception) -> RedisUnavailable | None:
+        message = user_message(fault, settings)
+        return RedisUnavailable(message) if message else None
+
+    return convert_errors(convert, ConnectionFault, TimeoutFault, OperationalError, ResponseError, InvalidResponse)
 
 
 def user_message(fault: BaseException, settings: Settings) -> str | None:
@@ -172,6 +171,11 @@ def user_message(fault: BaseException, settings: Settings) -> str | None:
 
 
 def _why(fault: BaseException, settings: Settings) -> str | None:
+    if is_wrong_type(fault):
+        return (
+            f"holds another application's data under one of Feedmill's keys ({clause(fault)}). Set another database in "
+            f"{PREFIX}REDIS_URL, for example redis://host:6379/1."
+        )
     causes = {type(cause): cause for cause in exception_chain(fault)}
     message = _refusal(fault, causes, settings) or _tls_failure(causes, settings)
     if message or isinstance(fault, ResponseError):
@@ -253,14 +257,14 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
         for posts in messages:
             kwargs = {"posts": posts, **options.arguments()}
             characters = sum(len(post.title) + len(post.body) for post in posts)
+            packed = compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS
             app.send_task(
                 CLASSIFY_TASK,
                 kwargs=kwargs | {"version": MESSAGE_VERSION},
-                headers={SENT_AT: time.time()},
+                headers={SENT_AT: time.time()} | ({"compression": encoding.GZIP} if packed else {}),
                 ignore_result=True,
                 producer=producer,
-                serializer=encoding.POSTS,
-                compression="gzip" if compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS else None,
+                serializer=encoding.PACKED_POSTS if packed else encoding.POSTS,
                 priority=priority,
                 argsrepr="()",
                 kwargsrepr=format_arguments(kwargs),

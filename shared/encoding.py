@@ -1,15 +1,14 @@
 """Encode and decode message bodies: JSON, optionally compressed, compatible with any Celery application.
 
-`register` replaces kombu's codecs for the whole process, for speed: kombu's gzip takes six times as long as isal's, and
-its JSON reader checks every object for kombu's own types. `limit_bodies` adds limits for workers, because kombu
-decompresses bodies of any size: one megabyte of gzip can expand to a gigabyte. After `limit_bodies`, JSON whose objects
-would take too much memory is also rejected before it is parsed: 64 MiB of `{}` become 1.6 GB of Python objects.
+`register` adds serializers of Feedmill's own and leaves kombu's as they are, because other applications may run in the
+same process. `limit_bodies` is for worker processes only and replaces kombu's decoders there. kombu decompresses bodies
+of any size, and one megabyte of gzip can expand to a gigabyte; 64 MiB of `{}` become 1.6 GB of Python objects. kombu's
+JSON reader also checks every object for kombu's own types, which is slow.
 """
 
 import bz2
 import json
 import lzma
-import math
 import re
 import zlib
 from collections.abc import Callable
@@ -29,8 +28,10 @@ except ImportError:  # isal has no wheel for this platform
 #: Typed as Any: kombu's type stubs are wrong about registered codecs and lack a name.
 compression: Any = _compression
 serialization: Any = _serialization
-#: Name of the serializer that accepts Post objects; and the content type and encoding of its output, plain JSON.
-POSTS, JSON = "posts", ("application/json", "utf-8")
+#: Names of the serializers that accept Post objects, without and with compression; and the content type and encoding of
+#: their output, plain JSON.
+POSTS, PACKED_POSTS, JSON = "feedmill", "feedmill-gzip", ("application/json", "utf-8")
+#: Value of the header `compression` in messages whose body is compressed.
 GZIP = "application/x-gzip"
 #: Characters of text per message above which compression pays: it saves an eighth of a one-post message, and half of
 #: a message of many posts.
@@ -64,15 +65,21 @@ BODY_ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def register() -> None:
-    """Replace kombu's JSON and gzip codecs with faster ones and register the POSTS serializer, process-wide."""
-    write: Any = partial(BODY_ADAPTER.dump_json, exclude_defaults=True)  # returns bytes; the stub expects str
-    serialization.register(POSTS, write, read, *JSON)
-    serialization.register("json", dumps, read, *JSON)
-    compression.register(pack, compression.get_decoder(GZIP), GZIP)
+    """Register the serializers POSTS and PACKED_POSTS. A message encoded by the latter needs the header for GZIP.
+
+    Compression is part of the serializer because kombu's gzip takes six times as long as isal's, and registering
+    another gzip would replace it for the whole process.
+    """
+    names = serialization.registry.type_to_name  # for JSON, each registration sets it to its own name
+    name = names[JSON[0]]
+    serialization.register(POSTS, write, None, *JSON)
+    serialization.register(PACKED_POSTS, lambda body: pack(write(body)), None, *JSON)
+    names[JSON[0]] = name
 
 
-#: Maximum bytes of memory for the objects of one JSON text, as `memory_of` estimates them. Set by `limit_bodies`.
-_memory_limit = math.inf
+def write(body: Any) -> bytes:
+    """Serialize a body that may contain Post objects to JSON."""
+    return BODY_ADAPTER.dump_json(body, exclude_defaults=True)
 
 
 def memory_of(body: Any) -> int:
@@ -122,13 +129,13 @@ def is_too_large(body: Any, limit: float) -> bool:
     return size + _separators(text[end:]) > limit
 
 
-def read(data: Any) -> Any:
+def read(limit: float, data: Any) -> Any:
     """Parse JSON, including kombu's extended types. data: a string, or any UTF-8 buffer.
 
-    Raises ValueError before parsing if the body exceeds the limit set by `limit_bodies`.
+    Raises ValueError before parsing if the objects would take more than `limit` bytes of memory.
     """
-    if is_too_large(data, _memory_limit):
-        raise ValueError(f"the body's objects would take more than {_memory_limit:,} bytes of memory")
+    if is_too_large(data, limit):
+        raise ValueError(f"the body's objects would take more than {limit:,} bytes of memory")
     text = data if isinstance(data, str) else bytes(data).decode()
     return loads(text) if '"__type__"' in text else json.loads(text)
 
@@ -140,15 +147,14 @@ def pack(data: bytes) -> bytes:
 
 
 def limit_bodies(limit: int, memory: int) -> None:
-    """Reject bodies that are too large to decode safely, for the rest of the process.
+    """Replace kombu's decoders by ones that reject bodies too large to decode safely, for the rest of the process.
 
     limit: maximum bytes of a decompressed body. memory: maximum bytes of memory for its decoded objects. Content types
     and compressions that cannot be bounded are rejected as well.
     """
     for kind in serialization.TRUSTED_CONTENT:  # kombu decodes these without `accept_content`, by any Python codec
         serialization.register(f"refused {kind}", _refuse_kind, _refuse_kind, kind, "binary")
-    global _memory_limit  # noqa: PLW0603 - kombu's serializer registry is global too
-    _memory_limit = memory
+    serialization.register("json", dumps, partial(read, memory), *JSON)
     for kind in compression.encoders():
         packs, _ = compression.get_encoder(kind)
         compression.register(packs, partial(unpack, kind, limit) if kind in UNPACKERS else _refuse, kind)

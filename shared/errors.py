@@ -19,8 +19,10 @@ FeedmillError
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from json import JSONDecodeError
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -152,6 +154,17 @@ class MessageFailed(FeedmillError):  # noqa: N818
         quoted = "; ".join(reasons[: cls.QUOTED])
         more = f"; and {len(reasons) - cls.QUOTED} more" if len(reasons) > cls.QUOTED else ""
         return cls(f"{len(reasons)} of {posts} posts failed: {quoted}{more}")
+
+
+@contextmanager
+def convert_errors(convert: Callable[[Any], UserError | None], *kinds: type[Exception]) -> Iterator[None]:
+    """Raise the UserError that `convert` returns for an error of these kinds, or the error itself if that is None."""
+    try:
+        yield
+    except kinds as fault:
+        if (error := convert(fault)) is None:
+            raise
+        raise error from None
 
 
 #: Maximum characters of an untrusted value, or of a field's or option's name, quoted in an error.

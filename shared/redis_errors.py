@@ -16,7 +16,7 @@ def permanent_reason(fault: BaseException) -> str | None:
     """Return what the user must fix before Redis accepts the command; None if the error may be transient."""
     if is_denied(fault):
         return f"its user lacks a permission ({clause(fault)}). See docs/redis.md for the permissions of each user."
-    if any(WRONG_TYPE in str(cause) for cause in exception_chain(fault)):
+    if is_wrong_type(fault):
         return f"another application uses one of Feedmill's keys ({clause(fault)}). Use a separate Redis database."
     return None
 
@@ -44,6 +44,11 @@ def is_replica(fault: BaseException) -> bool:
 def is_denied(fault: BaseException) -> bool:
     """Return whether Redis denied the command to its user."""
     return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in exception_chain(fault))
+
+
+def is_wrong_type(fault: BaseException) -> bool:
+    """Return whether a key has another type than the command expects, because another application uses it."""
+    return any(WRONG_TYPE in str(cause) for cause in exception_chain(fault))
 
 
 def exception_chain(fault: BaseException | None) -> Iterator[BaseException]:

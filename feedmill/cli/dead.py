@@ -117,7 +117,7 @@ def drop(
 
 
 def _confirm(count: int) -> None:
-    """Ask for confirmation and abort on "no". Raises UserError if standard input is no terminal."""
+    """Ask for confirmation and abort on "no". Raises UserError if standard input is not a terminal."""
     if not sys.stdin.isatty():
         raise UserError("--all drops every dead letter permanently. Add --yes to confirm.")
     typer.confirm(f"Drop {count:,} dead letters permanently?", abort=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from redis.exceptions import AuthenticationError
@@ -23,6 +23,7 @@ from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.rows import Chunk, RowReader, seconds_of
+from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from producers.records import seconds_of_date
 from shared.broker import connect, user_errors
 from shared.errors import UserError
@@ -171,23 +172,14 @@ def _stop_on_signal() -> Iterator[_StopRequest]:
     A second signal has its usual effect.
     """
     request = _StopRequest()
-    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the export.
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before: dict[signal.Signals, Any] = {
-        number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
-    }
+    before = {number: signal.getsignal(number) for number in not_ignored(*EXIT_SIGNALS)}
 
     def note(number: int, _: object) -> None:
         request.is_set = True
         signal.signal(number, before[signal.Signals(number)])  # a second signal ends the export at once
 
-    for number in before:
-        signal.signal(number, note)
-    try:
+    with handle_signals(note, *before):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

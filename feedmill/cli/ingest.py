@@ -2,7 +2,6 @@
 
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,13 +32,16 @@ from feedmill.cli.options import (
     select_queue,
     settings_of,
 )
+from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
+from producers.reddit.budget import RequestBudget
 from producers.reddit.clock import Clock, Stopped
+from producers.reddit.listing import Outage, RedditFault, RequestFailed
 from producers.reddit.metrics import Metrics
 from producers.reddit.state import State
 from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError, convert_errors, printable
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 
@@ -136,22 +138,16 @@ def reddit(
 @contextmanager
 def _stopping_on_signals(clock: Clock) -> Iterator[None]:
     """Leave the block as soon as SIGTERM, SIGHUP or Ctrl-C arrives, also during a wait."""
-    # Ignored signals stay ignored: under nohup, a closed terminal does not stop the daemon.
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: clock.stop()) for number in handled}
-    try:
-        yield
-    except Stopped:
-        logger.info("stopped; posts that were read but not sent will be read again")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handle_signals(lambda *_: clock.stop(), *not_ignored(*EXIT_SIGNALS)):
+        try:
+            yield
+        except Stopped:
+            logger.info("stopped; posts that were read but not sent will be read again")
 
 
 def _keep_reading(settings: Settings, options: ClassifyOptions, clock: Clock, limit: int) -> None:
     """Run the daemon until a signal raises Stopped."""
-    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
+    # Imported late: needs PRAW, an optional package.
     from producers.reddit.client import RedditClient  # noqa: PLC0415
     from producers.reddit.daemon import Daemon  # noqa: PLC0415
 
@@ -236,10 +232,8 @@ def _one_pass(
     settings: Settings, options: ClassifyOptions, clock: Clock, kind: ListingKind, limit: int, period: Period
 ) -> None:
     """Read each topic's listing once, recheck earlier posts, print a summary and exit."""
-    from producers.reddit.budget import RequestBudget  # noqa: PLC0415
-    from producers.reddit.client import RedditClient  # noqa: PLC0415
-    from producers.reddit.client import user_errors as reddit_user_errors  # noqa: PLC0415
-    from producers.reddit.listing import RedditFault, RequestFailed  # noqa: PLC0415
+    # Imported late: needs PRAW, an optional package.
+    from producers.reddit.client import RedditClient, outage_error  # noqa: PLC0415
     from producers.reddit.rechecks import Rechecker  # noqa: PLC0415
     from producers.reddit.snapshot import Listing, SnapshotCounts, SnapshotReader, with_retries  # noqa: PLC0415
     from producers.reddit.subreddits import Roster  # noqa: PLC0415
@@ -260,7 +254,7 @@ def _one_pass(
         TextColumn("{task.fields[note]}", markup=False),
     )
     problems = 0
-    with reddit_user_errors(settings), Progress(*columns, console=notes) as progress:
+    with convert_errors(partial(outage_error, settings), Outage), Progress(*columns, console=notes) as progress:
         for topic in topics.topics:
             bar = progress.add_task(topic, total=limit, note="checking subreddits")
             try:

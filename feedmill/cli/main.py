@@ -49,7 +49,8 @@ from feedmill.cli.options import (
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack
-from feedmill.stack.processes import exit_on_signals, python_command
+from feedmill.stack.processes import python_command
+from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.supervisor import Supervisor
 from shared.broker import connect, user_errors
 from shared.errors import SettingsError, UserError, printable, printable_lines

@@ -11,6 +11,7 @@ from feedmill.cli.options import RedisUrl, settings_of
 from feedmill.report import charts
 from feedmill.report.data import gather
 from feedmill.report.page import page
+from shared.atomic_files import replacing
 from shared.broker import connect, user_errors
 from shared.errors import UserError
 
@@ -43,9 +44,8 @@ def report(
     with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:
         found = gather(connect(settings), settings, hours)
     try:
-        beside = out.with_name(f".{out.name}.tmp")
-        beside.write_text(page(found), encoding="utf-8")
-        beside.replace(out)
+        with replacing(out) as temporary:
+            temporary.write_text(page(found), encoding="utf-8")
         pictures = charts.save(found, png, notes) if png else []
     except OSError as error:
         raise UserError(f"Cannot write the report: {error}. Give a writable --out and --png.") from None

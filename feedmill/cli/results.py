@@ -21,9 +21,8 @@ from feedmill.reading.results import (
     batches,
     newest,
     open_reader,
-    user_errors,
 )
-from shared.broker import connect
+from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter
 from shared.results import Result, ResultsStore

@@ -19,7 +19,7 @@ from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
 from feedmill.monitoring.watch import Finding, HealthPart, StatusMonitor, StatusWithRates
-from feedmill.stack.processes import exit_on_signals
+from feedmill.stack.signals import exit_on_signals
 from shared.broker import user_errors
 from shared.errors import clause, printable
 from shared.metrics import RedisMetrics, connect_for_monitoring, serve

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
 from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
+from shared.atomic_files import publish, replacing, sync, temporary_path
 from shared.errors import UserError, printable
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
@@ -107,7 +108,11 @@ def opened(
             if out.exists() and not out.is_dir():
                 raise UserError(f"{out} is a file, but {form.name} in parts needs a folder. Give another OUT.")
             # A run that was killed at its start leaves only the temporary file of the state.
-            if out.is_dir() and {*out.iterdir()} - {_temporary(out / STATE_FILE)} and not (out / STATE_FILE).is_file():
+            if (
+                out.is_dir()
+                and {*out.iterdir()} - {temporary_path(out / STATE_FILE)}
+                and not (out / STATE_FILE).is_file()
+            ):
                 raise UserError(f"{out} holds other files. Give a new or an empty folder.")
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(out))
@@ -159,33 +164,6 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
             flag = "another version of feedmill" if name == "version" else f"another --{name}"
             raise UserError(f"{path} belongs to an export with {flag}. Give another OUT, or repeat the earlier flags.")
     return dict(state)
-
-
-def _replace(path: Path, text: bytes) -> None:
-    """Write a small file atomically."""
-    temporary = _temporary(path)
-    temporary.write_bytes(text)
-    _publish(temporary, path)
-
-
-def _temporary(path: Path) -> Path:
-    """Return the name under which a file is written before it is published."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Sync a complete file to disk, then rename it to `path`."""
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _without_purged(
@@ -279,8 +257,8 @@ class Folder:
         if left == 0:
             self._beside.unlink()
         else:
-            _publish(self._beside, path)
-            _sync(self._out)  # the day's folder may be new
+            publish(self._beside, path)
+            sync(self._out)  # the day's folder may be new
         self.written += self.rows - removed
         self._writer, self.rows = None, 0
 
@@ -298,7 +276,8 @@ class Folder:
         self.removed += _sweep(self._out, self._format, self._reader)
 
     def _save_state(self) -> None:
-        _replace(self._out / STATE_FILE, json.dumps(self._state | {"place": self.place._asdict()}).encode())
+        with replacing(self._out / STATE_FILE, durable=True) as temporary:
+            temporary.write_text(json.dumps(self._state | {"place": self.place._asdict()}))
 
 
 class File:
@@ -340,7 +319,8 @@ class File:
         state = self._state | {
             "place": self.place._asdict(), "rows": self.written, "bytes": self._partial.stat().st_size
         }  # fmt: skip
-        _replace(self._state_file, json.dumps(state).encode())
+        with replacing(self._state_file, durable=True) as temporary:
+            temporary.write_text(json.dumps(state))
         self._rows_saved = self.written
 
     def close(self, place: Place) -> None:
@@ -349,11 +329,11 @@ class File:
         # The state is deleted first: it does not match the file published below. After a crash here, a later run starts
         # from the beginning.
         self._state_file.unlink(missing_ok=True)
-        copy = self._out.with_name(f".{self._out.name}.tmp")
+        copy = temporary_path(self._out)
         latest = self._state["latest"]
         self.removed, left = _without_purged(self._partial, copy, self._format, self._reader, latest)
         self.written = self.written if left is None else left
-        _publish(self._partial if left is None else copy, self._out)
+        publish(self._partial if left is None else copy, self._out)
 
     def abandon(self) -> None:
         """Delete the partial file unless a later run can resume it."""
@@ -388,10 +368,8 @@ def purge(out: Path, reader: RowReader) -> int:
     if not out.is_file():
         raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
     form = _format_of_file(out)
-    temporary = _temporary(out)
-    removed, left = _without_purged(out, temporary, form, reader)
-    if left is not None:
-        _publish(temporary, out)
+    with replacing(out, durable=True) as temporary:
+        removed, _ = _without_purged(out, temporary, form, reader)
     return removed
 
 
@@ -417,16 +395,15 @@ def _are_ours(columns: Collection[str]) -> bool:
 def _sweep(out: Path, form: Format, reader: RowReader) -> int:
     removed = 0
     for path, _ in parts(out):
-        temporary = _temporary(path)
-        fewer, left = _without_purged(path, temporary, form, reader)
-        if left:
-            _publish(temporary, path)
-        elif left == 0:
-            temporary.unlink()
+        with replacing(path, durable=True) as temporary:
+            fewer, left = _without_purged(path, temporary, form, reader)
+            if left == 0:
+                temporary.unlink()
+        if left == 0:
             path.unlink()
             with suppress(OSError):  # the day's folder holds other parts
                 path.parent.rmdir()
-            _sync(out)
+            sync(out)
         removed += fewer
     return removed
 

@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -44,6 +43,8 @@ from flower.views.workers import WorkerView  # type: ignore[import-untyped]
 from kombu.utils.functional import LRUCache
 from redis.exceptions import RedisError
 
+from feedmill.stack.signals import EXIT_SIGNALS, not_ignored
+from shared.atomic_files import replacing
 from shared.broker import CLASSIFY_TASK, Application, make_app
 from shared.errors import UserError, clause
 from shared.metrics import connect_for_monitoring
@@ -103,9 +104,8 @@ class Dashboard:
 
     def run(self) -> None:
         loop = self._flower.io_loop
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                loop.asyncio_loop.add_signal_handler(number, loop.stop)
+        for number in not_ignored(*EXIT_SIGNALS):
+            loop.asyncio_loop.add_signal_handler(number, loop.stop)
         try:
             # Like Flower.start, but without inspecting workers: with none online yet, that only logs a warning.
             self._flower.events.start()
@@ -221,11 +221,9 @@ class MessageEvents(Events):  # type: ignore[misc]
         known = self.state.workers.data.values()
         workers = [{name: getattr(worker, name) for name in worker._fields} for worker in known]
         tasks = [_fields(task) for task in self.state.tasks.data.values()]
-        written = self._path.with_suffix(".new")
         try:
-            written.unlink(missing_ok=True)
-            written.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
-            written.replace(self._path)
+            with replacing(self._path) as temporary:
+                temporary.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
         except OSError as error:
             logger.warning("cannot save Flower's state to %s (%s)", self._path, error.strerror)
 

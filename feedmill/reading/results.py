@@ -16,7 +16,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,11 +25,9 @@ from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
-from shared import broker
-from shared.errors import RedisUnavailable, UserError, printable
+from shared.errors import UserError, printable
 from shared.keys import COUNTERS, GROUPS, RESULTS_STREAM
 from shared.results import Result, read_entry
-from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -465,24 +463,6 @@ def newest(redis: Redis, count: int, wanted: ResultFilter = NO_FILTER, until: st
         found += [result for _, result in _results(entries) if result and wanted.has(result)]
         until = f"({entries[-1][0]}"
     return found[:count][::-1]
-
-
-@contextmanager
-def user_errors(settings: Settings) -> Iterator[None]:
-    """Extend shared.broker's `user_errors` with an error for keys that another application uses.
-
-    Raises RedisUnavailable.
-    """
-    try:
-        with broker.user_errors(settings):
-            yield
-    except ResponseError as fault:
-        if "WRONGTYPE" not in str(fault):
-            raise
-        raise RedisUnavailable(
-            f"Redis at {settings.redis_address} holds another application's data under a key of Feedmill's, probably "
-            f"{RESULTS_STREAM}. Set another database in FEEDMILL_REDIS_URL, for example redis://host:6379/1."
-        ) from None
 
 
 def _results(entries: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Result | None]]:

@@ -20,7 +20,7 @@ CELL_INCHES = 0.42
 def save(path: Path, draw: Callable[[Any], None], notes: Console) -> bool:
     """Call `draw` with a new figure and save it as PNG. Without matplotlib, print a note and return False."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional package
     except ModuleNotFoundError:
         notes.print("A chart requires the package matplotlib: run `pip install 'feedmill\\[charts]'`.")
         return False

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
-from feedmill.stack.processes import exit_on_signals
+from feedmill.stack.signals import exit_on_signals
 from producers.push import Pusher
 from shared.broker import connect, make_app
 from shared.errors import StackError

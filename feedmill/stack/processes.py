@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from shared.errors import StackError
@@ -90,23 +89,6 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that `finally` clauses run as after Ctrl-C."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    # Signals that are ignored stay ignored: under nohup, closing the terminal must not end the process.
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def die_with(parent: int, orphaned: signal.Signals = signal.SIGKILL) -> None:

@@ -33,6 +33,7 @@ from rich.text import Text
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import die_with
+from feedmill.stack.signals import handle_signals, not_ignored
 from shared import logs
 from shared.broker import make_app
 from shared.errors import SettingsError, UserError, json_line, printable
@@ -234,22 +235,18 @@ class Supervisor:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """Let signals wake `_turn`. Ignored signals stay ignored: under nohup, closing the terminal stops nothing."""
+        """Let signals wake `_turn`."""
         self._awake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        wanted = [
-            number for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS) if signal.getsignal(number) != signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, lambda *_: None) for number in (*wanted, signal.SIGCHLD)}
-        try:
-            with self._awake, self._waker, DefaultSelector() as self._files:
-                self._files.register(self._awake, EVENT_READ, self._woken)
-                yield
-        finally:
-            signal.set_wakeup_fd(-1)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        wanted = (*not_ignored(*STOP_SIGNALS, *FORWARDED_SIGNALS), signal.SIGCHLD)
+        with handle_signals(lambda *_: None, *wanted):
+            try:
+                with self._awake, self._waker, DefaultSelector() as self._files:
+                    self._files.register(self._awake, EVENT_READ, self._woken)
+                    yield
+            finally:
+                signal.set_wakeup_fd(-1)
 
     def _woken(self) -> None:
         for number in self._awake.recv(4096):

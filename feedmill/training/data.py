@@ -12,11 +12,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.reading.results import user_errors
 from feedmill.reading.rows import Place, RowReader
 from producers.exported import Labelled, parse_labelled
 from producers.records import BadRecord
-from shared.broker import connect
+from shared.broker import connect, user_errors
 from shared.errors import InputError, RedisUnavailable, UserError, clause, printable
 from shared.messages import Post
 from shared.settings import Settings

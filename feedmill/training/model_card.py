@@ -14,6 +14,7 @@ from typing import Any
 
 from feedmill import __version__
 from feedmill.training.data import Provenance
+from shared.atomic_files import replacing
 from shared.errors import printable
 from shared.training import TrainOptions
 from workers.training.examples import Dataset
@@ -99,8 +100,10 @@ def write(
         "versions": {"feedmill": __version__, "python": platform.python_version()}
         | {name: version(name) for name in LIBRARIES},
     }
-    _replace(folder / "README.md", _card(folder, options, dataset, record))
-    _replace(folder / RECORD_FILE, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+    with replacing(folder / "README.md") as temporary:
+        temporary.write_text(_card(folder, options, dataset, record), encoding="utf-8")
+    with replacing(folder / RECORD_FILE) as temporary:
+        temporary.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return record
 
 
@@ -180,10 +183,3 @@ def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | Non
 
 def _cell(label: str) -> str:
     return printable(label).replace("|", "\\|")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file atomically."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -351,18 +351,14 @@ def missing_credentials(name: str) -> str:
     )
 
 
-@contextmanager
-def user_errors(settings: Settings) -> Iterator[None]:
-    """Convert Reddit outages to UserError."""
-    try:
-        yield
-    except CredentialsRefused as fault:
-        raise CredentialsError(refused_credentials(settings)) from fault
-    except Outage as fault:
-        where = settings.reddit_url or "Reddit"
-        raise UserError(
-            f"{where} is unavailable: {fault}. Posts sent so far are in the queue; run the command again later."
-        ) from fault
+def outage_error(settings: Settings, fault: Outage) -> UserError:
+    """Return the error that tells users about an outage of Reddit."""
+    if isinstance(fault, CredentialsRefused):
+        return CredentialsError(refused_credentials(settings))
+    where = settings.reddit_url or "Reddit"
+    return UserError(
+        f"{where} is unavailable: {fault}. Posts sent so far are in the queue; run the command again later."
+    )
 
 
 def refused_credentials(settings: Settings) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 from redis import Redis
+from redis.backoff import EqualJitterBackoff
 from redis.exceptions import RedisError
 
 from producers.push import FULL_QUEUE_POLL_S, Pusher
-from producers.reddit.backoff import Backoff
 from producers.reddit.budget import RequestBudget
 from producers.reddit.client import RedditClient, refused_credentials
 from producers.reddit.clock import Clock
@@ -58,13 +58,15 @@ MAX_HELD_POSTS = 5_000
 FULL_QUEUE_SLOWDOWN = 4
 #: Seconds between updates of the status for `feedmill status`.
 STATUS_INTERVAL_S = 10.0
+#: Pauses in seconds after failures of Reddit and of Redis. Integers, because floats overflow after 1,024 failures.
+REDDIT_BACKOFF, REDIS_BACKOFF = EqualJitterBackoff(cap=600, base=5), EqualJitterBackoff(cap=30, base=5)
 
 
 @dataclass
 class FailingSubreddit:
-    """A failing subreddit, and the time of its next retry (monotonic seconds)."""
+    """A failing subreddit: its consecutive failures, and the time of its next retry (monotonic seconds)."""
 
-    backoff: Backoff = field(default_factory=Backoff)
+    failures: int = 0
     due: float = 0.0
 
 
@@ -118,8 +120,8 @@ class Daemon:
         walked = self._state.deep_walks(topics.topics, clock.time())
         self._feeds = [Feed(topic, full_walk_due=walked[topic] + FULL_WALK_INTERVAL_S) for topic in topics.topics]
         self._outbox = SendBuffer(pusher, self._state, settings, clock)
-        self._reddit_backoff = Backoff()
-        self._redis_backoff = Backoff(longest=30.0)
+        #: Consecutive failures.
+        self._reddit_failures = self._redis_failures = 0
         #: Polls and gaps since the start, and failures by kind.
         self.polls = self.gaps = 0
         self.faults: Counter[str] = Counter()
@@ -165,14 +167,14 @@ class Daemon:
         except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
             logger.warning("%s", fault)
-            return self._reddit_backoff.next()
+            return self._reddit_pause()
         except Exception:
             # A bug in one job must not stop the others; the job is retried with backoff.
             self.faults["unexpected"] += 1
             logger.exception("unexpected error in a job; other jobs continue")
-            return self._reddit_backoff.next()
+            return self._reddit_pause()
         if self._budget.spent > asked:
-            self._reddit_backoff.failures = 0
+            self._reddit_failures = 0
             if self._reddit_trouble:
                 logger.info("Reddit answers again")
             self._reddit_trouble = ""
@@ -181,25 +183,31 @@ class Daemon:
         return pause
 
     def _redis_recovered(self) -> None:
-        self._redis_backoff.failures = 0
+        self._redis_failures = 0
         if self._redis_trouble:
             logger.info("Redis answers again")
         self._redis_trouble = ""
 
     def _redis_failed(self, error: Exception) -> float:
-        if not self._redis_backoff.failures:
+        if not self._redis_failures:
             logger.error(
                 "Redis at %s is unreachable (%s); retrying until it answers", self._settings.redis_address, error
             )
         self._redis_trouble = "Redis is unreachable"
-        return self._redis_backoff.next()
+        self._redis_failures += 1
+        return REDIS_BACKOFF.compute(self._redis_failures - 1)
+
+    def _reddit_pause(self) -> float:
+        """Count a failure, and return the seconds to pause."""
+        self._reddit_failures += 1
+        return REDDIT_BACKOFF.compute(self._reddit_failures - 1)
 
     def _reddit_failed(self, fault: Outage) -> float:
         """Pause all requests after an outage. Raises CredentialsError if Reddit has never accepted the credentials."""
         self.faults[type(fault).__name__] += 1
         if isinstance(fault, CredentialsRefused) and not self.polls:
             raise CredentialsError(refused_credentials(self._settings)) from fault
-        pause = self._reddit_backoff.next()
+        pause = self._reddit_pause()
         if isinstance(fault, TooManyRequests) and fault.retry_after is not None:
             pause = max(pause, fault.retry_after)
         refused = isinstance(fault, CredentialsRefused)
@@ -263,9 +271,10 @@ class Daemon:
         except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
             failure = feed.failing.setdefault(track.name, FailingSubreddit())
-            pause = failure.backoff.next()
+            pause = REDDIT_BACKOFF.compute(failure.failures)
+            failure.failures += 1
             failure.due = self._clock.monotonic() + pause
-            log = logger.warning if failure.backoff.failures == 1 else logger.debug
+            log = logger.warning if failure.failures == 1 else logger.debug
             log("cannot read r/%s: %s; retrying in %.0f s", track.name, fault, pause)
         else:
             if feed.failing.pop(track.name, None):

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from redis.backoff import EqualJitterBackoff
+
 from producers.push import Pusher
-from producers.reddit.backoff import Backoff
 from producers.reddit.client import RedditClient
 from producers.reddit.clock import Clock
 from producers.reddit.listing import (
@@ -19,10 +20,8 @@ from producers.reddit.listing import (
 )
 from producers.reddit.state import State
 
-#: Attempts per request.
-MAX_ATTEMPTS = 4
-#: Maximum pause between attempts in seconds, unless Reddit asks for a longer one.
-MAX_RETRY_PAUSE_S = 20.0
+#: Attempts per request, and pauses in seconds between them, unless Reddit asks for a longer one.
+MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)
 
 Answer = TypeVar("Answer")
 
@@ -108,13 +107,12 @@ class SnapshotReader:
 
 def with_retries(ask: Callable[[], Answer], clock: Clock) -> Answer:
     """Call `ask`, retrying failures with backoff. Raises the last RedditFault; does not retry permanent failures."""
-    backoff = Backoff(MAX_RETRY_PAUSE_S)
-    for _ in range(MAX_ATTEMPTS - 1):
+    for failures in range(MAX_ATTEMPTS - 1):
         try:
             return ask()
         except (SubredditUnreadable, CredentialsRefused):
             raise
         except RedditFault as fault:
-            pause = backoff.next()
+            pause = BACKOFF.compute(failures)
             clock.wait(fault.retry_after or pause if isinstance(fault, TooManyRequests) else pause)
     return ask()

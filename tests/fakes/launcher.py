@@ -13,7 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from feedmill.stack.processes import Child, exit_on_signals
+from feedmill.stack.processes import Child
+from feedmill.stack.signals import exit_on_signals
 from tests.fakes.standin_worker import CLOCK, FULL, HANG
 
 #: Seconds that a worker may take to stop gracefully.

@@ -70,6 +70,7 @@ def test_rejects_settings_for_another_address_scheme(flags: dict[str, str], word
             "replica.*FEEDMILL_REDIS_URL",
         ),
         (ResponseError("MISCONF Errors writing to the AOF file"), "MISCONF"),
+        (ResponseError("WRONGTYPE Operation against a key"), "another application.*FEEDMILL_REDIS_URL"),
         (ResponseError("NOREPLICAS Not enough good replicas"), "NOREPLICAS"),
         (
             InvalidResponse('Protocol error, got "<" as reply type byte'),

@@ -4,6 +4,8 @@ import bz2
 import json
 import lzma
 import random
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -13,12 +15,56 @@ from typing import Any
 import pytest
 from kombu import compression as kombu_compression
 from kombu import serialization as kombu_serialization
+from kombu.exceptions import DecodeError
 from kombu.utils import json as kombu_json
 
 from shared import encoding
 from shared.messages import Post
 
 LIMIT = 1000
+#: Run in a fresh process, because the tests' own has limited decoders.
+NEIGHBOUR = """
+import datetime, decimal, uuid
+from celery import Celery
+from kombu import compression, serialization
+from kombu.utils import json
+
+registry = serialization.registry
+
+def state():
+    codecs = {name: registry._encoders[name] for name in ("json", "pickle", "yaml", "msgpack")}
+    tables = registry._decoders, registry.type_to_name, compression._encoders, compression._decoders
+    return codecs, *map(dict, tables)
+
+before = state()
+import feedmill
+from shared.broker import make_app
+from shared.settings import Settings
+
+make_app(Settings())
+make_app(Settings())
+assert state() == before
+assert registry._encoders["json"].encoder is json.dumps
+assert registry._decoders["application/json"] is json.loads
+
+neighbour = Celery("neighbour", broker="memory://", backend="cache+memory://")
+
+@neighbour.task
+def same(value):
+    return value
+
+value = [
+    datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2026, 1, 2), uuid.uuid4(),
+    decimal.Decimal("1.50"), b"bytes",
+]
+same.delay(value)
+with neighbour.connection_for_read() as connection:
+    message = connection.default_channel.basic_get("celery")
+assert (message.content_type, message.content_encoding) == ("application/json", "utf-8")
+assert message.decode()[0] == [value]
+neighbour.backend.store_result("1", value, "SUCCESS")
+assert neighbour.AsyncResult("1").get() == value
+"""
 kombu: Any = kombu_compression
 serialization: Any = kombu_serialization
 
@@ -27,7 +73,6 @@ serialization: Any = kombu_serialization
 def _kombu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_encoders", "_decoders"):
         monkeypatch.setattr(kombu, name, dict(getattr(kombu, name)))
-    monkeypatch.setattr(encoding, "_memory_limit", encoding._memory_limit)
     registry = serialization.registry
     for name in ("_encoders", "_decoders", "type_to_name", "name_to_type"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
@@ -54,16 +99,18 @@ def test_refuses_unbounded_compression_types() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 10**6])
 def test_kombu_decompresses_our_gzip(size: int) -> None:
-    unpack = kombu.get_decoder("gzip")
-    encoding.register()
     data = random.Random(size).randbytes(size // 2) + b"x" * (size - size // 2)
-    packed, name = kombu.compress(data, "gzip")
-    assert unpack(packed) == kombu.decompress(packed, "gzip") == zlib.decompress(packed) == data
-    assert name == "application/x-gzip"
+    packed = encoding.pack(data)
+    assert kombu.decompress(packed, encoding.GZIP) == zlib.decompress(packed) == data
+    encoding.limit_bodies(LIMIT + size, LIMIT)
+    assert kombu.decompress(packed, encoding.GZIP) == data
 
 
-def test_serializes_posts_as_plain_json() -> None:
+@pytest.mark.parametrize("limited", [False, True], ids=["stock", "limited"])
+def test_serializes_posts_as_plain_json(limited: bool) -> None:
     encoding.register()
+    if limited:
+        encoding.limit_bodies(10**6, 10**6)
     body = [
         [],
         {"posts": [Post(id="1", title="ä 🙂", extra={"x": [1.5, None]}, score=3)], "version": 1},
@@ -78,6 +125,13 @@ def test_serializes_posts_as_plain_json() -> None:
     ]
     content, coded, data = written
     assert json.loads(data) == kombu_json.loads(data) == serialization.loads(data, content, coded) == plain
+    content, coded, packed = serialization.dumps(body, encoding.PACKED_POSTS)
+    assert (content, coded) == encoding.JSON
+    assert kombu.decompress(packed, encoding.GZIP) == data
+
+
+def test_leaves_kombus_codecs_to_other_applications() -> None:
+    subprocess.run([sys.executable, "-c", NEIGHBOUR], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +139,8 @@ def test_serializes_posts_as_plain_json() -> None:
 )
 def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "x": [1, "ä"]}
-    assert encoding.read(kind(kombu_json.dumps(value))) == value
-    assert encoding.read(kind('{"x": 1}')) == {"x": 1}
+    assert encoding.read(10**6, kind(kombu_json.dumps(value))) == value
+    assert encoding.read(10**6, kind('{"x": 1}')) == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +149,9 @@ def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
 )
 def test_refuses_json_that_needs_too_much_memory(body: bytes) -> None:
     encoding.limit_bodies(10**6, 20_000)
-    with pytest.raises(ValueError, match="20,000"):
-        encoding.read(body)
-    assert encoding.read(body[:1] + body[-1:]) == []
+    with pytest.raises(DecodeError, match="20,000"):
+        serialization.loads(body, *encoding.JSON)
+    assert serialization.loads(body[:1] + body[-1:], *encoding.JSON) == []
 
 
 def test_memory_estimate_itself_takes_little_memory() -> None:
@@ -117,10 +171,9 @@ def test_refuses_bodies_decoded_by_arbitrary_codecs(kind: str) -> None:
 
 
 def test_reads_separators_within_strings() -> None:
-    encoding.limit_bodies(10**6, 20_000)
     body = json.dumps({"title": '{"a": [1, 2], ' * 300 + "\\", "body": ","})
     assert encoding.memory_of(body) > 20_000
-    assert encoding.read(body) == json.loads(body)
+    assert encoding.read(20_000, body) == json.loads(body)
 
 
 @pytest.mark.parametrize(

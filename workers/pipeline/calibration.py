@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from shared.atomic_files import replacing
 from shared.errors import DeviceFull
 from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
@@ -229,9 +230,8 @@ def _write(file: Path, key: str, entry: dict[str, Any]) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            fresh = file.with_suffix(".new")
-            fresh.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
-            fresh.replace(file)
+            with replacing(file) as temporary:
+                temporary.write_text(json.dumps(_remembered(file) | {key: entry}, indent=1) + "\n")
     except OSError as error:
         logger.warning("cannot write %s (%s); the next start measures again", file, error)
         return False

@@ -6,8 +6,10 @@ from threading import Event, Thread
 
 import pytest
 from pydantic import SecretStr
+from redis.backoff import EqualJitterBackoff
 
 from producers.reddit.budget import RequestBudget
+from producers.reddit.daemon import REDDIT_BACKOFF, REDIS_BACKOFF
 from producers.reddit.listing import RequestFailed
 from producers.reddit.state import State
 from shared.errors import CredentialsError
@@ -35,6 +37,12 @@ def test_reddit_faults_lose_no_post(house: House, fault: str) -> None:
     assert len(house.ids()) == len(set(house.ids()))
     assert daemon.status()["failing"] == []
     assert daemon.hindrance == ""
+
+
+@pytest.mark.parametrize(("backoff", "longest"), [(REDDIT_BACKOFF, 600), (REDIS_BACKOFF, 30)])
+def test_pauses_stay_bounded_in_a_long_outage(backoff: EqualJitterBackoff, longest: float) -> None:
+    assert 2.5 <= backoff.compute(0) <= 5
+    assert longest / 2 <= backoff.compute(2000) <= longest
 
 
 def test_a_deleted_pagination_anchor_loses_no_post(house: House) -> None:

@@ -1,13 +1,15 @@
 """`feedmill ingest reddit --once`: a single pass over the listings."""
 
+from functools import partial
+
 import pytest
 
 from producers.push import Pusher
-from producers.reddit.client import user_errors
-from producers.reddit.listing import Unreachable
+from producers.reddit.client import outage_error
+from producers.reddit.listing import Outage, Unreachable
 from producers.reddit.snapshot import MAX_ATTEMPTS, Listing, SnapshotReader, with_retries
 from shared.broker import make_app
-from shared.errors import UserError
+from shared.errors import UserError, convert_errors
 from shared.messages import ClassifyOptions
 from tests.integration.reddit.house import MINUTE, House
 
@@ -21,7 +23,7 @@ def test_single_pass_gives_up_after_some_retries(house: House) -> None:
     assert sum(house.clock.waits) < MINUTE
     with (
         pytest.raises(UserError, match="http://127.0.0.1:9"),
-        user_errors(house.settings),
+        convert_errors(partial(outage_error, house.settings), Outage),
     ):
         reddit.page(["cooking"])
 
