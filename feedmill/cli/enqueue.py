@@ -11,19 +11,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.options import (
-    IdColumn,
-    LabelsOption,
-    MultiLabelOption,
-    PriorityOption,
-    RedisUrl,
-    TemplateOption,
-    ToModel,
-    ToQueue,
-    message_options,
-    select_queue,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import IdColumn, MessageFlags, RedisUrl
 from producers.files import is_file
 from producers.positions import Position
 from producers.push import Pusher, send_scope
@@ -40,7 +29,9 @@ SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
 @app.command()
+@with_groups
 def enqueue(
+    *,
     file: Annotated[
         str,
         typer.Argument(
@@ -64,12 +55,7 @@ def enqueue(
         str | None,
         typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).", show_default=False),
     ] = None,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    multi_label: MultiLabelOption = False,
-    to_model: ToModel = None,
-    to_queue: ToQueue = None,
-    priority: PriorityOption = None,
+    flags: MessageFlags,
     again: Annotated[bool, typer.Option(help="Start over and send posts again that were already sent.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[
@@ -82,20 +68,12 @@ def enqueue(
     Skips posts that were already sent and malformed records. An interrupted run resumes where it stopped when the same
     command runs again. Exits 1 if a record was malformed or the filters excluded every record.
     """
-    settings = settings_of(
-        redis_url=redis_url,
-        posts_per_message=posts_per_message,
-        when_full=when_full,
-        queue=to_queue,
-        priority=priority,
-        labels=labels,
-        template=template,
-    )
-    options = message_options(settings, labels, template, multi_label)
+    settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
+    options = flags.options(settings)
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     redis = connect(settings)
-    settings = select_queue(settings, redis, to_model, to_queue)
+    settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"
     pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
     with user_errors(settings):

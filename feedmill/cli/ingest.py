@@ -20,19 +20,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from feedmill.cli.options import (
-    AsJson,
-    LabelsOption,
-    MultiLabelOption,
-    PriorityOption,
-    RedisUrl,
-    TemplateOption,
-    ToModel,
-    ToQueue,
-    message_options,
-    select_queue,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import AsJson, MessageFlags, RedisUrl, settings_of
 from producers.push import Pusher
 from producers.reddit import topics as topics_file
 from producers.reddit.clock import Clock, Stopped
@@ -79,7 +68,9 @@ class Period(StrEnum):
 
 
 @app.command()
+@with_groups
 def reddit(
+    *,
     once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
     listing: Annotated[
         ListingKind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
@@ -91,12 +82,7 @@ def reddit(
     topics: Annotated[
         Path | None, typer.Option(help="Topics file in TOML (default: built in).", show_default=False)
     ] = None,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    multi_label: MultiLabelOption = False,
-    to_model: ToModel = None,
-    to_queue: ToQueue = None,
-    priority: PriorityOption = None,
+    flags: MessageFlags,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
     ] = None,
@@ -109,23 +95,15 @@ def reddit(
     """
     if not once and listing not in (None, ListingKind.NEW):
         raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
-    settings = settings_of(
-        redis_url=redis_url,
-        reddit_topics=topics,
-        labels=labels,
-        template=template,
-        queue=to_queue,
-        priority=priority,
-        metrics_port=metrics_port,
-    )
-    options = message_options(settings, labels, template, multi_label)
+    settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
+    options = flags.options(settings)
     if find_spec("praw") is None:
         raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
     clock = Clock()
     with _stopping_on_signals(clock), user_errors(settings):
         redis = connect(settings)
         redis.ping()  # fail before the first request to Reddit
-        settings = select_queue(settings, redis, to_model, to_queue)
+        settings = flags.select_queue(settings, redis)
         if once:
             _one_pass(settings, options, clock, listing or ListingKind.HOT, limit, period)
         else:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NoReturn
 
@@ -34,6 +35,7 @@ from feedmill.cli import (
     train,
 )
 from feedmill.cli import status as status_commands
+from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     AsJson,
     ClassifierOption,
@@ -44,6 +46,7 @@ from feedmill.cli.options import (
     ModelOption,
     RedisUrl,
     RevisionOption,
+    WorkerName,
     settings_of,
 )
 from feedmill.stack.demo import run as run_demo
@@ -154,63 +157,52 @@ def url(data_folder: DataFolder = None) -> None:
     typer.echo(settings.broker_url)
 
 
-@app.command()
-def worker(
-    model: ModelOption = None,
+@dataclass(frozen=True)
+class WorkerFlags:
+    """Flags of a worker, as settings."""
+
+    model: ModelOption = None
     queue: Annotated[
         str | None,
         typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
-    ] = None,
-    revision: RevisionOption = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
+    ] = None
+    revision: RevisionOption = None
+    classifier: ClassifierOption = None
+    engine: EngineOption = None
+    device: DeviceOption = None
     devices: Annotated[
         str | None,
         typer.Option(
             help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
             show_default=False,
         ),
-    ] = None,
-    dtype: DtypeOption = None,
+    ] = None
+    dtype: DtypeOption = None
     token_budget: Annotated[
         int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
-    ] = None,
+    ] = None
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
-    ] = None,
+    ] = None
     include: Annotated[
         str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.", show_default=False)
-    ] = None,
-    redis_url: RedisUrl = None,
-) -> None:
+    ] = None
+    redis_url: RedisUrl = None
+
+
+@app.command()
+@with_groups
+def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
     """Run a worker on one device, or one worker per device.
 
     On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
     to the queue.
     """
-    options = {
-        "model": model,
-        "queue": queue,
-        "revision": revision,
-        "classifier": classifier,
-        "engine": engine,
-        "device": device,
-        "devices": devices,
-        "dtype": dtype,
-        "token_budget": token_budget,
-        "metrics_port": metrics_port,
-        "include": include,
-        "redis_url": redis_url,
-    }
-    settings = settings_of(**options)
+    settings = settings_of(**vars(flags))
     if settings.devices:
         found = shares(settings.devices)
         if len(found) > 1:
-            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], options).run())
+            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], vars(flags)).run())
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)

@@ -15,17 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.offline import load_model
-from feedmill.cli.options import (
-    ClassifierOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    IdColumn,
-    LabelsOption,
-    ModelOption,
-    TemplateOption,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import IdColumn, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post
@@ -45,15 +36,12 @@ LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a las
 
 
 @app.command()
+@with_groups
 def tune(
+    *,
     file: File,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
     model: ModelOption = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    flags: ModelFlags,
     limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
     rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
     csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
@@ -64,9 +52,7 @@ def tune(
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
-    settings = settings_of(
-        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
-    )
+    settings = settings_of(model=model, **vars(flags))
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = FileReading(file, notes)
@@ -111,23 +97,18 @@ def tune(
 
 
 @app.command()
+@with_groups
 def evaluate(
+    *,
     file: File,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
             "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
         ),
     ] = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
-    ] = None,
+    flags: ModelFlags,
+    limit: Limit = None,
     id_column: IdColumn = None,
     png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.", show_default=False)] = None,
     csv_file: Annotated[
@@ -140,8 +121,7 @@ def evaluate(
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
     compare models. Exits 1 if a post failed or a record was skipped.
     """
-    flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
-    each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]
+    each = [settings_of(model=model, **vars(flags)) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
