@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated
 
 import typer
 from redis import Redis
 
+from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from producers.push import Pusher
@@ -196,7 +196,7 @@ def _line(each: DeadLetterEntry | UndecodableMessage) -> str:
     if isinstance(each, UndecodableMessage):
         return f"{each.name}  {len(each.content):,} bytes, not a message"
     letter = each.letter
-    return printable(f"{each.name:<18} {letter.id or '-':<12} {_time(letter.failed_at)}  {letter.reason}")
+    return printable(f"{each.name:<18} {letter.id or '-':<12} {utc(letter.failed_at)}  {letter.reason}")
 
 
 def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
@@ -207,7 +207,7 @@ def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
         "letter": each.name,
         "post": letter.id,
         "reason": letter.reason,
-        "failed": f"{_time(letter.failed_at)} on {letter.worker}",
+        "failed": f"{utc(letter.failed_at)} on {letter.worker}",
         "attempts": str(letter.attempts),
         "message": letter.message,
         "queue": letter.queue,
@@ -217,7 +217,3 @@ def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
     }
     lines = [f"{name:<10} {printable(value)}" for name, value in facts.items() if value is not None]
     return "\n".join([*lines, *map(printable, (letter.traceback or "").splitlines())])
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

@@ -43,8 +43,7 @@ app = typer.Typer()
 @app.command()
 def deploy(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.", show_default=False),
+        Path | None, typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")
     ] = None,
     queue: ToQueue = None,
     own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,

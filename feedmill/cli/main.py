@@ -43,6 +43,8 @@ from feedmill.cli.options import (
     DeviceOption,
     DtypeOption,
     EngineOption,
+    JsonSummary,
+    MetricsPort,
     ModelOption,
     RedisUrl,
     RevisionOption,
@@ -92,9 +94,7 @@ def _version(is_given: bool) -> None:
 
 @app.callback()
 def main(
-    log_format: Annotated[
-        str | None, typer.Option(help="Log format: text or json (default: text).", show_default=False)
-    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="Log format: text or json (default: text).")] = None,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
@@ -107,7 +107,7 @@ def main(
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of one per topic.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
+    as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
@@ -162,31 +162,23 @@ class WorkerFlags:
     """Flags of a worker, as settings."""
 
     model: ModelOption = None
-    queue: Annotated[
-        str | None,
-        typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
-    ] = None
+    queue: Annotated[str | None, typer.Option(help="Queue to serve; each model needs its own (default: feedmill).")] = (
+        None
+    )
     revision: RevisionOption = None
     classifier: ClassifierOption = None
     engine: EngineOption = None
     device: DeviceOption = None
     devices: Annotated[
         str | None,
-        typer.Option(
-            help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
-            show_default=False,
-        ),
+        typer.Option(help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device)."),
     ] = None
     dtype: DtypeOption = None
     token_budget: Annotated[
         int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
     ] = None
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
-    ] = None
-    include: Annotated[
-        str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.", show_default=False)
-    ] = None
+    metrics_port: MetricsPort = None
+    include: Annotated[str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.")] = None
     redis_url: RedisUrl = None
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.offline import load_model
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import IdColumn, Limit, ModelFlags, ModelOption, settings_of
+from feedmill.cli.options import IdColumn, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post
@@ -32,7 +32,6 @@ app = typer.Typer()
 MAX_TOPICS_NAMED = 10
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
-LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
 
 
 @app.command()
@@ -46,7 +45,7 @@ def tune(
     rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
     csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
     png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
-    as_json: LastLine = False,
+    as_json: JsonSummary = False,
 ) -> None:
     """Measure batch sizes and token budgets on a file's posts.
 
@@ -102,19 +101,14 @@ def evaluate(
     *,
     file: File,
     models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
-        ),
+        list[str] | None, typer.Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
     ] = None,
     flags: ModelFlags,
     limit: Limit = None,
     id_column: IdColumn = None,
-    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.", show_default=False)] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="CSV file for each post's prediction.", show_default=False)
-    ] = None,
-    as_json: LastLine = False,
+    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="CSV file for each post's prediction.")] = None,
+    as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 

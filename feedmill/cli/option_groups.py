@@ -62,7 +62,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if not (is_switch or field.is_required() or field.default is None or "(default: " in description):
         description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
     parsed = kind if isinstance(kind, type) else str
-    annotation: Any = Annotated[parsed | None, typer.Option(flag, help=description, show_default=False)]
+    annotation: Any = Annotated[parsed | None, typer.Option(flag, help=description)]
     default = inspect.Parameter.empty if field.is_required() else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 

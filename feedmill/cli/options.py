@@ -19,77 +19,49 @@ logger = logging.getLogger(__name__)
 
 RedisUrl = Annotated[
     str | None,
-    typer.Option(
-        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
-        show_default=False,
-    ),
+    typer.Option(help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost)."),
 ]
 DataFolder = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).", show_default=False
-    ),
+    Path | None, typer.Option(help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+JsonSummary = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")]
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
-        show_default=False,
+        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2)."
     ),
 ]
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).", show_default=False)
-]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
 ClassifierOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).", show_default=False
-    ),
+    str | None, typer.Option(help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).")
 ]
 EngineOption = Annotated[
-    str | None,
-    typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).", show_default=False),
+    str | None, typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).")
 ]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).", show_default=False)
-]
+DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).")]
 DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).", show_default=False),
+    str | None, typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).")
 ]
 LabelsOption = Annotated[
-    str | None,
-    typer.Option(
-        help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.', show_default=False
-    ),
+    str | None, typer.Option(help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.')
 ]
 TemplateOption = Annotated[
-    str | None,
-    typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'", show_default=False),
+    str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
 ]
 ToModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="Send to the queue of this model; the last part of its name is enough.", show_default=False
-    ),
+    str | None, typer.Option("--model", help="Send to the queue of this model; the last part of its name is enough.")
 ]
-ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).", show_default=False)]
+ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).")]
 IdColumn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).", show_default=False
-    ),
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
 ]
-Limit = Annotated[
-    int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
-]
+Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1)]
 WorkerName = Annotated[
     str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
 ]
-PriorityOption = Annotated[
-    int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.", show_default=False)
-]
+PriorityOption = Annotated[int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.")]
 MultiLabelOption = Annotated[bool, typer.Option(help="Score each label independently.")]
 
 

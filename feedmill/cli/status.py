@@ -214,7 +214,7 @@ def _device(pool: dict[str, Any]) -> str:
 def health(
     parts: Annotated[
         list[HealthPart] | None,
-        typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
+        typer.Option("--check", help="Check only this part; may be repeated (default: all parts)."),
     ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -242,7 +242,7 @@ def _line(finding: Finding) -> str:
 @app.command()
 def metrics(
     metrics_port: Annotated[
-        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).", show_default=False)
+        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).")
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:

@@ -54,10 +54,7 @@ def trainer(
     name: WorkerName = None,
     training_folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training).",
-            show_default=False,
-        ),
+        typer.Option(help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training)."),
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
