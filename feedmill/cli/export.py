@@ -21,7 +21,7 @@ from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, Folder, Target
+from feedmill.export.writer import ExportFilter, File, Folder
 from feedmill.reading.rows import Chunk, RowReader, seconds_of
 from shared.broker import connect, user_errors
 from shared.errors import UserError
@@ -193,7 +193,7 @@ class _Run:
     def __init__(
         self,
         reader: RowReader,
-        target: Target,
+        target: Folder | File,
         filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
