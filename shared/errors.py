@@ -19,7 +19,8 @@ FeedmillError
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from json import JSONDecodeError
 
 from pydantic import ValidationError
@@ -192,6 +193,17 @@ def clause(error: BaseException) -> str:
 #: Characters that move the cursor, change the terminal's state, end a line or change the text's direction; and lone
 #: surrogates, which cannot be encoded.
 UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@contextmanager
+def explain_missing(purpose: str, extra: str) -> Iterator[None]:
+    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"{purpose} requires the package {missing.name}: run `pip install 'feedmill[{extra}]'`."
+        ) from None
 
 
 def printable(text: str) -> str:

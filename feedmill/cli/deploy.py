@@ -17,7 +17,7 @@ from redis import Redis
 from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
 from feedmill.monitoring import watch
 from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError, explain_missing, printable
 from shared.keys import REQUESTED_MODELS
 from shared.model_routing import (
     DeploymentReport,
@@ -89,12 +89,8 @@ def _requested(folder: Path | None) -> RequestedModel:
     """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
     if folder is None:
         return RequestedModel(None, None, time.time())
-    try:
+    with explain_missing("Deploying a model", "worker"):
         from workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"Deploying a model requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(

@@ -57,7 +57,7 @@ from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import exit_on_signals, python_command
 from feedmill.stack.supervisor import Supervisor
 from shared.broker import connect, user_errors
-from shared.errors import SettingsError, UserError, printable, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from shared.purge import PurgeCounts, lift_tombstones
 from shared.purge import purge as purge_posts
 from shared.purge import rewrite_append_only_file as rewrite_file
@@ -198,12 +198,8 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
-    try:
+    with explain_missing("A worker", "worker"):
         from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"A worker requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     raise typer.Exit(run_worker(settings, name))
 
 

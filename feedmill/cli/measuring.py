@@ -158,20 +158,22 @@ def evaluate(
 def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
     """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation.report import show_side_by_side  # noqa: PLC0415
+    from feedmill.evaluation.report import models_table  # noqa: PLC0415
     from feedmill.evaluation.run import settings_for_comparison  # noqa: PLC0415
 
     each = [settings_for_comparison(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
     found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
-    show_side_by_side(console, found)
     left_out = len(posts) - len(known)
+    summaries = [(one.model, one.summary(left_out)) for one in found]
+    best_first = sorted(summaries, key=lambda one: one[1]["accuracy"], reverse=True)
+    console.print(models_table("model", best_first))
     typer.echo(
         f"{len(known):,} posts"
         + (f"; excluded: {left_out:,} whose topic is not a label of every model" * bool(left_out))
     )
-    return {"posts": len(known), "models": {one.model: one.summary(left_out) for one in found}}
+    return {"posts": len(known), "models": dict(summaries)}
 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:

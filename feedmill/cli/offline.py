@@ -23,6 +23,7 @@ from shared.errors import (
     RequestRefused,
     UserError,
     clause,
+    explain_missing,
     json_line,
     printable,
 )
@@ -90,14 +91,9 @@ def load_model(settings: Settings) -> "Classifier":
 
     Raises UserError if a package, the model or the device is missing.
     """
-    try:
-        # Imported late: needs torch, which only workers have.
+    with explain_missing("This command", "worker"):  # imported late: needs torch, which only workers have
         from workers.models import device  # noqa: PLC0415
         from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"This command requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
 
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
 from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
-from shared.errors import UserError, printable
+from shared.errors import UserError, explain_missing, printable
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
@@ -62,12 +62,8 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
     """Return the format called `name`. Raises UserError if its package is not installed."""
     if name != "parquet":
         return Csv(columns) if name == "csv" else Jsonl(columns)
-    try:
+    with explain_missing("Parquet", "export"):
         from feedmill.export.parquet import Parquet  # noqa: PLC0415 - pyarrow, which the extra `export` brings
-    except ModuleNotFoundError as missing:
-        if missing.name != "pyarrow":
-            raise
-        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
     return Parquet(columns)
 
 
