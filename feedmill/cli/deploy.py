@@ -117,7 +117,10 @@ def _wait_for_workers(
                 heard[node] = time.monotonic()
             if ours and reports[node] != report:
                 reports[node] = report
-                _show_report(node, report, as_json)
+                if as_json:
+                    typer.echo(json.dumps({"worker": node} | report._asdict()))
+                else:
+                    typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
         over = [node for node in nodes if time.monotonic() - heard[node] > REPORT_TIMEOUT_S]
         reports |= dict.fromkeys(over)
         nodes = [node for node in nodes if node not in over and not _is_done(reports[node])]
@@ -137,13 +140,6 @@ def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, DeploymentReport]
         for node, found in answers.items()
         if "at" in found
     ]
-
-
-def _show_report(node: str, report: DeploymentReport, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"worker": node} | report._asdict()))
-    else:
-        typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
 
 
 def _conclude(

@@ -43,7 +43,7 @@ REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
 #: Seconds until the first status line in a log.
 FIRST_LOG_DELAY_S = 10.0
 
-app = typer.Typer(help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
+app = typer.Typer(name="ingest", help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
 
 
 #: Reddit listings, and periods of the listing `top`.

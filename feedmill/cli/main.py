@@ -32,9 +32,9 @@ from feedmill.cli import (
     options,
     report,
     results,
+    status,
     train,
 )
-from feedmill.cli import status as status_commands
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     AsJson,
@@ -71,18 +71,8 @@ app = typer.Typer(
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
-app.add_typer(results.app, name="results")
-app.add_typer(dead.app, name="dead")
-app.add_typer(deploy.app)
-app.add_typer(enqueue.app)
-app.add_typer(export.app)
-app.add_typer(flower.app)
-app.add_typer(ingest.app, name="ingest")
-app.add_typer(offline.app)
-app.add_typer(report.app)
-app.add_typer(status_commands.app)
-app.add_typer(train.app)
-app.add_typer(measuring.app)
+for module in (results, dead, deploy, enqueue, export, flower, ingest, offline, report, status, train, measuring):
+    app.add_typer(module.app)
 
 
 def _version(is_given: bool) -> None:

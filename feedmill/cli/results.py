@@ -32,7 +32,7 @@ from shared.settings import PREFIX
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
 
-app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
 
 
 @app.callback()

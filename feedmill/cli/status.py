@@ -18,7 +18,7 @@ from feedmill.cli import ingest
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
-from feedmill.monitoring.watch import Finding, HealthPart, StatusMonitor, StatusWithRates
+from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.stack.processes import exit_on_signals
 from shared.broker import user_errors
 from shared.errors import clause, printable
@@ -224,19 +224,12 @@ def health(
     findings = list(watch.check_health(settings, parts or tuple(HealthPart)))
     well = all(finding.well for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"healthy": well, "checks": [_entry(finding) for finding in findings]}))
+        checks = [{"check": finding.part, "healthy": finding.well, "said": finding.said} for finding in findings]
+        typer.echo(json.dumps({"healthy": well, "checks": checks}))
     else:
         for finding in findings:
-            typer.echo(_line(finding))
+            typer.echo(f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}")
     raise typer.Exit(0 if well else 1)
-
-
-def _entry(finding: Finding) -> dict[str, Any]:
-    return {"check": finding.part, "healthy": finding.well, "said": finding.said}
-
-
-def _line(finding: Finding) -> str:
-    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}"
 
 
 @app.command()
