@@ -32,7 +32,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def expanded(**given: Any) -> None:
         for name, flags in groups.items():
-            values = {flag.name: given.pop(flag.name) for flag in flags}
+            values = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
             given[name] = TrainOptions.parse(values) if kinds[name] is TrainOptions else kinds[name](**values)
         command(**given)
 
