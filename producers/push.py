@@ -212,7 +212,9 @@ class Pusher:
             # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
-            self._remember([mark for mark, _ in fitting])
+            arguments = _script_arguments([mark for mark, _ in fitting])
+            arguments += [int(time.time()), self._settings.sent_ttl]
+            self.retry_until_memory(partial(self._mark, args=arguments))
 
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""
@@ -262,11 +264,6 @@ class Pusher:
         pools.producers.clear()
         pools.connections.clear()
         app._after_fork()  # drops the app's own pools; they are recreated on the next send
-
-    def _remember(self, marks: Sequence[Mark]) -> None:
-        """Mark posts as sent."""
-        arguments = [*_script_arguments(marks), int(time.time()), self._settings.sent_ttl]
-        self.retry_until_memory(partial(self._mark, args=arguments))
 
 
 def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:

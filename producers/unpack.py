@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from io import BufferedIOBase, BufferedReader, FileIO, RawIOBase
 from typing import TYPE_CHECKING, cast
 
-from shared.errors import UserError
+from shared.errors import explain_missing
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -76,12 +76,8 @@ def _unzstd(packed: BufferedReader, name: str) -> Iterator[bytes]:
 
     Feeds zstandard block by block, because its own stream reader accepts a truncated file without an error.
     """
-    try:
+    with explain_missing(f"Reading {name}", "dumps"):
         import zstandard  # noqa: PLC0415 - optional dependency
-    except ModuleNotFoundError:
-        raise UserError(
-            f"Reading {name} requires the package zstandard: run `pip install 'feedmill[dumps]'`."
-        ) from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj(read_across_frames=True)
     for block in _zstd_blocks(packed):
         try:

@@ -207,6 +207,17 @@ def clause(error: BaseException) -> str:
 UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+@contextmanager
+def explain_missing(purpose: str, extra: str) -> Iterator[None]:
+    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"{purpose} requires the package {missing.name}: run `pip install 'feedmill[{extra}]'`."
+        ) from None
+
+
 def printable(text: str) -> str:
     """Escape control characters in untrusted text, so that it is safe to print on one line of a terminal."""
     return UNPRINTABLE_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)

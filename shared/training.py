@@ -18,105 +18,119 @@ RESULTS = "results"
 #: training's posts and options; and TensorBoard's logs.
 CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
 
+#: Metadata of an option that is a flag without an opposite, such as --no-resume.
+SWITCH = "switch"
+
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, strip_whitespace=True)]
 Size = Annotated[int, Field(ge=1, le=65_536)]
 
 
 class TrainOptions(BaseModel):
-    """Options of one training, from reading posts to writing the model's folder."""
+    """Options of one training, from reading posts to writing the model's folder.
+
+    Descriptions are the flags' help texts (feedmill/cli/option_groups.py); comments add reasons and details.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
     # Data and model.
 
-    #: Training data: "results"; an export of results, as a file or a folder; or a file of posts with topics.
-    source: Text = Field(alias="from")
-    #: Base model, as in the setting `model`. The default is small and available offline.
-    base: Text = "sentence-transformers/all-MiniLM-L6-v2"
-    #: Folder for the trained model. Must be new or empty.
-    out: Text
-    #: Source of the labels: "topic" uses the posts' topics; "zero-shot" uses each result's best label; "soft" uses all
-    #: of a result's scores, so that the trained model also learns their confidence.
-    labels: Literal["topic", "zero-shot", "soft"] = "topic"
-    #: Minimum score of a result's best label; others are skipped. At 0.5, no other label is as likely. Not for topics.
-    min_score: Annotated[float, Field(ge=0, le=1)] = 0.5
-    #: Minimum posts per label. With fewer, a model memorizes the posts instead of learning the label.
-    min_posts: Size = 8
-
-    #: Maximum posts to read, from the start. All are held in memory, about 10 KB each.
-    limit: Annotated[int, Field(ge=1, le=10_000_000)] = 200_000
+    #: "results"; an export of results, as a file or a folder; or a file of posts with topics.
+    source: Text = Field(
+        alias="from", description="Training data: `results` (the stream), an export, or a file of posts."
+    )
+    out: Text = Field(description="Folder for the trained model; must be new or empty.")
+    #: The default is small and available offline.
+    base: Text = Field(
+        "sentence-transformers/all-MiniLM-L6-v2",
+        description="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
+    )
+    #: "topic" uses the posts' topics; "zero-shot" uses each result's best label; "soft" uses all of a result's scores,
+    #: so that the trained model also learns their confidence.
+    labels: Literal["topic", "zero-shot", "soft"] = Field(
+        "topic", description="Label source: topic, zero-shot or soft."
+    )
+    #: Others are skipped. At 0.5, no other label is as likely. Not for topics.
+    min_score: float = Field(0.5, ge=0, le=1, description="Minimum score of the best label in results or exports.")
+    #: With fewer, a model memorizes the posts instead of learning the label.
+    min_posts: Size = Field(8, description="Minimum posts per label.")
+    #: Read from the start. All are held in memory, about 10 KB each.
+    limit: int = Field(200_000, ge=1, le=10_000_000, description="Maximum number of posts to read.")
 
     # Test.
 
-    #: File of posts with topics to test on. All posts of `source` are then used for training.
-    test: Text | None = None
-    #: Choice of the test posts. "random" uses a hash of their ids, so that a post keeps its side when posts are added.
-    #: "subreddit" and "time" hold out whole subreddits, or the newest posts, to measure accuracy on unfamiliar data.
-    split: Literal["random", "subreddit", "time", "none"] = "random"
-    #: Approximate share of posts to test on. A fifth of 2,000 posts resolves accuracies that differ by 4%.
-    test_share: Annotated[float, Field(gt=0, le=0.9)] = 0.2
-
-    #: Also test the untrained base model, if it can classify, to show the benefit of the training.
-    compare: bool = True
+    #: All posts of `source` are then used for training.
+    test: Text | None = Field(None, description="File of posts with topics to test on, instead of a split.")
+    #: "random" uses a hash of the posts' ids, so that a post keeps its side when posts are added. "subreddit" and
+    #: "time" hold out whole subreddits, or the newest posts, to measure accuracy on unfamiliar data.
+    split: Literal["random", "subreddit", "time", "none"] = Field(
+        "random", description="Test split: random, subreddit, time or none."
+    )
+    #: Approximate. A fifth of 2,000 posts resolves accuracies that differ by 4%.
+    test_share: float = Field(0.2, gt=0, le=0.9, description="Share of the posts to test on.")
+    #: If it can classify; shows the benefit of the training.
+    compare: bool = Field(True, description="Also test the untrained base model.")
 
     # Training.
 
-    #: Passes over the training posts. A few hundred posts need several; too many cause overfitting.
-    epochs: Annotated[float, Field(gt=0, le=1000)] = 4.0
-    #: Number of optimization steps. Overrides `epochs`.
-    max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    #: Rows per forward pass on each device. If the device runs out of memory, lower it and raise `accumulation`.
-    batch_size: Size = 16
-    #: Forward passes per optimization step. Effective batch size = batch size x accumulation x devices.
-    accumulation: Size = 1
-    #: Peak learning rate of the base model's weights. The default suits fine-tuning of small encoders.
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-4
-    #: Factor on the learning rate for the classification head, which starts untrained.
-    head_rate: Annotated[float, Field(gt=0, le=1000)] = 10.0
-    #: Share of the steps in which the learning rate rises to its peak: a new head's first gradients are large.
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
-    #: Learning rate after warm-up. "linear" and "cosine" fall to zero.
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    #: AdamW's weight decay.
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.01
-    #: Fit the head first, on the frozen base model's outputs; takes one pass. Training then starts near a solution and
-    #: changes less of the base model's features (arXiv 2202.10054).
-    fit_head: bool = True
-    #: Weight labels by their rarity. Improves macro-F1 rather than accuracy.
-    class_weights: bool = False
-    #: Maximum tokens per post; also the trained model's limit. Most titles have fewer than 64, and text beyond 128
-    #: rarely changes a post's topic.
-    max_tokens: Annotated[int, Field(ge=8, le=8192)] = 128
-    #: Random seed for the head, the order of posts, dropout and the split.
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 7
-    #: Stop if the loss on a held-out tenth of the training posts has not fallen for this many epochs, and keep the best
-    #: weights. 0 disables early stopping and trains on all posts.
-    patience: Annotated[int, Field(ge=0, le=1000)] = 0
+    #: A few hundred posts need several; too many cause overfitting.
+    epochs: float = Field(4.0, gt=0, le=1000, description="Passes over the training posts.")
+    max_steps: int | None = Field(None, ge=1, le=10_000_000, description="Optimization steps, instead of --epochs.")
+    #: If the device runs out of memory, lower it and raise `accumulation`.
+    batch_size: Size = Field(16, description="Rows per forward pass and device.")
+    #: Effective batch size = batch size x accumulation x devices.
+    accumulation: Size = Field(1, description="Forward passes per optimization step.")
+    #: The default suits fine-tuning of small encoders.
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="Peak learning rate of the base model's weights.")
+    #: The head starts untrained.
+    head_rate: float = Field(
+        10.0, gt=0, le=1000, description="Learning rate of the head, as a multiple of --learning-rate."
+    )
+    #: A new head's first gradients are large.
+    warmup: float = Field(0.1, ge=0, le=1, description="Share of the steps with a rising learning rate.")
+    #: After warm-up. "linear" and "cosine" fall to zero.
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="Learning-rate schedule: linear, cosine or constant."
+    )
+    weight_decay: float = Field(0.01, ge=0, le=1, description="Weight decay of AdamW.")
+    #: On the frozen base model's outputs, in one pass. Training then starts near a solution and changes less of the
+    #: base model's features (arXiv 2202.10054).
+    fit_head: bool = Field(True, description="Fit the classification head first.")
+    #: Improves macro-F1 rather than accuracy.
+    class_weights: bool = Field(False, description="Weight rare labels more.")
+    #: Also the trained model's limit. Most titles have fewer than 64; text beyond 128 rarely changes a post's topic.
+    max_tokens: int = Field(128, ge=8, le=8192, description="Maximum tokens to read of a post.")
+    #: For the head, the order of posts, dropout and the split.
+    seed: int = Field(7, ge=0, lt=2**32, description="Random seed.")
+    #: Progress is a lower loss on a held-out tenth of the training posts; the best weights are kept. 0 trains on all
+    #: posts.
+    patience: int = Field(0, ge=0, le=1000, description="Epochs without progress before stopping; 0 never stops early.")
 
     # Device.
 
     #: "auto": bfloat16 if the device supports it in hardware, else float16 with loss scaling on a GPU, else float32.
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: Batch posts of similar length, which reduces padding. The order of batches stays random.
-    length_grouping: bool = True
-    #: Recompute activations instead of storing them: a third more time for a fraction of the memory. Small models do
-    #: not need it.
-    gradient_checkpointing: bool = False
-    #: Update all weights in one kernel instead of several per weight.
-    fused_optimizer: bool = True
-    #: Processes that assemble batches. 0 is usually best: texts are tokenized beforehand, and padding them is cheap.
-    loader_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    #: Use page-locked host memory, from which a GPU copies while it computes. No effect on a CPU.
-    pin_memory: bool = True
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Precision: auto, float32, bfloat16 or float16."
+    )
+    #: Reduces padding. The order of batches stays random.
+    length_grouping: bool = Field(True, description="Batch posts of similar length.")
+    #: A third more time for a fraction of the memory. Small models do not need it.
+    gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+    #: One kernel instead of several per weight.
+    fused_optimizer: bool = Field(True, description="Use the fused AdamW kernel.")
+    #: 0 is usually best: texts are tokenized beforehand, and padding them is cheap.
+    loader_workers: int = Field(0, ge=0, le=64, description="Processes that assemble batches.")
+    #: From pinned memory, a GPU copies while it computes. No effect on a CPU.
+    pin_memory: bool = Field(True, description="Copy batches to a GPU from pinned memory.")
 
     # Output.
 
-    #: Optimization steps between checkpoints. Unset: one at the end of each epoch.
-    checkpoint_steps: Size | None = None
-    #: Resume from the last checkpoint in `out`. Requires the same posts and options.
-    resume: bool = False
-    #: Write TensorBoard's logs to runs/ in `out`.
-    tensorboard: bool = False
+    checkpoint_steps: Size | None = Field(
+        None, description="Optimization steps between checkpoints (default: one epoch)."
+    )
+    #: Requires the same posts and options.
+    resume: Annotated[bool, SWITCH] = Field(False, description="Resume from the last checkpoint in OUT.")
+    tensorboard: Annotated[bool, SWITCH] = Field(False, description="Write TensorBoard logs to OUT/runs.")
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "TrainOptions":

@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated
 
 import typer
 from redis import Redis
 
+from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from producers.push import Pusher
@@ -22,7 +22,9 @@ DEFAULT_COUNT = 20
 #: Ids that an error message quotes at most.
 MAX_QUOTED_IDS = 5
 
-app = typer.Typer(help="List, retry or drop dead letters (posts that could not be classified).", no_args_is_help=True)
+app = typer.Typer(
+    name="dead", help="List, retry or drop dead letters (posts that could not be classified).", no_args_is_help=True
+)
 
 DeadLetterId = Annotated[
     str, typer.Argument(metavar="ID", help="Id of the dead letter, as `list` shows it, or of its post.")
@@ -30,6 +32,7 @@ DeadLetterId = Annotated[
 DeadLetterIds = Annotated[
     list[str] | None, typer.Argument(metavar="ID...", help="Ids of dead letters or of their posts.")
 ]
+Entry = DeadLetterEntry | UndecodableMessage
 All = Annotated[bool, typer.Option("--all", help="Select every dead letter.")]
 
 
@@ -123,16 +126,14 @@ def _confirm(count: int) -> None:
     typer.confirm(f"Drop {count:,} dead letters permanently?", abort=True)
 
 
-def _chosen(
-    dead: DeadLetters, ids: Sequence[str] | None, every: bool
-) -> tuple[Iterator[DeadLetterEntry | UndecodableMessage], list[str]]:
+def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry], list[str]]:
     """Return the selected dead letters, and the ids without one. Raises UserError unless ids or --all are given."""
     if bool(ids) == every:
         raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
 
 
-def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[DeadLetterEntry | UndecodableMessage], list[str]]:
+def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry], list[str]]:
     """Return the dead letter for each id, read lazily, and the ids without one.
 
     Raises UserError if several dead letters match one id.
@@ -156,7 +157,7 @@ def _report_missing(ids: Sequence[str]) -> None:
 
 
 def _send_again(
-    each: DeadLetterEntry | UndecodableMessage,
+    each: Entry,
     dead: DeadLetters,
     redis: Redis,
     app_of: Callable[[str | None], Application],
@@ -184,7 +185,7 @@ def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
 
 
-def _as_json(each: DeadLetterEntry | UndecodableMessage) -> str:
+def _as_json(each: Entry) -> str:
     if isinstance(each, UndecodableMessage):
         found: dict[str, object] = {"entry": each.name, "element": each.content.decode("utf-8", "replace")}
     else:
@@ -192,14 +193,14 @@ def _as_json(each: DeadLetterEntry | UndecodableMessage) -> str:
     return json_line(found)
 
 
-def _line(each: DeadLetterEntry | UndecodableMessage) -> str:
+def _line(each: Entry) -> str:
     if isinstance(each, UndecodableMessage):
         return f"{each.name}  {len(each.content):,} bytes, not a message"
     letter = each.letter
-    return printable(f"{each.name:<18} {letter.id or '-':<12} {_time(letter.failed_at)}  {letter.reason}")
+    return printable(f"{each.name:<18} {letter.id or '-':<12} {utc(letter.failed_at)}  {letter.reason}")
 
 
-def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
+def _described(each: Entry) -> str:
     if isinstance(each, UndecodableMessage):
         return f"{each.name}  not a message:\n{printable(each.content.decode('utf-8', 'replace'))}"
     letter = each.letter
@@ -207,7 +208,7 @@ def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
         "letter": each.name,
         "post": letter.id,
         "reason": letter.reason,
-        "failed": f"{_time(letter.failed_at)} on {letter.worker}",
+        "failed": f"{utc(letter.failed_at)} on {letter.worker}",
         "attempts": str(letter.attempts),
         "message": letter.message,
         "queue": letter.queue,
@@ -217,7 +218,3 @@ def _described(each: DeadLetterEntry | UndecodableMessage) -> str:
     }
     lines = [f"{name:<10} {printable(value)}" for name, value in facts.items() if value is not None]
     return "\n".join([*lines, *map(printable, (letter.traceback or "").splitlines())])
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

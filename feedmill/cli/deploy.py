@@ -17,7 +17,7 @@ from redis import Redis
 from feedmill.cli.options import AsJson, RedisUrl, ToQueue, settings_of
 from feedmill.monitoring import watch
 from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError, printable
+from shared.errors import UserError, explain_missing, printable
 from shared.keys import REQUESTED_MODELS
 from shared.model_routing import (
     DeploymentReport,
@@ -43,8 +43,7 @@ app = typer.Typer()
 @app.command()
 def deploy(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.", show_default=False),
+        Path | None, typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")
     ] = None,
     queue: ToQueue = None,
     own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
@@ -90,12 +89,8 @@ def _requested(folder: Path | None) -> RequestedModel:
     """Return the deployment to store; without a folder, that of the workers' own model. Raises UserError."""
     if folder is None:
         return RequestedModel(None, None, time.time())
-    try:
+    with explain_missing("Deploying a model", "worker"):
         from workers.models.weights import locate  # noqa: PLC0415 - needs packages that only workers have
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"Deploying a model requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(
@@ -122,7 +117,10 @@ def _wait_for_workers(
                 heard[node] = time.monotonic()
             if ours and reports[node] != report:
                 reports[node] = report
-                _show_report(node, report, as_json)
+                if as_json:
+                    typer.echo(json.dumps({"worker": node} | report._asdict()))
+                else:
+                    typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
         over = [node for node in nodes if time.monotonic() - heard[node] > REPORT_TIMEOUT_S]
         reports |= dict.fromkeys(over)
         nodes = [node for node in nodes if node not in over and not _is_done(reports[node])]
@@ -142,13 +140,6 @@ def _poll(celery: Celery, nodes: list[str]) -> list[tuple[str, DeploymentReport]
         for node, found in answers.items()
         if "at" in found
     ]
-
-
-def _show_report(node: str, report: DeploymentReport, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"worker": node} | report._asdict()))
-    else:
-        typer.echo(printable(f"{node}  {report.stage:<8}  {report.said}"))
 
 
 def _conclude(

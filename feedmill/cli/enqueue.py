@@ -10,24 +10,14 @@ from redis import Redis
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from feedmill.cli.dates import parse_period
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.options import (
-    IdColumn,
-    LabelsOption,
-    MultiLabelOption,
-    PriorityOption,
-    RedisUrl,
-    TemplateOption,
-    ToModel,
-    ToQueue,
-    message_options,
-    select_queue,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import IdColumn, MessageFlags, RedisUrl
 from producers.files import is_file
 from producers.positions import Position
 from producers.push import Pusher, send_scope
-from producers.records import NO_FILTERS, Filters, seconds_of_date, subreddit_name
+from producers.records import NO_FILTERS, Filters, subreddit_name
 from shared.broker import connect, make_app, user_errors
 from shared.errors import UserError
 
@@ -40,7 +30,9 @@ SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
 
 
 @app.command()
+@with_groups
 def enqueue(
+    *,
     file: Annotated[
         str,
         typer.Argument(
@@ -49,32 +41,21 @@ def enqueue(
     ],
     id_column: IdColumn = None,
     subreddit: Annotated[
-        list[str] | None,
-        typer.Option(help="Send only posts of these subreddits: a,b,c; may be repeated.", show_default=False),
+        list[str] | None, typer.Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="DATE",
-            help="Send only posts created since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC).",
-            show_default=False,
+            metavar="DATE", help="Send only posts created since DATE, such as 2026-01-31 or 2026-01-31T12:30 (UTC)."
         ),
     ] = None,
     until: Annotated[
-        str | None,
-        typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).", show_default=False),
+        str | None, typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).")
     ] = None,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    multi_label: MultiLabelOption = False,
-    to_model: ToModel = None,
-    to_queue: ToQueue = None,
-    priority: PriorityOption = None,
+    flags: MessageFlags,
     again: Annotated[bool, typer.Option(help="Start over and send posts again that were already sent.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
-    when_full: Annotated[
-        str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).", show_default=False)
-    ] = None,
+    when_full: Annotated[str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Send the posts of a file to the queue.
@@ -82,20 +63,12 @@ def enqueue(
     Skips posts that were already sent and malformed records. An interrupted run resumes where it stopped when the same
     command runs again. Exits 1 if a record was malformed or the filters excluded every record.
     """
-    settings = settings_of(
-        redis_url=redis_url,
-        posts_per_message=posts_per_message,
-        when_full=when_full,
-        queue=to_queue,
-        priority=priority,
-        labels=labels,
-        template=template,
-    )
-    options = message_options(settings, labels, template, multi_label)
+    settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
+    options = flags.options(settings)
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     redis = connect(settings)
-    settings = select_queue(settings, redis, to_model, to_queue)
+    settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"
     pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
     with user_errors(settings):
@@ -153,20 +126,7 @@ def _filters(subreddits: Iterable[str], since: str | None, until: str | None) ->
             if not SUBREDDIT_NAME.fullmatch(name):
                 raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
         names.update(found)
-    filters = Filters(frozenset(names), _seconds("--since", since), _seconds("--until", until))
-    if filters.since is not None and filters.until is not None and filters.since >= filters.until:
-        raise UserError(f"--since {since} must be before --until {until}.")
-    return filters
-
-
-def _seconds(flag: str, date: str | None) -> float | None:
-    """Parse a date option into seconds since 1970. Raises UserError for anything else."""
-    if date is None:
-        return None
-    try:
-        return seconds_of_date(date.strip())
-    except ValueError:
-        raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).") from None
+    return Filters(frozenset(names), *parse_period(since, until))
 
 
 def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:

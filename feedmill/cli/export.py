@@ -7,9 +7,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from redis.exceptions import AuthenticationError
@@ -18,13 +17,13 @@ from redis.exceptions import TimeoutError as TimeoutFault
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from feedmill.cli.options import RedisUrl, settings_of
+from feedmill.cli.dates import parse_period
+from feedmill.cli.options import JsonSummary, RedisUrl, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, Folder, Target
+from feedmill.export.writer import ExportFilter, File, Folder
 from feedmill.reading.rows import Chunk, RowReader, seconds_of
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
-from producers.records import seconds_of_date
 from shared.broker import connect, user_errors
 from shared.errors import UserError
 from shared.settings import PREFIX
@@ -41,15 +40,8 @@ RECONNECT_DELAYS_S = (0.1, 0.25, 0.5, 1.0)
 app = typer.Typer()
 
 
-class Form(StrEnum):
-    """Export formats."""
-
-    PARQUET = "parquet"
-    CSV = "csv"
-    JSONL = "jsonl"
-
-
-Date = Annotated[str | None, typer.Option(metavar="DATE", show_default=False)]
+#: Export formats.
+Form = Literal["parquet", "csv", "jsonl"]
 
 
 @app.command("export")
@@ -58,8 +50,7 @@ def export_results(
         Path, typer.Argument(metavar="OUT", help="Output file; for Parquet or --follow, a folder of parts by day.")
     ],
     form: Annotated[
-        Form | None,
-        typer.Option("--format", help="Format (default: taken from the ending of OUT).", show_default=False),
+        Form | None, typer.Option("--format", help="Format (default: taken from the ending of OUT).")
     ] = None,
     columns: Annotated[
         str | None, typer.Option(help="Columns to write, in this order, such as id,label,title (default: all).")
@@ -82,13 +73,12 @@ def export_results(
         int | None, typer.Option(help=f"Approximate rows per part (default: {writer.PART_ROWS:,}).", min=1)
     ] = None,
     part_seconds: Annotated[
-        float | None,
-        typer.Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f})."),
+        float | None, typer.Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f}).")
     ] = None,
     purge: Annotated[
         bool, typer.Option("--purge", help="Export nothing; remove posts from OUT that were purged since.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
+    as_json: JsonSummary = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Write results to Parquet, CSV or JSONL files.
@@ -101,7 +91,7 @@ def export_results(
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
     if not purge and form is None:
         form = _form_of(out)
-    if latest and (follow or form is Form.PARQUET):
+    if latest and (follow or form == "parquet"):
         raise UserError("--latest needs a single CSV or JSONL file: a part is complete before later results are known.")
     if latest and label is not None:
         raise UserError("--latest cannot be combined with --label: a post's newest result may have another label.")
@@ -117,11 +107,9 @@ def export_results(
             removed = writer.purge(out, RowReader(redis))
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
-        filters = ExportFilter(_seconds("--since", since), _seconds("--until", until), label, latest)
-        if filters.since is not None and filters.until is not None and filters.since >= filters.until:
-            raise UserError(f"--since {since} must be before --until {until}.")
-        writes = writer.format_of(str(form), COLUMNS if columns is None else _columns(columns))
-        if part_rows is not None and not (follow or form is Form.PARQUET):
+        filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest)
+        writes = writer.format_of(form or "", COLUMNS if columns is None else _columns(columns))
+        if part_rows is not None and not (follow or form == "parquet"):
             raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
         reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
@@ -138,12 +126,10 @@ def export_results(
 
 def _form_of(out: Path) -> Form:
     """Return the format for the ending of OUT. Raises UserError for any other ending."""
-    try:
-        return Form(out.suffix.lower().removeprefix("."))
-    except ValueError:
-        raise UserError(
-            f"Cannot tell the format of {out}. Give --format, or an OUT that ends in .parquet, .csv or .jsonl."
-        ) from None
+    for form in get_args(Form):
+        if out.suffix.lower() == f".{form}":
+            return cast(Form, form)
+    raise UserError(f"Cannot tell the format of {out}. Give --format, or an OUT that ends in .parquet, .csv or .jsonl.")
 
 
 def _columns(given: str) -> tuple[str, ...]:
@@ -199,7 +185,7 @@ class _Run:
     def __init__(
         self,
         reader: RowReader,
-        target: Target,
+        target: Folder | File,
         filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
@@ -314,19 +300,6 @@ class _Run:
 
 def _rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-def _seconds(flag: str, date: str | None) -> float | None:
-    """Parse a date option into seconds since 1970. Raises UserError for anything else."""
-    if date is None:
-        return None
-    try:
-        seconds = seconds_of_date(date.strip())
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).")
-    return seconds
 
 
 class _ExportBar(Progress):

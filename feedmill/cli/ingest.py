@@ -6,12 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -19,17 +17,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from feedmill.cli.dates import utc
+from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     AsJson,
-    LabelsOption,
-    MultiLabelOption,
-    PriorityOption,
+    MessageFlags,
     RedisUrl,
-    TemplateOption,
-    ToModel,
-    ToQueue,
-    message_options,
-    select_queue,
     settings_of,
 )
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
@@ -57,31 +50,20 @@ REFRESH_INTERVAL_S, LOG_INTERVAL_S = 1.0, 60.0
 #: Seconds until the first status line in a log.
 FIRST_LOG_DELAY_S = 10.0
 
-app = typer.Typer(help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
+app = typer.Typer(name="ingest", help="Read posts from Reddit and send them to the queue.", no_args_is_help=True)
 
 
-class ListingKind(StrEnum):
-    """Reddit listings."""
+#: Reddit listings, and periods of the listing `top`.
+ListingKind = Literal["hot", "new", "top", "rising"]
+Period = Literal["hour", "day", "week", "month", "year", "all"]
 
-    HOT = "hot"
-    NEW = "new"
-    TOP = "top"
-    RISING = "rising"
-
-
-class Period(StrEnum):
-    """Periods of the listing `top`."""
-
-    HOUR = "hour"
-    DAY = "day"
-    WEEK = "week"
-    MONTH = "month"
-    YEAR = "year"
-    ALL = "all"
+TopicsFile = Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")]
 
 
 @app.command()
+@with_groups
 def reddit(
+    *,
     once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
     listing: Annotated[
         ListingKind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
@@ -89,18 +71,11 @@ def reddit(
     limit: Annotated[
         int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
     ] = DEFAULT_LIMIT,
-    period: Annotated[Period, typer.Option(help="Period for --listing top.")] = Period.ALL,
-    topics: Annotated[
-        Path | None, typer.Option(help="Topics file in TOML (default: built in).", show_default=False)
-    ] = None,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    multi_label: MultiLabelOption = False,
-    to_model: ToModel = None,
-    to_queue: ToQueue = None,
-    priority: PriorityOption = None,
+    period: Annotated[Period, typer.Option(help="Period for --listing top.")] = "all",
+    topics: TopicsFile = None,
+    flags: MessageFlags,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
+        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -109,27 +84,19 @@ def reddit(
     With --once, send what the listing holds now and exit; status 1 if a topic could not be read. Posts that were
     already sent are skipped.
     """
-    if not once and listing not in (None, ListingKind.NEW):
+    if not once and listing not in (None, "new"):
         raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
-    settings = settings_of(
-        redis_url=redis_url,
-        reddit_topics=topics,
-        labels=labels,
-        template=template,
-        queue=to_queue,
-        priority=priority,
-        metrics_port=metrics_port,
-    )
-    options = message_options(settings, labels, template, multi_label)
+    settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
+    options = flags.options(settings)
     if find_spec("praw") is None:
         raise UserError("Reading Reddit requires the package praw: run `pip install 'feedmill[reddit]'`.")
     clock = Clock()
     with _stopping_on_signals(clock), user_errors(settings):
         redis = connect(settings)
         redis.ping()  # fail before the first request to Reddit
-        settings = select_queue(settings, redis, to_model, to_queue)
+        settings = flags.select_queue(settings, redis)
         if once:
-            _one_pass(settings, options, clock, listing or ListingKind.HOT, limit, period)
+            _one_pass(settings, options, clock, listing or "hot", limit, period)
         else:
             _keep_reading(settings, options, clock, limit)
     raise typer.Exit(1 if once else 0)  # stopped by a signal, which leaves one pass incomplete
@@ -246,7 +213,7 @@ def _one_pass(
     roster = Roster(reddit, topics, state, clock)
     snapshot = SnapshotReader(reddit, pusher, state, clock)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    listing = Listing(kind.value, limit, period.value if kind is ListingKind.TOP else "")
+    listing = Listing(kind, limit, period if kind == "top" else "")
     columns = (
         TextColumn("{task.description:<16}", markup=False),
         BarColumn(),
@@ -300,7 +267,7 @@ def gaps(
         if as_json:
             typer.echo(json.dumps(gap._asdict()))
         else:
-            times = f"{_time(gap.since)} to {_time(gap.until)}, recorded {_time(gap.noted)}"
+            times = f"{utc(gap.since)} to {utc(gap.until)}, recorded {utc(gap.noted)}"
             typer.echo(f"r/{printable(gap.subreddit):<22} {times}")
     if not found and not as_json:
         typer.echo("No gaps.")
@@ -309,7 +276,7 @@ def gaps(
 @app.command()
 def subreddits(
     as_json: AsJson = False,
-    topics: Annotated[Path | None, typer.Option(help="Topics file in TOML (default: built in).")] = None,
+    topics: TopicsFile = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """List each topic's subreddits, and which of them are replaced and why."""
@@ -327,14 +294,10 @@ def subreddits(
         typer.echo(printable(f"{topic:<16} {', '.join(names)}"))
         for each in out:
             instead = f"replaced by r/{each.by}" if each.by else "not replaced"
-            typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {_time(each.since)}; {instead}"))
+            typer.echo(printable(f"{'':<16} r/{each.subreddit}: {each.reason} since {utc(each.since)}; {instead}"))
 
 
 @app.command("topics")
 def print_topics() -> None:
     """Print the default topics file, as a template for your own."""
     typer.echo(topics_file.DEFAULT_TOPICS_FILE.read_text(encoding="utf-8"), nl=False)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NoReturn
 
@@ -31,9 +32,10 @@ from feedmill.cli import (
     options,
     report,
     results,
+    status,
     train,
 )
-from feedmill.cli import status as status_commands
+from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     AsJson,
     ClassifierOption,
@@ -41,9 +43,12 @@ from feedmill.cli.options import (
     DeviceOption,
     DtypeOption,
     EngineOption,
+    JsonSummary,
+    MetricsPort,
     ModelOption,
     RedisUrl,
     RevisionOption,
+    WorkerName,
     settings_of,
 )
 from feedmill.stack.demo import run as run_demo
@@ -53,7 +58,7 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.supervisor import Supervisor
 from shared.broker import connect, user_errors
-from shared.errors import SettingsError, UserError, printable, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from shared.purge import PurgeCounts, lift_tombstones
 from shared.purge import purge as purge_posts
 from shared.purge import rewrite_append_only_file as rewrite_file
@@ -67,18 +72,8 @@ app = typer.Typer(
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
-app.add_typer(results.app, name="results")
-app.add_typer(dead.app, name="dead")
-app.add_typer(deploy.app)
-app.add_typer(enqueue.app)
-app.add_typer(export.app)
-app.add_typer(flower.app)
-app.add_typer(ingest.app, name="ingest")
-app.add_typer(offline.app)
-app.add_typer(report.app)
-app.add_typer(status_commands.app)
-app.add_typer(train.app)
-app.add_typer(measuring.app)
+for module in (results, dead, deploy, enqueue, export, flower, ingest, offline, report, status, train, measuring):
+    app.add_typer(module.app)
 
 
 def _version(is_given: bool) -> None:
@@ -90,9 +85,7 @@ def _version(is_given: bool) -> None:
 
 @app.callback()
 def main(
-    log_format: Annotated[
-        str | None, typer.Option(help="Log format: text or json (default: text).", show_default=False)
-    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="Log format: text or json (default: text).")] = None,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
@@ -105,7 +98,7 @@ def main(
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
     all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of one per topic.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")] = False,
+    as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
@@ -155,72 +148,49 @@ def url(data_folder: DataFolder = None) -> None:
     typer.echo(settings.broker_url)
 
 
-@app.command()
-def worker(
-    model: ModelOption = None,
-    queue: Annotated[
-        str | None,
-        typer.Option(help="Queue to serve; each model needs its own (default: feedmill).", show_default=False),
-    ] = None,
-    revision: RevisionOption = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
+@dataclass(frozen=True)
+class WorkerFlags:
+    """Flags of a worker, as settings."""
+
+    model: ModelOption = None
+    queue: Annotated[str | None, typer.Option(help="Queue to serve; each model needs its own (default: feedmill).")] = (
+        None
+    )
+    revision: RevisionOption = None
+    classifier: ClassifierOption = None
+    engine: EngineOption = None
+    device: DeviceOption = None
     devices: Annotated[
         str | None,
-        typer.Option(
-            help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device).",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: DtypeOption = None,
+        typer.Option(help="Devices, one worker each: all, GPUs such as 0,2, cpu or cpu:N (default: --device)."),
+    ] = None
+    dtype: DtypeOption = None
     token_budget: Annotated[
         int | None, typer.Option(help="Maximum tokens per micro-batch, with padding (default: measured once).")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).", show_default=False)
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.", show_default=False)
-    ] = None,
-    redis_url: RedisUrl = None,
-) -> None:
+    ] = None
+    metrics_port: MetricsPort = None
+    include: Annotated[str | None, typer.Option(help="Modules with your own Celery tasks to load: a,b.c.")] = None
+    redis_url: RedisUrl = None
+
+
+@app.command()
+@with_groups
+def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
     """Run a worker on one device, or one worker per device.
 
     On SIGTERM, a worker finishes the messages it holds and exits. After FEEDMILL_DRAIN seconds (30) it returns the rest
     to the queue.
     """
-    options = {
-        "model": model,
-        "queue": queue,
-        "revision": revision,
-        "classifier": classifier,
-        "engine": engine,
-        "device": device,
-        "devices": devices,
-        "dtype": dtype,
-        "token_budget": token_budget,
-        "metrics_port": metrics_port,
-        "include": include,
-        "redis_url": redis_url,
-    }
-    settings = settings_of(**options)
+    settings = settings_of(**vars(flags))
     if settings.devices:
         found = shares(settings.devices)
         if len(found) > 1:
-            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], options).run())
+            raise typer.Exit(Supervisor(settings, found, name, [*python_command(), "worker"], vars(flags)).run())
         (share,) = found
         os.environ.update(share.environment)  # before the import of torch, which reads it once
         settings, name = settings.model_copy(update={"device": share.device}), share.node(name)
-    try:
+    with explain_missing("A worker", "worker"):
         from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"A worker requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     raise typer.Exit(run_worker(settings, name))
 
 

@@ -15,17 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.offline import load_model
-from feedmill.cli.options import (
-    ClassifierOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    IdColumn,
-    LabelsOption,
-    ModelOption,
-    TemplateOption,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import IdColumn, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post
@@ -41,32 +32,26 @@ app = typer.Typer()
 MAX_TOPICS_NAMED = 10
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="Posts as JSONL, a JSON array or CSV; - is standard input.")]
-LastLine = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
 
 
 @app.command()
+@with_groups
 def tune(
+    *,
     file: File,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
     model: ModelOption = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    flags: ModelFlags,
     limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
     rounds: Annotated[int, typer.Option(help="Measurements per size; the median counts.", min=1)] = 3,
     csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
     png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
-    as_json: LastLine = False,
+    as_json: JsonSummary = False,
 ) -> None:
     """Measure batch sizes and token budgets on a file's posts.
 
     Stores the best token budget; workers on this machine with the same model, device and settings then start with it.
     """
-    settings = settings_of(
-        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
-    )
+    settings = settings_of(model=model, **vars(flags))
     _check_writable(csv_file, png)
     console, notes = _consoles()
     reading = FileReading(file, notes)
@@ -111,37 +96,26 @@ def tune(
 
 
 @app.command()
+@with_groups
 def evaluate(
+    *,
     file: File,
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
     models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", help="Model to evaluate, as for classify; repeat to compare several.", show_default=False
-        ),
+        list[str] | None, typer.Option("--model", help="Model to evaluate, as for classify; repeat to compare several.")
     ] = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
-    ] = None,
+    flags: ModelFlags,
+    limit: Limit = None,
     id_column: IdColumn = None,
-    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.", show_default=False)] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="CSV file for each post's prediction.", show_default=False)
-    ] = None,
-    as_json: LastLine = False,
+    png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="CSV file for each post's prediction.")] = None,
+    as_json: JsonSummary = False,
 ) -> None:
     """Compare a model's labels with the topics of a file's posts.
 
     Prints precision, recall and F1 per label, a confusion matrix, accuracy and macro-F1. Give --model several times to
     compare models. Exits 1 if a post failed or a record was skipped.
     """
-    flags = {"labels": labels, "template": template, "classifier": classifier, "engine": engine, "device": device}
-    each = [settings_of(**flags, dtype=dtype, model=model) for model in models or (None,)]
+    each = [settings_of(model=model, **vars(flags)) for model in models or (None,)]
     if len(each) > 1 and (png or csv_file):
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
@@ -184,20 +158,22 @@ def evaluate(
 def _compare(posts: Sequence[Post], each: Sequence[Settings], console: Console, notes: Console) -> dict[str, Any]:
     """Evaluate several models on the posts whose topic is a label of each; return the JSON summary."""
     # Imported late: needs torch, which only workers have.
-    from feedmill.evaluation.report import show_side_by_side  # noqa: PLC0415
+    from feedmill.evaluation.report import models_table  # noqa: PLC0415
     from feedmill.evaluation.run import settings_for_comparison  # noqa: PLC0415
 
     each = [settings_for_comparison(settings) for settings in each]
     loaded = [load_model(settings) for settings in each]
     known = _known(posts, [model.label_set(ClassifyOptions()).labels for model in loaded])
     found = [_measured(known, model, settings, notes) for model, settings in zip(loaded, each, strict=True)]
-    show_side_by_side(console, found)
     left_out = len(posts) - len(known)
+    summaries = [(one.model, one.summary(left_out)) for one in found]
+    best_first = sorted(summaries, key=lambda one: one[1]["accuracy"], reverse=True)
+    console.print(models_table("model", best_first))
     typer.echo(
         f"{len(known):,} posts"
         + (f"; excluded: {left_out:,} whose topic is not a label of every model" * bool(left_out))
     )
-    return {"posts": len(known), "models": {one.model: one.summary(left_out) for one in found}}
+    return {"posts": len(known), "models": dict(summaries)}
 
 
 def _known(posts: Sequence[Post], label_sets: Sequence[Sequence[str]]) -> list[tuple[Post, str]]:

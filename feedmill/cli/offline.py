@@ -13,19 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.options import (
-    AsJson,
-    ClassifierOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    IdColumn,
-    LabelsOption,
-    ModelOption,
-    MultiLabelOption,
-    TemplateOption,
-    settings_of,
-)
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import AsJson, IdColumn, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from shared.errors import (
     DeviceFull,
     DeviceLost,
@@ -34,6 +23,7 @@ from shared.errors import (
     RequestRefused,
     UserError,
     clause,
+    explain_missing,
     json_line,
     printable,
 )
@@ -56,24 +46,19 @@ BAR_WIDTH = 30
 
 
 @app.command()
+@with_groups
 def classify(
+    *,
     what: Annotated[
         str,
         typer.Argument(
             metavar="TEXT|FILE", help="A text, or a file of posts (JSONL, a JSON array or CSV); - is standard input."
         ),
     ],
-    labels: LabelsOption = None,
-    template: TemplateOption = None,
-    multi_label: MultiLabelOption = False,
     model: ModelOption = None,
-    classifier: ClassifierOption = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1, show_default=False)
-    ] = None,
+    flags: ModelFlags,
+    multi_label: MultiLabelOption = False,
+    limit: Limit = None,
     id_column: IdColumn = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,9 +66,7 @@ def classify(
 
     Needs neither Redis nor a worker, and stores nothing. Exits 1 if a post failed or a record was skipped.
     """
-    settings = settings_of(
-        labels=labels, template=template, model=model, classifier=classifier, engine=engine, device=device, dtype=dtype
-    )
+    settings = settings_of(model=model, **vars(flags))
     options = ClassifyOptions(multi_label=multi_label)
     if what == "-" or _is_file(what):
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -108,14 +91,9 @@ def load_model(settings: Settings) -> "Classifier":
 
     Raises UserError if a package, the model or the device is missing.
     """
-    try:
-        # Imported late: needs torch, which only workers have.
+    with explain_missing("This command", "worker"):  # imported late: needs torch, which only workers have
         from workers.models import device  # noqa: PLC0415
         from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        raise UserError(
-            f"This command requires the package {missing.name}: run `pip install 'feedmill[worker]'`."
-        ) from None
     return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
 
 

@@ -1,6 +1,7 @@
-"""Options shared by several commands, and their conversion into settings and message options."""
+"""Options and groups of options shared by several commands, and their conversion into settings."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,71 +19,49 @@ logger = logging.getLogger(__name__)
 
 RedisUrl = Annotated[
     str | None,
-    typer.Option(
-        help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost).",
-        show_default=False,
-    ),
+    typer.Option(help="Redis URL: redis://:password@host:6379/0 (default: the running `feedmill up`, else localhost)."),
 ]
 DataFolder = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).", show_default=False
-    ),
+    Path | None, typer.Option(help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+JsonSummary = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
+MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")]
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
-        show_default=False,
+        help="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2)."
     ),
 ]
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).", show_default=False)
-]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model (default: main).")]
 ClassifierOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).", show_default=False
-    ),
+    str | None, typer.Option(help="Classifier: auto, nli, sequence, similarity or module:Class (default: auto).")
 ]
 EngineOption = Annotated[
-    str | None,
-    typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).", show_default=False),
+    str | None, typer.Option(help="Inference engine: torch, onnx or module:Class (default: torch).")
 ]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).", show_default=False)
-]
+DeviceOption = Annotated[str | None, typer.Option(help="Device: auto, cpu, cuda, cuda:N or mps (default: auto).")]
 DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).", show_default=False),
+    str | None, typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).")
 ]
 LabelsOption = Annotated[
-    str | None,
-    typer.Option(
-        help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.', show_default=False
-    ),
+    str | None, typer.Option(help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.')
 ]
 TemplateOption = Annotated[
-    str | None,
-    typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'", show_default=False),
+    str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
 ]
 ToModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="Send to the queue of this model; the last part of its name is enough.", show_default=False
-    ),
+    str | None, typer.Option("--model", help="Send to the queue of this model; the last part of its name is enough.")
 ]
-ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).", show_default=False)]
+ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).")]
 IdColumn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).", show_default=False
-    ),
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
 ]
-PriorityOption = Annotated[
-    int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.", show_default=False)
+Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1)]
+WorkerName = Annotated[
+    str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
 ]
+PriorityOption = Annotated[int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.")]
 MultiLabelOption = Annotated[bool, typer.Option(help="Score each label independently.")]
 
 
@@ -103,27 +82,56 @@ def settings_of(**flags: Any) -> Settings:
     return settings
 
 
-def select_queue(settings: Settings, redis: Redis, model: str | None, queue: str | None) -> Settings:
-    """Return a producer's settings, with the queue that `--model` or `--queue` selects.
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags that select how a model classifies, as settings."""
 
-    FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
-    against the known queues, because producers may start before the first worker.
-
-    Raises UserError if both options are given or no known queue matches, and RedisError if Redis fails.
-    """
-    if model is not None and queue is not None:
-        raise UserError("--model and --queue both select a queue. Give one of them.")
-    with user_errors(settings):
-        if queue is not None:
-            check_queue(redis, queue)
-        return settings if model is None else settings.model_copy(update={"queue": queue_for_model(redis, model)})
+    labels: LabelsOption = None
+    template: TemplateOption = None
+    classifier: ClassifierOption = None
+    engine: EngineOption = None
+    device: DeviceOption = None
+    dtype: DtypeOption = None
 
 
-def message_options(settings: Settings, labels: str | None, template: str | None, multi_label: bool) -> ClassifyOptions:
-    """Return the message options that these flags select.
+@dataclass(frozen=True)
+class MessageFlags:
+    """Flags of a producer: the options of its messages, and the queue that it sends to."""
 
-    Options that were not given stay unset, so that the worker's settings apply rather than this process's.
-    """
-    return ClassifyOptions(
-        labels=None if labels is None else settings.labels, template=template, multi_label=multi_label
-    )
+    labels: LabelsOption = None
+    template: TemplateOption = None
+    multi_label: MultiLabelOption = False
+    to_model: ToModel = None
+    to_queue: ToQueue = None
+    priority: PriorityOption = None
+
+    def settings_of(self, **others: Any) -> Settings:
+        """Load the settings with these and other option values. See `settings_of`."""
+        return settings_of(
+            labels=self.labels, template=self.template, queue=self.to_queue, priority=self.priority, **others
+        )
+
+    def options(self, settings: Settings) -> ClassifyOptions:
+        """Return the message options.
+
+        Options that were not given stay unset, so that the worker's settings apply rather than this process's.
+        """
+        labels = None if self.labels is None else settings.labels
+        return ClassifyOptions(labels=labels, template=self.template, multi_label=self.multi_label)
+
+    def select_queue(self, settings: Settings, redis: Redis) -> Settings:
+        """Return the settings with the queue that `--model` or `--queue` selects.
+
+        FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
+        against the known queues, because producers may start before the first worker.
+
+        Raises UserError if both options are given or no known queue matches, and RedisError if Redis fails.
+        """
+        if self.to_model is not None and self.to_queue is not None:
+            raise UserError("--model and --queue both select a queue. Give one of them.")
+        with user_errors(settings):
+            if self.to_queue is not None:
+                check_queue(redis, self.to_queue)
+            if self.to_model is None:
+                return settings
+            return settings.model_copy(update={"queue": queue_for_model(redis, self.to_model)})

@@ -28,8 +28,7 @@ def report(
     ] = 24,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("feedmill-report.html"),
     png: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.", show_default=False),
+        Path | None, typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.")
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:

@@ -5,11 +5,11 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
+from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.results import (
@@ -31,7 +31,7 @@ from shared.settings import PREFIX
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
 
-app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
 
 
 @app.callback()
@@ -42,19 +42,13 @@ def results(
     limit: Annotated[
         int | None, typer.Option(help=f"Number of results to show (default: {DEFAULT_LIMIT}).", min=0)
     ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="Show only results with this best label.", show_default=False)
-    ] = None,
+    label: Annotated[str | None, typer.Option(help="Show only results with this best label.")] = None,
     min_score: Annotated[
-        float | None,
-        typer.Option(help="Show only results whose best label has at least this score.", show_default=False),
+        float | None, typer.Option(help="Show only results whose best label has at least this score.")
     ] = None,
-    subreddit: Annotated[
-        str | None, typer.Option(help="Show only posts of this subreddit.", show_default=False)
-    ] = None,
+    subreddit: Annotated[str | None, typer.Option(help="Show only posts of this subreddit.")] = None,
     group: Annotated[
-        str | None,
-        typer.Option(help="Read as a member of this consumer group, which resumes where it stopped."),
+        str | None, typer.Option(help="Read as a member of this consumer group, which resumes where it stopped.")
     ] = None,
     consumer: Annotated[
         str | None, typer.Option(help="Unique name of this reader in the group (default: host and process ID).")
@@ -164,7 +158,7 @@ def _missed_message(missed: Missed) -> str:
     else:
         how_many = "an unknown number of results"
     return (
-        f"missed {how_many} between {_time(missed.since)} and {_time(missed.until)}: trimmed before they were read. "
+        f"missed {how_many} between {utc(missed.since)} and {utc(missed.until)}: trimmed before they were read. "
         f"Raise {PREFIX}RESULTS_STREAM_LENGTH, or read faster."
     )
 
@@ -181,7 +175,7 @@ def _line(result: Result, as_json: bool) -> str:
 def _failure(letter: DeadLetter, as_json: bool) -> str:
     if as_json:
         return json_line(letter.model_dump())
-    return printable(f"{letter.id or '-':<12} {_time(letter.failed_at)}  {letter.worker}  {letter.reason}")
+    return printable(f"{letter.id or '-':<12} {utc(letter.failed_at)}  {letter.worker}  {letter.reason}")
 
 
 @app.command("get")
@@ -208,15 +202,11 @@ def get(
         else:
             typer.echo(_described(classification))
     if score and not as_json:
-        typer.echo(f"score {score.score}, seen {_time(score.at)}")
+        typer.echo(f"score {score.score}, seen {utc(score.at)}")
 
 
 def _described(found: Classification) -> str:
-    when = _time(found.classified_at)
+    when = utc(found.classified_at)
     scores = "\n".join(f"  {score:6.3f}  {printable(label)}" for label, score in found.scores.items())
     summary = f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"
     return f"{printable(summary)}\n{scores}"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

@@ -18,7 +18,7 @@ from feedmill.cli import ingest
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
-from feedmill.monitoring.watch import Finding, HealthPart, StatusMonitor, StatusWithRates
+from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.stack.signals import exit_on_signals
 from shared.broker import user_errors
 from shared.errors import clause, printable
@@ -214,7 +214,7 @@ def _device(pool: dict[str, Any]) -> str:
 def health(
     parts: Annotated[
         list[HealthPart] | None,
-        typer.Option("--check", help="Check only this part; may be repeated (default: all parts).", show_default=False),
+        typer.Option("--check", help="Check only this part; may be repeated (default: all parts)."),
     ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
@@ -224,25 +224,18 @@ def health(
     findings = list(watch.check_health(settings, parts or tuple(HealthPart)))
     well = all(finding.well for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"healthy": well, "checks": [_entry(finding) for finding in findings]}))
+        checks = [{"check": finding.part, "healthy": finding.well, "said": finding.said} for finding in findings]
+        typer.echo(json.dumps({"healthy": well, "checks": checks}))
     else:
         for finding in findings:
-            typer.echo(_line(finding))
+            typer.echo(f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}")
     raise typer.Exit(0 if well else 1)
-
-
-def _entry(finding: Finding) -> dict[str, Any]:
-    return {"check": finding.part, "healthy": finding.well, "said": finding.said}
-
-
-def _line(finding: Finding) -> str:
-    return f"{'✓' if finding.well else '✗'} {finding.part:<8} {printable(finding.said)}"
 
 
 @app.command()
 def metrics(
     metrics_port: Annotated[
-        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).", show_default=False)
+        int | None, typer.Option(help=f"Port to serve on (default: {DEFAULT_METRICS_PORT}).")
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:

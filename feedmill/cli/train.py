@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from feedmill.cli.offline import load_model
-from feedmill.cli.options import DeviceOption, ModelOption, RedisUrl, settings_of
+from feedmill.cli.option_groups import with_groups
+from feedmill.cli.options import DeviceOption, RedisUrl, WorkerName, settings_of
 from feedmill.report import plots
 from shared.errors import UserError
 from shared.settings import Settings
@@ -27,79 +28,11 @@ app = typer.Typer()
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
-def _option(help_text: str, *names: str) -> Any:
-    """Return an option whose default is set, with its reason, in shared/training.py; keep the help text in step."""
-    return typer.Option(*names, help=help_text, show_default=False)
-
-
 @app.command()
+@with_groups
 def train(
-    source: Annotated[
-        str, typer.Option("--from", help="Training data: `results` (the stream), an export, or a file of posts.")
-    ],
-    out: Annotated[str, typer.Option(help="Folder for the trained model; must be new or empty.")],
-    base: ModelOption = None,
-    labels: Annotated[str | None, _option("Label source: topic, zero-shot or soft (default: topic).")] = None,
-    min_score: Annotated[
-        float | None, _option("Minimum score of the best label in results or exports (default: 0.5).")
-    ] = None,
-    min_posts: Annotated[int | None, _option("Minimum posts per label (default: 8).")] = None,
-    limit: Annotated[int | None, _option("Maximum number of posts to read (default: 200,000).")] = None,
-    test: Annotated[str | None, _option("File of posts with topics to test on, instead of a split.")] = None,
-    split: Annotated[str | None, _option("Test split: random, subreddit, time or none (default: random).")] = None,
-    test_share: Annotated[float | None, _option("Share of the posts to test on (default: 0.2).")] = None,
-    compare: Annotated[
-        bool | None, _option("Also test the untrained base model (default: on).", "--compare/--no-compare")
-    ] = None,
-    epochs: Annotated[float | None, _option("Passes over the training posts (default: 4).")] = None,
-    max_steps: Annotated[int | None, _option("Optimization steps, instead of --epochs.")] = None,
-    batch_size: Annotated[int | None, _option("Rows per forward pass and device (default: 16).")] = None,
-    accumulation: Annotated[int | None, _option("Forward passes per optimization step (default: 1).")] = None,
-    learning_rate: Annotated[
-        float | None, _option("Peak learning rate of the base model's weights (default: 0.0001).")
-    ] = None,
-    head_rate: Annotated[
-        float | None, _option("Learning rate of the head, as a multiple of --learning-rate (default: 10).")
-    ] = None,
-    warmup: Annotated[float | None, _option("Share of the steps with a rising learning rate (default: 0.1).")] = None,
-    schedule: Annotated[
-        str | None, _option("Learning-rate schedule: linear, cosine or constant (default: linear).")
-    ] = None,
-    weight_decay: Annotated[float | None, _option("Weight decay of AdamW (default: 0.01).")] = None,
-    fit_head: Annotated[
-        bool | None, _option("Fit the classification head first (default: on).", "--fit-head/--no-fit-head")
-    ] = None,
-    class_weights: Annotated[
-        bool | None, _option("Weight rare labels more (default: off).", "--class-weights/--no-class-weights")
-    ] = None,
-    max_tokens: Annotated[int | None, _option("Maximum tokens to read of a post (default: 128).")] = None,
-    seed: Annotated[int | None, _option("Random seed (default: 7).")] = None,
-    patience: Annotated[
-        int | None, _option("Epochs without progress before stopping; 0 never stops early (default: 0).")
-    ] = None,
-    precision: Annotated[str | None, _option("Precision: auto, float32, bfloat16 or float16 (default: auto).")] = None,
-    length_grouping: Annotated[
-        bool | None, _option("Batch posts of similar length (default: on).", "--length-grouping/--no-length-grouping")
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None,
-        _option(
-            "Recompute activations to save memory (default: off).",
-            "--gradient-checkpointing/--no-gradient-checkpointing",
-        ),
-    ] = None,
-    fused_optimizer: Annotated[
-        bool | None, _option("Use the fused AdamW kernel (default: on).", "--fused-optimizer/--no-fused-optimizer")
-    ] = None,
-    loader_workers: Annotated[int | None, _option("Processes that assemble batches (default: 0).")] = None,
-    pin_memory: Annotated[
-        bool | None, _option("Copy batches to a GPU from pinned memory (default: on).", "--pin-memory/--no-pin-memory")
-    ] = None,
-    checkpoint_steps: Annotated[
-        int | None, _option("Optimization steps between checkpoints (default: one epoch).")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in OUT.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs to OUT/runs.")] = False,
+    *,
+    options: TrainOptions,
     device: DeviceOption = None,
     redis_url: RedisUrl = None,
     as_json: Annotated[
@@ -110,10 +43,7 @@ def train(
 
     Serve the trained model with `feedmill worker --model OUT`. See docs/training.md.
     """
-    given = dict(locals())
-    settings = settings_of(device=given.pop("device"), redis_url=given.pop("redis_url"))
-    given.pop("as_json")
-    options = TrainOptions.parse(given)
+    settings = settings_of(device=device, redis_url=redis_url)
     _check_packages()
     _train(options, settings, as_json)
 
@@ -121,15 +51,10 @@ def train(
 @app.command()
 def trainer(
     device: DeviceOption = None,
-    name: Annotated[
-        str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
-    ] = None,
+    name: WorkerName = None,
     training_folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training).",
-            show_default=False,
-        ),
+        typer.Option(help="Folder that queued trainings read and write (default: ~/.local/share/feedmill/training)."),
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:

@@ -1,8 +1,9 @@
 """Print an evaluation as two tables and a summary line, and write each post's prediction as CSV."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -30,16 +31,14 @@ def show(console: Console, found: Evaluation) -> None:
     typer.echo(f"Accuracy {found.accuracy:.3f}, macro-F1 {found.macro_f1:.3f}, {found.posts:,} posts.")
 
 
-def show_side_by_side(console: Console, models: Sequence[ModelMeasurement]) -> None:
-    """Print one line of metrics per model, the most accurate first."""
-    table = Table("model", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("accuracy", "macro-F1", "calibration error", "posts/s"):
-        table.add_column(name, justify="right")
-    for each in sorted(models, key=lambda each: each.evaluation.accuracy, reverse=True):
-        found = each.evaluation
-        figures = (f"{found.accuracy:.3f}", f"{found.macro_f1:.3f}", f"{each.calibration_error:.3f}")
-        table.add_row(escape(printable(each.model)), *figures, f"{each.posts_per_s:,.1f}")
-    console.print(table)
+def models_table(head: str, models: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Table:
+    """Return a table with a line per model. models: name and ModelMeasurement.summary, or None if not measured."""
+    table = _table(head, "accuracy", "macro-F1", "calibration error", "posts/s")
+    for name, found in models:
+        if found:
+            figures = (f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error"))
+            table.add_row(escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}")
+    return table
 
 
 def show_sureness(found: ModelMeasurement) -> None:
@@ -52,11 +51,17 @@ def show_sureness(found: ModelMeasurement) -> None:
 
 
 def _figures(found: Evaluation) -> Table:
-    table = Table("label", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("precision", "recall", "F1", "support"):
-        table.add_column(name, justify="right")
+    table = _table("label", "precision", "recall", "F1", "support")
     for label, (precision, recall, f1, support) in found.by_label().items():
         table.add_row(escape(printable(label)), f"{precision:.3f}", f"{recall:.3f}", f"{f1:.3f}", f"{support:,}")
+    return table
+
+
+def _table(head: str, *figures: str) -> Table:
+    """Return an empty table whose columns after the first are numbers."""
+    table = Table(head, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in figures:
+        table.add_column(name, justify="right")
     return table
 
 

@@ -9,35 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import to_json
 
-from feedmill.export.text import COLUMNS, Writer
+from feedmill.export.text import COLUMNS, POST_FIELDS, RESULT_COLUMNS, TIME_COLUMNS, Writer
 from feedmill.reading.rows import ResultRow
 
 TEXT, TIME = pa.string(), pa.timestamp("us", tz="UTC")
-COLUMN_TYPES = {
-    "id": TEXT,
-    "Topic": TEXT,
-    "Title": TEXT,
-    "Body": TEXT,
-    "Subreddit": TEXT,
-    "Score": pa.int64(),
-    "URL": TEXT,
-    "Date": TIME,
-    "permalink": TEXT,
-    "edited": TIME,
-    "stickied": pa.bool_(),
-    "nsfw": pa.bool_(),
-    "spoiler": pa.bool_(),
-    "extra": TEXT,
-    "label": TEXT,
-    "label_score": pa.float64(),
-    "scores": pa.map_(TEXT, pa.float64()),
-    "model": TEXT,
-    "revision": TEXT,
-    "weights": TEXT,
-    "fingerprint": TEXT,
-    "classified_at": TIME,
-    "queued_seconds": pa.float64(),
-}
+COLUMN_TYPES = dict.fromkeys(COLUMNS, TEXT) | dict.fromkeys(TIME_COLUMNS, TIME)
+COLUMN_TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), pa.bool_())
+COLUMN_TYPES |= dict.fromkeys(("label_score", "queued_seconds"), pa.float64())
+COLUMN_TYPES |= {"Score": pa.int64(), "scores": pa.map_(TEXT, pa.float64())}
 #: A row group, the unit that readers skip or load, is closed at this many rows or bytes.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows per batch when a file is read.
@@ -108,35 +87,12 @@ def batch_of(rows: Sequence[ResultRow], chosen: Sequence[str] = COLUMNS) -> Any:
     scores = [each["scores"] for each in found]
     offsets = list(accumulate(map(len, scores), initial=0))
     labels, values = list(chain.from_iterable(scores)), list(chain.from_iterable(map(dict.values, scores)))
-    label_scores = [each[one["label"]] for each, one in zip(scores, found, strict=True)]
-    columns = {
-        "id": [post["id"] for post in posts],
-        "Topic": [post.get("topic") for post in posts],
-        "Title": [post.get("title", "") for post in posts],
-        "Body": [post.get("body", "") for post in posts],
-        "Subreddit": [post.get("subreddit") for post in posts],
-        "Score": [post.get("score") for post in posts],
-        "URL": [post.get("url") for post in posts],
-        "Date": [_microseconds(post.get("created_utc")) for post in posts],
-        "permalink": [post.get("permalink") for post in posts],
-        "edited": [_microseconds(post.get("edited_utc")) for post in posts],
-        "stickied": [post.get("stickied", False) for post in posts],
-        "nsfw": [post.get("nsfw", False) for post in posts],
-        "spoiler": [post.get("spoiler", False) for post in posts],
-        "extra": [None if (extra := post.get("extra")) is None else to_json(extra).decode() for post in posts],
-        "label": [each["label"] for each in found],
-        "label_score": label_scores,
-        "model": [each["model"] for each in found],
-        "revision": [each["revision"] for each in found],
-        "weights": [each["weights"] for each in found],
-        "fingerprint": [each["fingerprint"] for each in found],
-        "classified_at": [_microseconds(each["classified_at"]) for each in found],
-        "queued_seconds": [each["queued_seconds"] for each in found],
-    }
+    columns = {column: [post.get(field, default) for post in posts] for column, (field, default) in POST_FIELDS.items()}
+    columns["extra"] = [None if extra is None else to_json(extra).decode() for extra in columns["extra"]]
+    columns |= {column: [each.get(column) for each in found] for column in RESULT_COLUMNS if column != "scores"}
+    columns["label_score"] = [each[label] for each, label in zip(scores, columns["label"], strict=True)]
+    for column in TIME_COLUMNS:
+        columns[column] = [None if seconds is None else round(seconds * 1_000_000) for seconds in columns[column]]
     arrays = {column: pa.array(values, COLUMN_TYPES[column]) for column, values in columns.items()}
     arrays["scores"] = pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(values, pa.float64()))
     return pa.RecordBatch.from_arrays([arrays[column] for column in chosen], schema=schema_of(chosen))
-
-
-def _microseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1_000_000)

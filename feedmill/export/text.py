@@ -11,21 +11,17 @@ from pydantic_core import from_json, to_json
 
 from feedmill.reading.rows import ResultRow
 from producers import exported
+from shared.messages import Post
 
+#: Column of a post -> the post's field, and its default, which stored posts leave out.
+POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
-POST_COLUMNS = tuple(exported.COLUMNS.values())
-COLUMNS = (
-    *POST_COLUMNS,
-    "label",
-    "label_score",
-    "scores",
-    "model",
-    "revision",
-    "weights",
-    "fingerprint",
-    "classified_at",
+RESULT_COLUMNS = (
+    "label", "label_score", "scores", "model", "revision", "weights", "fingerprint", "classified_at",
     "queued_seconds",
-)
+)  # fmt: skip
+COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
+TIME_COLUMNS = ("Date", "edited", "classified_at")
 #: CSV columns with text from users, which is escaped. The others hold numbers, dates, digests or generated JSON.
 ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
 
@@ -58,20 +54,20 @@ class Format(Protocol):
 class TextFormat(Format, Protocol):
     """A format whose files can be appended to."""
 
-    def open(self, file: BinaryIO) -> Writer:
-        """Return a writer that appends to the file, after a header if the file is empty and the format has one."""
-
-
-class Jsonl:
-    """JSON Lines: one object per line."""
-
-    name = "jsonl"
-
     def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
         self.columns = columns
 
     def create(self, path: Path) -> Writer:
         return self.open(path.open("wb"))
+
+    def open(self, file: BinaryIO) -> Writer:
+        """Return a writer that appends to the file, after a header if the file is empty and the format has one."""
+
+
+class Jsonl(TextFormat):
+    """JSON Lines: one object per line."""
+
+    name = "jsonl"
 
     def open(self, file: BinaryIO) -> Writer:
         return _JsonlWriter(file, self.columns)
@@ -104,16 +100,10 @@ class _JsonlWriter:
         self._file.close()
 
 
-class Csv:
+class Csv(TextFormat):
     """Comma-separated values with a header line; scores are JSON. Text is escaped against spreadsheet formulas."""
 
     name = "csv"
-
-    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
-        self.columns = columns
-
-    def create(self, path: Path) -> Writer:
-        return self.open(path.open("wb"))
 
     def open(self, file: BinaryIO) -> Writer:
         return _CsvWriter(file, self.columns)
@@ -153,11 +143,9 @@ class _CsvWriter:
             self._lines.writerow(columns)
 
     def add(self, rows: Sequence[ResultRow]) -> None:
-        self._lines.writerows(map(self._cells, rows))
-
-    def _cells(self, row: ResultRow) -> list[str]:
-        values = _values(row)
-        return [_cell(values[column], escape) for column, escape in self._columns]
+        self._lines.writerows(
+            [_cell(values[column], escape) for column, escape in self._columns] for values in map(_values, rows)
+        )
 
     def close(self) -> None:
         self._text.close()
@@ -175,33 +163,9 @@ def _cell(value: Any, escape: bool) -> str:
 
 def _values(row: ResultRow) -> dict[str, Any]:
     """Return the value of every column of a row."""
-    post, found = row.post, row.found
-    label = found["label"]
-    return {
-        "id": post["id"],
-        "Topic": post.get("topic"),
-        "Title": post.get("title", ""),
-        "Body": post.get("body", ""),
-        "Subreddit": post.get("subreddit"),
-        "Score": post.get("score"),
-        "URL": post.get("url"),
-        "Date": _date(post.get("created_utc")),
-        "permalink": post.get("permalink"),
-        "edited": _date(post.get("edited_utc")),
-        "stickied": post.get("stickied", False),
-        "nsfw": post.get("nsfw", False),
-        "spoiler": post.get("spoiler", False),
-        "extra": post.get("extra"),
-        "label": label,
-        "label_score": found["scores"][label],
-        "scores": found["scores"],
-        "model": found["model"],
-        "revision": found["revision"],
-        "weights": found["weights"],
-        "fingerprint": found["fingerprint"],
-        "classified_at": _date(found["classified_at"]),
-        "queued_seconds": found["queued_seconds"],
-    }
+    values = {column: row.post.get(field, default) for column, (field, default) in POST_FIELDS.items()} | row.found
+    values["label_score"] = values["scores"][values["label"]]
+    return values | {column: _date(values[column]) for column in TIME_COLUMNS}
 
 
 def _date(seconds: float | None) -> str | None:

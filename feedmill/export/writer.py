@@ -20,12 +20,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
 from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
 from shared.atomic_files import publish, replacing, sync, temporary_path
-from shared.errors import UserError, printable
+from shared.errors import UserError, explain_missing, printable
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
@@ -59,45 +59,19 @@ class ExportFilter(NamedTuple):
         return rows if self.label is None else [row for row in rows if row.found["label"] == self.label]
 
 
-class Target(Protocol):
-    """The destination of an export. Its methods raise OSError, and RedisError of redis-py when they look for purges."""
-
-    #: Stream position up to which rows were added.
-    place: Place
-    #: True if this run continues an earlier one.
-    resumed: bool
-    #: Rows in published files. For a single file this includes the rows of earlier runs.
-    written: int
-    #: Rows removed because their posts were purged.
-    removed: int
-
-    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
-        """Append rows. place: the reader's position after them."""
-
-    def close(self, place: Place) -> None:
-        """Publish all rows added so far."""
-
-    def stop(self, place: Place) -> None:
-        """Save the position of an unfinished export, so that a later run can resume it."""
-
-
 def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
     """Return the format called `name`. Raises UserError if its package is not installed."""
     if name != "parquet":
         return Csv(columns) if name == "csv" else Jsonl(columns)
-    try:
+    with explain_missing("Parquet", "export"):
         from feedmill.export.parquet import Parquet  # noqa: PLC0415 - pyarrow, which the extra `export` brings
-    except ModuleNotFoundError as missing:
-        if missing.name != "pyarrow":
-            raise
-        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
     return Parquet(columns)
 
 
 @contextmanager
 def opened(
     out: Path, form: Format, wanted: ExportFilter, reader: RowReader, in_parts: bool = False, part_rows: int = PART_ROWS
-) -> Iterator[Target]:
+) -> Iterator["Folder | File"]:
     """Open the target of an export and lock it. An unfinished export with the same options is resumed.
 
     in_parts: write a folder of parts; Parquet always does. Raises UserError, OSError and redis.exceptions.RedisError.
@@ -188,7 +162,10 @@ def _without_purged(
 
 
 class Folder:
-    """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet."""
+    """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet.
+
+    The methods raise OSError, and redis.exceptions.RedisError when they look for purged posts.
+    """
 
     def __init__(
         self, out: Path, form: Format, state: dict[str, Any], reader: RowReader, part_rows: int = PART_ROWS
@@ -199,11 +176,14 @@ class Folder:
         self._reader = reader
         self._state = state
         known = _read_state(out / STATE_FILE, state)
+        #: True if this run continues an earlier one.
         self.resumed = known is not None
+        #: Stream position up to which rows were added.
         self.place = Place(**known["place"]) if known else Place(id_before(state["since"] or 0.0))
         self._skip_published_parts()
         for left_over in out.glob("**/.*.tmp"):
             left_over.unlink()
+        #: Rows removed because their posts were purged, and rows in published files.
         self.removed = self.written = 0
         self._writer: Writer | None = None
         self._first = self._last = ""
@@ -218,7 +198,8 @@ class Folder:
             self.place = Place(f"{newest[0]}-{newest[1]}")
 
     def add(self, rows: Sequence[ResultRow], place: Place) -> None:
-        for day, some in groupby(rows, key=_day):
+        """Append rows. place: the reader's position after them."""
+        for day, some in groupby(rows, key=lambda row: _day_of(row.entry)):
             if self._writer and day != _day_of(self._last):
                 self._publish()
             self._write(day, list(some))
@@ -237,6 +218,7 @@ class Folder:
         self.rows += len(rows)
 
     def close(self, place: Place) -> None:
+        """Publish all rows added so far."""
         self._publish()
         if place != self.place:
             self.place = place
@@ -281,7 +263,10 @@ class Folder:
 
 
 class File:
-    """A single file, published as OUT when the export is complete. partial: OUT.partial, open for appending."""
+    """A single file, published as OUT when the export is complete. See Folder; `written` includes earlier runs' rows.
+
+    partial: OUT.partial, open for appending.
+    """
 
     def __init__(
         self, out: Path, partial: BinaryIO, form: TextFormat, state: dict[str, Any], reader: RowReader
@@ -313,6 +298,7 @@ class File:
             self.stop(place)
 
     def stop(self, place: Place) -> None:
+        """Save the position of an unfinished export, so that a later run can resume it."""
         self.place = place
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -411,10 +397,6 @@ def _sweep(out: Path, form: Format, reader: RowReader) -> int:
 def _order(entry: str) -> tuple[int, int]:
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds), int(number)
-
-
-def _day(row: ResultRow) -> str:
-    return _day_of(row.entry)
 
 
 def _day_of(entry: str) -> str:

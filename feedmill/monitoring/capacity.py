@@ -8,7 +8,6 @@ earlier. The backlog (bounded by `queue_limit`) and dead letters are not counted
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -56,13 +55,6 @@ class Memory(NamedTuple):
         return f"{text}; full in about {span(self.full_seconds)} {rate}"
 
 
-class _Cost(NamedTuple):
-    """Bytes that one post's key takes, and its time to live in seconds."""
-
-    size: float
-    ttl: float
-
-
 def estimate_memory(redis: Redis, settings: Settings, posts_per_second: float) -> Memory | None:
     """Estimate how long Redis' memory lasts. Return None if this Redis user may not run INFO and MEMORY USAGE.
 
@@ -83,17 +75,17 @@ def estimate_memory(redis: Redis, settings: Settings, posts_per_second: float) -
 
 def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_second: float) -> float | None:
     """Return the seconds until `room` bytes are used, or None if that takes more than HORIZON_HOURS."""
-    costs = _measure(redis, settings)
+    sizes = _measure(redis)
     length: int = redis.xlen(RESULTS_STREAM)
     stream: Any = redis.memory_usage(RESULTS_STREAM)
     entry, entries_left = (stream or 0) / max(length, 1), float(max(0, settings.results_stream_length - length))
     stored = posts_per_second * HOUR_S
-    if room > HORIZON_HOURS * stored * (entry + sum(cost.size for cost in costs)):
+    if room > HORIZON_HOURS * stored * (entry + sum(sizes)):
         return None
-    expiring = [_stored_by_hour(redis, time.time() - cost.ttl) for cost in costs]
+    expiring = [_stored_by_hour(redis, time.time() - ttl) for ttl in (settings.results_ttl, settings.sent_ttl)]
     for hour in range(HORIZON_HOURS):
         grown = min(stored, entries_left) * entry
-        grown += sum(cost.size * (stored - gone[hour]) for cost, gone in zip(costs, expiring, strict=True))
+        grown += sum(size * (stored - gone[hour]) for size, gone in zip(sizes, expiring, strict=True))
         if grown >= room:
             return HOUR_S * (hour + room / grown)
         room -= grown
@@ -101,23 +93,16 @@ def _seconds_left(redis: Redis, settings: Settings, room: float, posts_per_secon
     return None
 
 
-def _measure(redis: Redis, settings: Settings) -> list[_Cost]:
-    """Return the mean cost of the newest posts' keys: their results and sent marks, without stream entries."""
+def _measure(redis: Redis) -> tuple[float, float]:
+    """Return the mean bytes of the newest posts' results and of their sent marks. A missing key counts as zero."""
     newest: Any = redis.xrevrange(RESULTS_STREAM, count=SAMPLE_RESULTS)
     ids = [fields.get("id", "") for _, fields in newest]
     pipe: Any = redis.pipeline(transaction=False)
     for post_id in ids:
         pipe.memory_usage(result_key(post_id))
-    for post_id in ids:
         pipe.memory_usage(sent_key(post_id))
-    sizes = pipe.execute()
-    results, sent = (_mean(some) for some in (sizes[: len(ids)], sizes[len(ids) :]))
-    return [_Cost(results, settings.results_ttl), _Cost(sent, settings.sent_ttl)]
-
-
-def _mean(sizes: Sequence[int | None]) -> float:
-    """Return the mean size. A missing key (None) counts as zero bytes."""
-    return sum(size or 0 for size in sizes) / max(len(sizes), 1)
+    sizes = [size or 0 for size in pipe.execute()]
+    return sum(sizes[::2]) / max(len(ids), 1), sum(sizes[1::2]) / max(len(ids), 1)
 
 
 def _stored_by_hour(redis: Redis, since: float) -> list[int]:

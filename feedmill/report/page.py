@@ -127,14 +127,9 @@ def _over_time(report: Report, colours: dict[str, int]) -> str:
             height = 100 * count / most
             base -= height
             bars.append(_bar(number, base, height, _colour(label, colours), f"{_hour(column)}: {label}, {count:,}"))
-    caption = f"New results {_per_column(report)}, by label."
-    return _section(
-        "time",
-        "Posts over time",
-        caption,
-        *_chart(report, bars, f"{most:,} {_per_column(report)}"),
-        _legend(report, colours),
-    )
+    rate = "per hour" if report.width == 1 else f"per {report.width} hours"
+    chart = _chart(report, bars, f"{most:,} {rate}")
+    return _section("time", "Posts over time", f"New results {rate}, by label.", *chart, _legend(report, colours))
 
 
 def _labels(report: Report, colours: dict[str, int]) -> str:
@@ -153,20 +148,12 @@ def _scores(report: Report) -> str:
         bars = report.scores.get(label)
         if bars:
             most = max(bars)
+            heights = ((place, 100 * count / most, count) for place, count in enumerate(bars) if count)
             drawn = "".join(
-                _bar(
-                    place,
-                    100 - 100 * count / most,
-                    100 * count / most,
-                    "var(--c0)",
-                    f"{count:,} from {place / NUM_BINS:.2f}",
-                )
-                for place, count in enumerate(bars)
-                if count
+                _bar(place, 100 - height, height, "var(--c0)", f"{count:,} from {place / NUM_BINS:.2f}")
+                for place, height, count in heights
             )
-            picture = (
-                f'<svg class="bins" viewBox="0 0 {NUM_BINS} 100" preserveAspectRatio="none" role="img">{drawn}</svg>'
-            )
+            picture = f'<svg class="bins" {_box(NUM_BINS)}>{drawn}</svg>'
             rows.append(f'<div class="row"><span>{_text(label)}</span>{picture}<span>{_middle(bars):.2f}</span></div>')
     ends = '<span class="axis"><span>0</span><span>score</span><span>1</span></span>'
     axis = f'<div class="row"><span></span>{ends}<span class="dim">median</span></div>'
@@ -240,14 +227,9 @@ def _dead(report: Report) -> str:
         f"<small>{_when(letter.failed_at)}: {_text(letter.reason)}</small></li>"
         for letter in report.dead
     ]
-    content = [
-        f'<ul class="list">{"".join(items)}</ul>',
-        "<h2>Newest dead letters</h2>",
-        f'<ul class="list">{"".join(newest)}</ul>',
-    ]
-    return _section(
-        "dead", "Dead letters", "Posts that could not be classified, by reason.", *(content if items else [_none()])
-    )
+    caption = "Posts that could not be classified, by reason."
+    more = ("<h2>Newest dead letters</h2>", _list(newest)) if items else ()
+    return _section("dead", "Dead letters", caption, _list(items), *more)
 
 
 def _gaps(report: Report) -> str:
@@ -255,8 +237,11 @@ def _gaps(report: Report) -> str:
         f"<li>{_text('r/' + gap.subreddit)}<small>{_when(gap.since)} to {_when(gap.until)}</small></li>"
         for gap in report.gaps[-GAPS:]
     ]
-    content = f'<ul class="list">{"".join(items)}</ul>' if items else _none()
-    return _section("gaps", "Gaps", "Periods whose Reddit posts could not be read.", content)
+    return _section("gaps", "Gaps", "Periods whose Reddit posts could not be read.", _list(items))
+
+
+def _list(items: Sequence[str]) -> str:
+    return f'<ul class="list">{"".join(items)}</ul>' if items else _none()
 
 
 def _parts(counts: Counter[str], colours: dict[str, int]) -> list[tuple[str, int]]:
@@ -285,12 +270,15 @@ def _chart(report: Report, bars: Sequence[str], top: str, kind: str = "chart") -
         return (_none(),)
     every = max(-(-len(columns) // AXIS_TIMES), 1)
     hours = "".join(f"<span>{_hour(column)}</span>" for column in columns[::every])
-    box = f'viewBox="0 0 {len(columns)} 100" preserveAspectRatio="none"'
     return (
         f'<div class="top">{top}</div>',
-        f'<svg class="{kind}" {box} role="img">{"".join(bars)}</svg>',
+        f'<svg class="{kind}" {_box(len(columns))}>{"".join(bars)}</svg>',
         f'<div class="axis">{hours}<span>now</span></div>',
     )
+
+
+def _box(width: int) -> str:
+    return f'viewBox="0 0 {width} 100" preserveAspectRatio="none" role="img"'
 
 
 def _bar(place: int, top: float, height: float, colour: str, caption: str) -> str:
@@ -310,10 +298,6 @@ def _legend(report: Report, colours: dict[str, int]) -> str:
 
 def _none() -> str:
     return '<div class="dim">None.</div>'
-
-
-def _per_column(report: Report) -> str:
-    return "per hour" if report.width == 1 else f"per {report.width} hours"
 
 
 def _hour(column: Column) -> str:

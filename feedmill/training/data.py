@@ -16,7 +16,7 @@ from feedmill.reading.rows import Place, RowReader
 from producers.exported import Labelled, parse_labelled
 from producers.records import BadRecord
 from shared.broker import connect, user_errors
-from shared.errors import InputError, RedisUnavailable, UserError, clause, printable
+from shared.errors import InputError, RedisUnavailable, clause, explain_missing, printable
 from shared.messages import Post
 from shared.settings import Settings
 from shared.training import RESULTS, TrainOptions
@@ -153,11 +153,9 @@ def _of_file(path: str, notes: Console) -> Iterator[Post | Labelled]:
 
 
 def _of_parquet(path: str) -> Iterator[Labelled]:
-    try:
+    with explain_missing("Parquet", "export"):
         import pyarrow as pa  # noqa: PLC0415 - an extra
         import pyarrow.parquet as pq  # noqa: PLC0415
-    except ModuleNotFoundError:
-        raise UserError("Parquet requires the package pyarrow: run `pip install 'feedmill[export]'`.") from None
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(BATCH_ROWS):

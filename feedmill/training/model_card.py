@@ -38,9 +38,10 @@ A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {b
 
 ## Data
 
-- Source: `{source}`. {read:,} posts read; {purged}; {unlabelled:,} had no usable label{left_out}.
+- Source: `{source}`. {posts[read]:,} posts read; {purged}; {posts[unlabelled]:,} had no usable label{left_out}.
 - Labels: {labels_from}.
-- Split: {split}. {train:,} posts for training, {validation:,} for validation (early stopping), {test:,} for testing.
+- Split: {split}. {record[train]:,} posts for training, {record[validation]:,} for validation (early stopping), \
+{record[test]:,} for testing.
 - Weights cannot be purged: they keep what they learnt from a post that is deleted later. To remove it, train again
   without the post and delete this folder (docs/training.md).
 
@@ -54,8 +55,10 @@ A post classifier with {count} labels, fine-tuned by Feedmill {feedmill} from {b
 
 ## Training
 
-{steps:,} optimization steps of {effective} posts ({batch} × {accumulation} × {devices} devices), {epochs:.3g} epochs,
-in {seconds:.0f} s on {device} ({precision}); {samples:.1f} posts/s. Seed {seed}.
+{plan[steps]:,} optimization steps of {plan[effective_batch]} posts ({plan[batch_size]} × {plan[accumulation]} × \
+{plan[devices]} devices), {plan[epochs]:.3g} epochs,
+in {record[seconds]:.0f} s on {plan[device]} ({plan[precision]}); {record[samples_per_s]:.1f} posts/s. \
+Seed {options.seed}.
 
 ```
 {command}
@@ -124,28 +127,16 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
         count=len(dataset.labels),
         feedmill=__version__,
         source=printable(options.source),
-        read=posts["read"],
         purged=purged,
-        unlabelled=posts["unlabelled"],
         left_out="".join(f"; {count:,} {why}" for why, count in dataset.left_out.items()),
         labels_from=_labels_from(options, posts["labelled_by"]),
         split=f"a separate test file, `{printable(options.test)}`" if options.test else _split(options),
-        train=record["train"],
-        validation=record["validation"],
-        test=record["test"],
         table="\n".join(rows),
         result=_result(tested, record["zero_shot"], options),
-        steps=plan["steps"],
-        effective=plan["effective_batch"],
-        batch=plan["batch_size"],
-        accumulation=plan["accumulation"],
-        devices=plan["devices"],
-        epochs=plan["epochs"],
-        seconds=record["seconds"],
-        device=plan["device"],
-        precision=plan["precision"],
-        samples=record["samples_per_s"],
-        seed=options.seed,
+        record=record,
+        plan=plan,
+        posts=posts,
+        options=options,
         command=printable(record["command"]),
         versions=", ".join(f"{name} {number}" for name, number in record["versions"].items()),
     )

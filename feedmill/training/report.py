@@ -8,11 +8,10 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
+from feedmill.evaluation.report import models_table
 from shared.errors import printable
 from workers.training.examples import Dataset
 from workers.training.run import Plan, Point, TrainingProgress
@@ -93,15 +92,9 @@ class TrainingReport:
             known = [value for value in values if value is not None]
             if known:
                 typer.echo(f"{name:<5}{sparkline(known)} {known[0]:.3g} → {known[-1]:.3g}")
-        table = Table("", box=None, header_style="dim", padding=(0, 2, 0, 0))
-        for column in ("accuracy", "macro-F1", "calibration error", "posts/s"):
-            table.add_column(column, justify="right")
-        for name, found in ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"])):
-            if found:
-                figures = [f"{found[key]:.3f}" for key in ("accuracy", "macro_f1", "calibration_error")]
-                table.add_row(escape(printable(name)), *figures, f"{found['posts_per_s']:,.1f}")
         if record["metrics"]:
-            console.print(table)
+            measured = ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"]))
+            console.print(models_table("", measured))
         typer.echo(f"Serve the model with `feedmill worker --model {printable(str(folder))}`.")
 
     def _line(self, key: str, value: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Prometheus metrics and health of the Reddit daemon, from its latest status."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.metrics import MetricSpec, MetricsServer, MetricType, RedisMetrics, Sample, serve
@@ -22,35 +22,29 @@ def _gauge(name: str, description: str) -> MetricSpec:
     return MetricSpec(f"feedmill_reddit_{name}", MetricType.GAUGE, description)
 
 
-#: Metrics, each with a function that reads it from `Daemon.status`; None if unknown. Counters start with the process.
-STATUS_FIGURES: tuple[tuple[MetricSpec, Callable[[Status], float | None]], ...] = (
-    (_counter("posts_sent", "Posts sent to the queue."), lambda status: status["sent"]),
-    (_counter("posts_skipped", "Posts skipped because they were sent before."), lambda status: status["skipped"]),
-    (_counter("posts_looked_at_again", "Rechecks of sent posts."), lambda status: status["looked"]),
-    (_counter("posts_purged", "Posts purged after deletion or removal on Reddit."), lambda status: status["purged"]),
-    (_counter("polls", "Polls of a topic's subreddits for new posts."), lambda status: status["polls"]),
-    (_counter("gaps", "Periods in which a subreddit's posts could not be read."), lambda status: status["gaps"]),
-    (_counter("requests", "Requests to Reddit."), lambda status: status["requests"]),
-    (_gauge("subreddits", "Subreddits being read."), lambda status: status["subreddits"]),
-    (_gauge("subreddits_failing", "Subreddits whose last read failed."), lambda status: len(status["failing"])),
-    (_gauge("posts_held", "Posts in the send buffer, waiting for room in the queue."), lambda status: status["held"]),
-    (_gauge("paused", "1 while the queue is full, otherwise 0."), lambda status: status["paused"]),
-    (
-        _gauge("hindered", "1 while Reddit or Redis is unavailable, otherwise 0."),
-        lambda status: bool(status["hindrance"]),
+#: Metrics by key of `Daemon.status`. Counters start with the process.
+STATUS_FIGURES = {
+    "sent": _counter("posts_sent", "Posts sent to the queue."),
+    "skipped": _counter("posts_skipped", "Posts skipped because they were sent before."),
+    "looked": _counter("posts_looked_at_again", "Rechecks of sent posts."),
+    "purged": _counter("posts_purged", "Posts purged after deletion or removal on Reddit."),
+    "polls": _counter("polls", "Polls of a topic's subreddits for new posts."),
+    "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
+    "requests": _counter("requests", "Requests to Reddit."),
+    "subreddits": _gauge("subreddits", "Subreddits being read."),
+    "failing": _gauge("subreddits_failing", "Subreddits whose last read failed."),
+    "held": _gauge("posts_held", "Posts in the send buffer, waiting for room in the queue."),
+    "paused": _gauge("paused", "1 while the queue is full, otherwise 0."),
+    "hindrance": _gauge("hindered", "1 while Reddit or Redis is unavailable, otherwise 0."),
+    "budget": _gauge(
+        "budget_remaining_requests",
+        "Requests left in Reddit's rate-limit window, as reported by Reddit; absent once the window has ended.",
     ),
-    (
-        _gauge(
-            "budget_remaining_requests",
-            "Requests left in Reddit's rate-limit window, as reported by Reddit; absent once the window has ended.",
-        ),
-        lambda status: status["budget"],
-    ),
-)
+}
 FAULTS = MetricSpec(
     "feedmill_reddit_faults_total", MetricType.COUNTER, "Failed requests and unexpected errors.", ("kind",)
 )
-FIGURES = (*(figure for figure, _ in STATUS_FIGURES), FAULTS)
+FIGURES = (*STATUS_FIGURES.values(), FAULTS)
 
 
 class Metrics:
@@ -74,8 +68,9 @@ class Metrics:
     def samples(self) -> Iterator[Sample]:
         if not (status := self._status):
             return
-        for figure, read in STATUS_FIGURES:
-            if (value := read(status)) is not None:
+        values = {**status, "failing": len(status["failing"]), "hindrance": bool(status["hindrance"])}
+        for key, figure in STATUS_FIGURES.items():
+            if (value := values[key]) is not None:
                 yield Sample(figure, float(value))
         for kind, count in status["faults"].items():
             yield Sample(FAULTS, count, (kind,))

@@ -143,16 +143,11 @@ class Roster:
         self._state.replace(replaced, (entry.subreddit.lower() for entry in restored))
         for lower, entry in replaced.items():
             if lower not in before or before[lower].reason != entry.reason:
-                logger.warning(
-                    "topic %s: not reading r/%s (%s); %s", topic, entry.subreddit, entry.reason, _substitution(entry.by)
-                )
+                instead = f"reading r/{entry.by} instead" if entry.by else "no substitute is left"
+                logger.warning("topic %s: not reading r/%s (%s); %s", topic, entry.subreddit, entry.reason, instead)
         for entry in restored:
             logger.info("topic %s: reading r/%s again", topic, entry.subreddit)
         if not active and self.active[topic]:
             logger.error("topic %s: none of its subreddits can be read", topic)
         self.active[topic] = active
         self._replaced = others | replaced
-
-
-def _substitution(name: str | None) -> str:
-    return f"reading r/{name} instead" if name else "no substitute is left"

@@ -42,7 +42,7 @@ def seen(server: RedisServer, room: float, rate: float = RATE) -> Memory:
 
 @pytest.mark.usefixtures("store")
 def test_forecasts_full_memory_at_the_current_rate(server: RedisServer) -> None:
-    post = sum(cost.size for cost in capacity._measure(server.client, Settings()))
+    post = sum(capacity._measure(server.client))
     assert 300 < post < 3000
     found = seen(server, 35 * 60 * RATE * post)
     assert found.full_seconds == pytest.approx(35 * 60, rel=0.1)

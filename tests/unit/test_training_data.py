@@ -8,11 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from feedmill.cli import train
+from feedmill.cli.main import app
 from feedmill.evaluation.measures import bins_of, calibration_error
 from feedmill.export.text import Csv, Jsonl
 from feedmill.reading.rows import ResultRow
 from feedmill.training.data import Collected, collect
+from shared import logs
 from shared.errors import InputError, UserError
 from shared.messages import Post
 from shared.settings import Settings
@@ -117,6 +121,33 @@ def test_flags_express_the_options() -> None:
         "--from=x", "--out=a b", "--min-posts=1", "--test=t.jsonl", "--split=none", "--no-compare", "--epochs=2.5",
         "--resume",
     ]  # fmt: skip
+
+
+def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option has a flag, whose value reaches the training unchanged."""
+    values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "labels": "soft", "min_score": 0.25}
+    values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
+    values |= {"epochs": 1.5, "max_steps": 4, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
+    values |= {"head_rate": 2.0, "warmup": 0.2, "schedule": "cosine", "weight_decay": 0.3, "fit_head": False}
+    values |= {"class_weights": True, "max_tokens": 64, "seed": 8, "patience": 9, "precision": "float32"}
+    values |= {"length_grouping": False, "gradient_checkpointing": True, "fused_optimizer": False}
+    values |= {"loader_workers": 1, "pin_memory": False, "checkpoint_steps": 10, "resume": True, "tensorboard": True}
+    options = TrainOptions.parse(values)
+    assert options.model_dump(exclude_defaults=True, by_alias=True) == values, "every option has another value"
+    assert len(values) == len(TrainOptions.model_fields)
+    found = []
+    monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    assert CliRunner().invoke(app, ["train", *options.flags()], catch_exceptions=False).exit_code == 0
+    assert found == [options]
+
+
+def test_unset_flags_leave_the_defaults_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[TrainOptions] = []
+    monkeypatch.setattr(train, "_train", lambda given, *_: found.append(given))
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    CliRunner().invoke(app, ["train", "--from", "x", "--out", "y"], catch_exceptions=False)
+    assert [options.model_dump(exclude_defaults=True) for options in found] == [{"source": "x", "out": "y"}]
 
 
 # Reading.

@@ -1,0 +1,36 @@
+"""Read dates from options, and show times."""
+
+import math
+from datetime import UTC, datetime
+
+from producers.records import seconds_of_date
+from shared.errors import UserError
+
+
+def utc(seconds: float) -> str:
+    """Format seconds since 1970 as date and time in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
+
+
+def parse_period(
+    since: str | None, until: str | None, earliest: float = -math.inf
+) -> tuple[float | None, float | None]:
+    """Parse the options `--since` and `--until` to seconds since 1970; None if not given.
+
+    earliest: the first time that is a valid date. Raises UserError for an invalid date or an empty period.
+    """
+    begins, ends = _seconds("--since", since, earliest), _seconds("--until", until, earliest)
+    if begins is not None and ends is not None and begins >= ends:
+        raise UserError(f"--since {since} must be before --until {until}.")
+    return begins, ends
+
+
+def _seconds(flag: str, date: str | None, earliest: float) -> float | None:
+    if date is None:
+        return None
+    try:
+        if (seconds := seconds_of_date(date.strip())) >= earliest:
+            return seconds
+    except ValueError:
+        pass
+    raise UserError(f"{flag}: {date!r:.80} is not a date. Write 2026-01-31, or 2026-01-31T12:30 (UTC).")

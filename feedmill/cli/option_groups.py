@@ -1,0 +1,73 @@
+"""Groups of options: a parameter of a command that stands for one flag per field of its type.
+
+typer reads a command's flags from its signature. `with_groups` replaces each group in the signature by its flags, and
+passes their values to the command as a group again.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic.fields import FieldInfo
+
+from shared.training import SWITCH, TrainOptions
+
+Flags = list[inspect.Parameter]
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Expand a command's groups: parameters whose type is TrainOptions, or a dataclass with options as annotations."""
+    signature = inspect.signature(command, eval_str=True)
+    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    groups = {name: flags for name, kind in kinds.items() if (flags := _flags(kind))}
+    parameters = [
+        flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        for flag in groups.get(name, [parameter])
+    ]
+
+    @wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, flags in groups.items():
+            values = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
+            given[name] = TrainOptions.parse(values) if kinds[name] is TrainOptions else kinds[name](**values)
+        command(**given)
+
+    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {flag.name: flag.annotation for flag in parameters}
+    return expanded
+
+
+def _flags(kind: Any) -> Flags:
+    """Return the flags of a group; none for any other type."""
+    if kind is TrainOptions:
+        return [_flag(name, field) for name, field in TrainOptions.model_fields.items()]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return list(inspect.signature(kind, eval_str=True).parameters.values())
+    return []
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the flag of a model's field. Its value is None unless it is given: the model has the default."""
+    flag, description = f"--{(field.alias or name).replace('_', '-')}", field.description or ""
+    is_switch = SWITCH in field.metadata
+    kind: Any = field.annotation
+    while get_args(kind):
+        kind = get_args(kind)[0]  # of an optional or constrained type, the type itself; of a choice, a text
+    if kind is bool and not is_switch:
+        flag = f"{flag}/{flag.replace('--', '--no-')}"
+    if not (is_switch or field.is_required() or field.default is None or "(default: " in description):
+        description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
+    parsed = kind if isinstance(kind, type) else str
+    annotation: Any = Annotated[parsed | None, typer.Option(flag, help=description)]
+    default = inspect.Parameter.empty if field.is_required() else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _shown(default: bool | float | str) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return default if isinstance(default, str) else f"{default:,g}"
