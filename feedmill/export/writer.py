@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
-from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
+from feedmill.reading.entry_ids import id_before, seconds_of
+from feedmill.reading.rows import ResultRow, RowReader
 from shared.errors import UserError, printable
+from shared.scripts.stream import Place
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
