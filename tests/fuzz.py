@@ -42,8 +42,9 @@ from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
 from workers.pipeline.message import Message
 from workers.runtime.task import arguments_by_name
-from workers.transport.leases import MAX_UNDECODABLE_BYTES, count_expired_lease
-from workers.transport.redis_transport import Channel, UndecodableError, decoded
+from workers.transport.channel import Channel
+from workers.transport.decoding import UndecodableError, count_expired_lease, decoded
+from workers.transport.leases import MAX_UNDECODABLE_BYTES
 
 ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.

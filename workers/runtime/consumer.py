@@ -58,7 +58,8 @@ from workers.runtime.message_metadata import (
 )
 from workers.runtime.pending import BACKEND_ERRORS
 from workers.runtime.pool import DevicePool
-from workers.transport.redis_transport import EXPIRIES_BEFORE_ISOLATION, claim, is_held, postpone, unclaim
+from workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
+from workers.transport.held import claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ from workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics
 from workers.runtime.pending import BACKEND_ERRORS, PendingTask, is_permanent
 from workers.runtime.request import announce_withdrawn, withdrawn
 from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
-from workers.transport.redis_transport import end_isolation, is_isolated, queued_size, unclaim
+from workers.transport.held import end_isolation, is_isolated, queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 
