@@ -46,8 +46,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from feedmill.reading.results import Reader
     from feedmill.reading.stream import Missed as Missed
-    from feedmill.reading.stream import Reader
     from shared.errors import MessageFailed as MessageFailed
     from shared.results import Result as Result
     from shared.settings import Settings

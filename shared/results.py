@@ -162,15 +162,12 @@ class ResultsStore:
 
     def latest(self, count: int) -> list[Result]:
         """Return the newest `count` results of the stream, oldest first."""
-        return [read_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
-
-    def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
-        """Return (id, fields) of a stream's newest entries, oldest first."""
-        return list(newest_first(self._redis, stream, count))[::-1]
+        return [read_entry(fields) for _, fields in newest_first(self._redis, RESULTS_STREAM, count)][::-1]
 
     def dead_letters(self, count: int) -> list[DeadLetter]:
         """Return the newest `count` dead letters, oldest first."""
-        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in self._newest(DEAD_LETTERS, count)]
+        found = newest_first(self._redis, DEAD_LETTERS, count)
+        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in found][::-1]
 
     def labels(self, hours: int) -> dict[int, dict[str, int]]:
         """Return the number of new results by label, for each of the last hours with any: hours since 1970 -> label."""

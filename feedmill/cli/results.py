@@ -13,8 +13,8 @@ import typer
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.groups import CLAIM_AFTER_S
-from feedmill.reading.results import batches, open_reader, user_errors
-from feedmill.reading.stream import Missed, Read, Reader, ResultFilter, newest
+from feedmill.reading.results import Reader, batches, open_reader, user_errors
+from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect
 from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter

@@ -23,7 +23,7 @@ from feedmill.reading.stream import (
     wait_for_entry,
 )
 from shared.keys import RESULTS_STREAM
-from shared.scripts.stream import Place, StreamState, claim, fetch_as_member
+from shared.scripts.stream import END, Place, StreamState, claim, fetch
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class GroupReader:
         self._wanted = wanted
         self._claim_after = claim_after
         #: The group's place. Its start if the group does not exist yet.
-        self._place = Place("$" if since is None else id_before(since))
+        self._place = END if since is None else Place(id_before(since))
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
         #: Entries to acknowledge.
@@ -79,7 +79,7 @@ class GroupReader:
         if time.monotonic() >= self._claim_at:
             self._lost_items += self._claim_entries()
         self._read_at = time.monotonic()
-        found = self._in_group(partial(fetch_as_member, self._redis, self._group, self._consumer, GIVEN_AT_ONCE))
+        found = self._in_group(partial(fetch, self._redis, GIVEN_AT_ONCE, group=self._group, member=self._consumer))
         reads, self._lost_items = self._lost_items, []
         if found.pending:
             reads += self._lost([entry_id for entry_id, fields in found.entries if fields is None], found.stream)
@@ -102,7 +102,10 @@ class GroupReader:
             wait_for_entry(self._redis, self._place, seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """Acknowledge entries. If Redis is unreachable, the next `read` sends the acknowledgement."""
+        """Mark entries as processed. Call before the next `read`, which otherwise returns them again.
+
+        If Redis is unreachable, the next `read` sends the acknowledgement.
+        """
         self._to_acknowledge.extend(ids)
         with suppress(ConnectionFault, TimeoutFault):
             self._send_acknowledgements()

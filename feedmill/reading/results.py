@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
 
 from feedmill.reading.groups import CLAIM_AFTER_S, GroupReader
-from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, Reader, ResultFilter, normalize
+from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, normalize
 from shared import broker
 from shared.errors import RedisUnavailable, UserError, printable
 from shared.keys import RESULTS_STREAM
@@ -26,6 +26,8 @@ from shared.results import Result
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+Reader = Follower | GroupReader
 
 #: Maximum seconds that a reader waits for an entry before it returns to its caller.
 WAIT_S = 1.0

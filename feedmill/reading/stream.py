@@ -7,14 +7,14 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from redis import Redis
 
 from feedmill.reading.entry_ids import id_before, seconds_of
 from shared.keys import RESULTS_STREAM
 from shared.results import Result, read_entry
-from shared.scripts.stream import Fetched, Place, fetch
+from shared.scripts.stream import END, Fetched, Place, fetch
 
 logger = logging.getLogger(__name__)
 
@@ -64,26 +64,13 @@ class Read(NamedTuple):
     ids: tuple[str, ...] = ()
 
 
-class Reader(Protocol):
-    """A source of results. Every method raises redis.exceptions.RedisError."""
-
-    @property
-    def stale(self) -> bool:
-        """True if unacknowledged items may have been taken over by another member: call `read` again."""
-
-    def read(self) -> list[Read] | None:
-        """Return available items without waiting. None if there are none; an empty list if none match the filter."""
-
-    def wait(self, seconds: float) -> None:
-        """Return as soon as there may be something to read, or after `seconds`."""
-
-    def acknowledge(self, ids: Sequence[str]) -> None:
-        """Mark entries as processed. Call before the next `read`, which otherwise returns them again."""
-
-
 class Follower:
-    """A reader with a private cursor. Returns each result once during its lifetime."""
+    """A reader with a private cursor. Returns each result once during its lifetime.
 
+    Its methods, and those of `GroupReader`, raise redis.exceptions.RedisError.
+    """
+
+    #: True if unacknowledged items may have been taken over by another member: call `read` again.
     stale = False
 
     def __init__(
@@ -97,10 +84,11 @@ class Follower:
         self._redis = redis
         self._wanted = wanted
         self._history = history
-        self._place = Place("$" if since is None else id_before(since))
+        self._place = END if since is None else Place(id_before(since))
 
     def read(self) -> list[Read] | None:
-        if self._place.cursor == "$":
+        """Return available items without waiting. None if there are none; an empty list if none match the filter."""
+        if self._place == END:
             self._read()
         if self._history:
             found = newest(self._redis, self._history, self._wanted, until=self._place.cursor)
@@ -109,7 +97,7 @@ class Follower:
         return self._read()
 
     def _read(self) -> list[Read] | None:
-        found = fetch(self._redis, self._place, FOLLOWED_AT_ONCE)
+        found = fetch(self._redis, FOLLOWED_AT_ONCE, self._place)
         self._place = found.place
         if not found.entries:
             return None
@@ -118,6 +106,7 @@ class Follower:
         ]
 
     def wait(self, seconds: float) -> None:
+        """Return as soon as there may be something to read, or after `seconds`."""
         wait_for_entry(self._redis, self._place, seconds)
 
     def acknowledge(self, ids: Sequence[str]) -> None:

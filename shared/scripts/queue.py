@@ -11,8 +11,8 @@ from redis import Redis
 from shared.keys import sent_key, tombstone_key
 from shared.scripts import Script
 
-#: Status of a post in `lookup`.
-UNKNOWN, SENT, PURGED = 0, 1, 2
+#: Status of a post in `lookup`; 0 if it is unknown.
+SENT, PURGED = 1, 2
 
 #:   Keys: feedmill:sent:<id> (hash), feedmill:gone:<id> (string). ARGV[1], ARGV[2]: the prefixes of their names.
 #:   ARGV[3]: a JSON list of [id, hash field] per post, because redis-py is slow with many arguments.
@@ -53,7 +53,7 @@ return found
 
 
 def lookup(redis: Redis, marks: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the status of each post: UNKNOWN, SENT or PURGED. marks: post id and hash field of each."""
+    """Return the status of each post: 0, SENT or PURGED. marks: post id and hash field of each."""
     return _LOOKUP(redis, [], [sent_key(""), tombstone_key(""), json.dumps(marks)])
 
 

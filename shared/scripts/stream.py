@@ -20,7 +20,7 @@ from shared.scripts.results import SCORE
 class Place(NamedTuple):
     """A reader's place in the stream, with the counts needed to detect entries that were trimmed unread."""
 
-    #: Id of the last entry read; "$" for the end of the stream.
+    #: Id of the last entry read.
     cursor: str
     #: Number of entries written up to the cursor since the store was created; None if unknown.
     position: int | None = None
@@ -36,6 +36,10 @@ class Place(NamedTuple):
     def parse(cls, cursor: str, text: str) -> "Place":
         """Parse a script's answer."""
         return cls(cursor, *map(int, text.split()[1:]))
+
+
+#: The end of the stream.
+END = Place("$")
 
 
 class StreamState(NamedTuple):
@@ -213,20 +217,12 @@ return '[' .. table.concat(said, ',') .. ']'
 """)
 
 
-def fetch(redis: Redis, place: Place, count: int) -> Fetched:
-    """Return up to `count` entries after a place."""
-    return _fetched(redis, [count, "", "", place.cursor, place.as_text()])
-
-
-def fetch_as_member(redis: Redis, group: str, member: str, count: int) -> Fetched:
-    """Return the member's pending entries, else up to `count` new ones of its group."""
-    return _fetched(redis, [count, group, member, "", ""])
-
-
-def _fetched(redis: Redis, arguments: Sequence[Any]) -> Fetched:
+def fetch(redis: Redis, count: int, place: Place = END, group: str = "", member: str = "") -> Fetched:
+    """Return up to `count` entries after a place; or a member's pending entries, else new ones of its group."""
+    arguments = [count, group, member, place.cursor, place.as_text()]
     answer = _FETCH(redis, [RESULTS_STREAM, COUNTERS, GROUPS], arguments)
-    pending, entries, before, cursor, place, gone, meanwhile, *figures = answer
-    return Fetched(bool(pending), entries, before, Place.parse(cursor, place), gone, meanwhile, StreamState(*figures))
+    pending, entries, before, cursor, text, gone, meanwhile, *state = answer
+    return Fetched(bool(pending), entries, before, Place.parse(cursor, text), gone, meanwhile, StreamState(*state))
 
 
 def claim(
@@ -238,8 +234,8 @@ def claim(
     from next time, "0-0" at the end, and the ids of deleted entries, which Redis 6.2 takes over instead.
     """
     arguments = [group, member, idle_ms, start, count, member_ttl_ms]
-    next_id, deleted, *figures = _CLAIM(redis, [RESULTS_STREAM, COUNTERS], arguments)
-    return next_id, deleted, StreamState(*figures)
+    next_id, deleted, *state = _CLAIM(redis, [RESULTS_STREAM, COUNTERS], arguments)
+    return next_id, deleted, StreamState(*state)
 
 
 def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bool, Place, int, int, list[str]]:

@@ -12,8 +12,8 @@ from redis.exceptions import ConnectionError as ConnectionFault
 import feedmill
 from feedmill.reading import groups, results, stream
 from feedmill.reading.groups import GroupReader
-from feedmill.reading.results import batches, items, open_reader
-from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, Reader, ResultFilter, newest
+from feedmill.reading.results import Reader, batches, items, open_reader
+from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
 from shared.errors import RedisUnavailable, UserError
 from shared.keys import GROUPS, RESULTS_STREAM, find
 from shared.messages import Classification, Post
@@ -477,11 +477,11 @@ def test_reports_missed_results_after_a_lost_connection(
     write(store, *range(20, 420))
     late = GroupReader(server.client, "g", "late")
 
-    def failing(*_: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
         raise ConnectionFault("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(groups, "fetch_as_member", failing)
+        patched.setattr(groups, "fetch", failing)
         with pytest.raises(ConnectionFault):
             late.read()
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]

@@ -24,7 +24,7 @@ from feedmill.stack.processes import Child, free_port
 from shared.scripts.leases import LeaseScripts, Reservation
 from tests.support import PASSWORD, RedisServer, wait_until
 from workers.transport import channel, decoding, leases, redis_transport, reservations
-from workers.transport.decoding import count_delivery, count_expired_lease
+from workers.transport.decoding import count_delivery
 from workers.transport.held import claim, end_isolation
 from workers.transport.redis_transport import settings_for
 
@@ -365,7 +365,7 @@ def test_counting_a_delivery_keeps_undecodable_messages_unchanged(element: bytes
 @pytest.mark.parametrize("headers", ["{}", "null"])
 def test_invalid_counts_from_senders_are_treated_as_zero(count: str, headers: str) -> None:
     element = f'{{"properties": {{"delivery_info": {{"lapse_count": {count}}}}}, "headers": {headers}}}'
-    info = json.loads(count_expired_lease(element.encode()))["properties"]["delivery_info"]
+    info = json.loads(count_delivery(element.encode(), lapse=True))["properties"]["delivery_info"]
     assert info == {"redelivered": True, "delivery_count": 1, "lapse_count": 1}
 
 
@@ -496,9 +496,8 @@ def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServe
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["new"]
         publish(redis, "c")
-        lapsed_twice = count_expired_lease(
-            str(count_expired_lease(str(redis.client.lindex("posts", 0)).encode())).encode()
-        )
+        lapsed_once = count_delivery(str(redis.client.lindex("posts", 0)).encode(), lapse=True)
+        lapsed_twice = count_delivery(str(lapsed_once).encode(), lapse=True)
         redis.client.lset("posts", 0, str(lapsed_twice))
         wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message", 10)
         assert bodies(consumer.got) == ["new"]
@@ -514,11 +513,11 @@ def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> Non
         consumer.claiming = True
         tag = consumer.until(1)[0].delivery_tag or ""
         noted = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_expired_lease(noted.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_delivery(noted.encode(), lapse=True))["properties"]["delivery_info"]
         assert (info["lapse_count"], info["alone_lapse_count"]) == (3, 1)
         end_isolation(consumer.got[0])
         proved = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_expired_lease(proved.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_delivery(proved.encode(), lapse=True))["properties"]["delivery_info"]
         assert (info["lapse_count"], info.get("alone_lapse_count")) == (3, None)
         consumer.acknowledge()
 

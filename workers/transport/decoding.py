@@ -48,7 +48,10 @@ def needs_isolation(delivery_info: Mapping[str, Any]) -> bool:
 
 
 def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
-    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged."""
+    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged.
+
+    lapse: its lease expired because its process vanished or stalled.
+    """
     try:
         if is_too_large(message, MAX_DECODED):
             return message
@@ -63,11 +66,6 @@ def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
         return json.dumps(found)
     except Exception:  # malformed input can raise any error; raising would block the return of all other messages
         return message
-
-
-def count_expired_lease(message: bytes) -> bytes | str:
-    """Mark a message whose lease expired because its process vanished or stalled."""
-    return count_delivery(message, lapse=True)
 
 
 def delivery_counter(delivery_info: Mapping[str, Any], name: str) -> int:

@@ -44,7 +44,7 @@ from redis.exceptions import RedisError
 from shared.encoding import memory_of
 from shared.redis_errors import is_replica
 from shared.scripts.leases import LeaseScripts, list_of
-from workers.transport.decoding import count_delivery, count_expired_lease
+from workers.transport.decoding import count_delivery
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ class Leases:
         if not self.evented:
             self.flush()
         self._return_pending()
-        self._restore(ended, lambda _, message: count_expired_lease(message), now, "RPUSH")
+        self._restore(ended, lambda _, message: count_delivery(message, lapse=True), now, "RPUSH")
         return more
 
     def _renew(self, tags: Sequence[str], limit: int) -> tuple[float, list[str], bool]:
