@@ -46,8 +46,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from feedmill.reading.results import Missed as Missed
     from feedmill.reading.results import Reader
+    from feedmill.reading.stream import Missed as Missed
     from shared.errors import MessageFailed as MessageFailed
     from shared.results import Result as Result
     from shared.settings import Settings
@@ -108,7 +108,8 @@ def results(
                 found = item.classification
                 print(item.post.id, found.label, found.scores[found.label])
     """
-    from feedmill.reading.results import ResultFilter, open_reader  # noqa: PLC0415 - `import feedmill` is cheap
+    from feedmill.reading.results import open_reader  # noqa: PLC0415 - `import feedmill` is cheap
+    from feedmill.reading.stream import ResultFilter  # noqa: PLC0415
     from shared.broker import connect  # noqa: PLC0415
     from shared.settings import load  # noqa: PLC0415
 
@@ -137,7 +138,7 @@ def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> 
 _LAZY_NAMES = {
     "ClassifyTask": "workers.runtime.task",
     "MessageFailed": "shared.errors",
-    "Missed": "feedmill.reading.results",
+    "Missed": "feedmill.reading.stream",
     "Result": "shared.results",
     "classify": "workers.runtime.task",
 }

@@ -6,7 +6,6 @@ the message.
 Depends on a private method of Celery 5.7: `Celery._after_fork` drops the application's connection and producer pools.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,9 +20,9 @@ from redis.exceptions import RedisError
 
 from shared import broker
 from shared.errors import QueueFull, SettingsError
-from shared.keys import sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
 from shared.redis_errors import is_full
+from shared.scripts import queue as scripts
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -35,34 +34,6 @@ POSTS_PER_ROUND_TRIP = 256
 MAX_COLLECT_S = 0.25
 #: Seconds between checks of a full queue.
 FULL_QUEUE_POLL_S = 0.5
-
-#: Look up the status of each post: 0 unknown, 1 sent before, 2 purged.
-#:
-#:   Keys: feedmill:sent:<id> (hash), feedmill:gone:<id> (string). ARGV[1], ARGV[2]: the prefixes of their names.
-#:   ARGV[3]: a JSON list of [id, hash field] per post, because redis-py is slow with many arguments.
-LOOKUP_SCRIPT = """
-local found = {}
-for i, mark in ipairs(cjson.decode(ARGV[3])) do
-  if redis.call('EXISTS', ARGV[2] .. mark[1]) == 1 then
-    found[i] = 2
-  else
-    found[i] = redis.call('HEXISTS', ARGV[1] .. mark[1], mark[2])
-  end
-end
-return found
-"""
-SENT, PURGED = 1, 2
-#: Mark each post as sent, except posts purged in the meantime.
-#:
-#:   ARGV[1] to ARGV[3]: as above. ARGV[4]: current time. ARGV[5]: TTL in seconds.
-MARK_SCRIPT = """
-for _, mark in ipairs(cjson.decode(ARGV[3])) do
-  if redis.call('EXISTS', ARGV[2] .. mark[1]) == 0 then
-    redis.call('HSET', ARGV[1] .. mark[1], mark[2], ARGV[4])
-    redis.call('EXPIRE', ARGV[1] .. mark[1], ARGV[5])
-  end
-end
-"""
 
 
 class Mark(NamedTuple):
@@ -144,9 +115,6 @@ class Pusher:
         self._wait = wait
         self._refuse = refuse
         self._wait_for_memory = wait_for_memory
-        # Scripts, because a pipeline of many small commands costs redis-py two thirds of the publishing time.
-        self._lookup: Any = redis.register_script(LOOKUP_SCRIPT)
-        self._mark: Any = redis.register_script(MARK_SCRIPT)
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
         #: Reason why `push` is waiting, for display; "" if it is not.
@@ -193,10 +161,10 @@ class Pusher:
     def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
         marks = [Mark(post.id, digest(post.text, self._purpose)) for post in posts]
-        for mark, post, status in zip(marks, posts, self._lookup(args=_script_arguments(marks)), strict=True):
-            if status == PURGED:
+        for mark, post, status in zip(marks, posts, scripts.lookup(self._redis, marks), strict=True):
+            if status == scripts.PURGED:
                 self.gone += 1
-            elif mark in waiting or (status == SENT and not self._again):
+            elif mark in waiting or (status == scripts.SENT and not self._again):
                 self.skipped += 1
             else:
                 waiting.add(mark)
@@ -212,9 +180,10 @@ class Pusher:
             # Count before marking: posts that cannot be marked are in the queue and will be sent again.
             self.sent += len(fitting)
             self.messages += len(messages)
-            arguments = _script_arguments([mark for mark, _ in fitting])
-            arguments += [int(time.time()), self._settings.sent_ttl]
-            self.retry_until_memory(partial(self._mark, args=arguments))
+            marks = [mark for mark, _ in fitting]
+            self.retry_until_memory(
+                partial(scripts.mark, self._redis, marks, int(time.time()), self._settings.sent_ttl)
+            )
 
     def _wait_for_room(self) -> int:
         """Wait until the queue has room, and return for how many messages."""
@@ -282,8 +251,3 @@ def _round_trips(posts: Iterable[Post], size: int) -> Iterator[list[Post]]:
             began = time.monotonic()
     if trip:
         yield trip
-
-
-def _script_arguments(marks: Sequence[Mark]) -> list[Any]:
-    """Return the first arguments of LOOKUP_SCRIPT and MARK_SCRIPT."""
-    return [sent_key(""), tombstone_key(""), json.dumps(marks)]

@@ -25,6 +25,7 @@ from shared.broker import SENT_AT, connect, queue_depth, queue_lists
 from shared.errors import UserError, clause
 from shared.model_routing import queues
 from shared.results import ResultsStore
+from shared.scripts.queue import next_header_values
 from shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
@@ -37,23 +38,6 @@ logger = logging.getLogger(__name__)
 REDIS_TIMEOUT_S = 1.0
 #: Seconds before an idle HTTP connection is closed.
 HTTP_TIMEOUT_S = 10.0
-
-#: Reads the send time of the next message in each list from its last 32 KiB, because whole messages can be megabytes
-#: long: kombu writes headers after the body. Post text cannot match, because its quotes are escaped.
-#:
-#:   KEYS  the lists of one queue      ARGV[1]  the header's name
-#:
-#: Returns the header's value in the next message of each list that has one.
-OLDEST = """
-local found = {}
-for i = 1, #KEYS do
-  local message = redis.call('LINDEX', KEYS[i], -1)
-  if message then
-    found[#found + 1] = string.match(string.sub(message, -32768), '"' .. ARGV[1] .. '": *(%d+%.?%d*)')
-  end
-end
-return found
-"""
 
 
 class MetricType(StrEnum):
@@ -161,10 +145,8 @@ def oldest_seconds(redis: Redis, queue: str) -> float | None:
 
     None if the queue is empty or no message has a send time. Raises redis.exceptions.RedisError.
     """
-    keys = queue_lists(queue)
-    script: Any = redis.register_script(OLDEST)
-    sent: list[str] = script(keys=keys, args=[SENT_AT])
-    return max(0.0, time.time() - min(map(float, sent))) if sent else None
+    sent = next_header_values(redis, queue_lists(queue), SENT_AT)
+    return max(0.0, time.time() - min(sent)) if sent else None
 
 
 class RedisMetrics:

@@ -24,8 +24,9 @@ from redis.client import NEVER_DECODE
 
 from shared import model_routing, queue_redaction
 from shared.broker import TRANSPORT_KEYS
-from shared.errors import UserError, printable
+from shared.errors import MessageFailed, UserError, printable
 from shared.keys import CELERY_RESULTS, DEAD_LETTERS, RESULTS_STREAM, result_key, sent_key, tombstone_key
+from shared.scripts import purge as scripts
 from shared.settings import Settings
 
 #: Ids per pass over a stream. Each call of the script receives all of them.
@@ -37,52 +38,6 @@ SCAN_COUNT, RESULTS_AT_ONCE = 1000, 50
 #: Maximum characters of an id, as in shared/messages.py.
 MAX_ID = 128
 
-#: Deletes entries of the given posts from a part of a stream. Reads ten entries at a time, because sizes vary widely.
-#:
-#:   KEYS[1]  feedmill:results or feedmill:dead, stream
-#:   ARGV[1]  first id, as XRANGE takes it              ARGV[2]  bytes of entries after which to stop
-#:   ARGV[3+] ids of the posts
-#:
-#: Returns the first id of the next call, "" after the last entry, and the number of deleted entries.
-SWEEP = """
-local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
-for i = 3, #ARGV do wanted[ARGV[i]] = true end
-repeat
-  local entries = redis.call('XRANGE', KEYS[1], from, '+', 'COUNT', 10)
-  for _, entry in ipairs(entries) do
-    local fields = entry[2]
-    local id = fields[1] == 'id' and fields[2]
-    for i = 2, #fields, 2 do bytes = bytes + #fields[i] end
-    if id and wanted[id] then
-      deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
-    end
-    from = '(' .. entry[1]
-  end
-  if #entries < 10 then from = '' end
-until from == '' or bytes >= tonumber(ARGV[2])
-return {from, deleted}
-"""
-#: Sets tombstones. DEL comes first: after one write, Redis lets a script continue at `maxmemory`.
-#:
-#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
-SET_TOMBSTONES = """
-for _, key in ipairs(KEYS) do
-  redis.call('DEL', key)
-  redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
-end
-"""
-#: Replaces a text if it is unchanged, and keeps its TTL. The HDEL deletes nothing, but comes first: after one write,
-#: Redis lets a script continue at `maxmemory`.
-#:
-#:   KEYS[1] celery-task-meta-<id>, string    ARGV[1] the expected text    ARGV[2] the new text
-#:   KEYS[2] feedmill:reserved, hash
-REPLACE = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('HDEL', KEYS[2], '')
-redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
-return 1
-"""
-
 #: Text that replaces the purged parts of an outcome or an error.
 PURGED = "purged"
 #: Fields that identify a classification, and a post's error. Other applications' results match CELERY_RESULTS too.
@@ -90,8 +45,6 @@ CLASSIFICATION, POST_ERROR = frozenset({"id", "label", "scores", "fingerprint"})
 #: Matches an outcome's id in a message's result; and text that only the result of a failed message contains.
 ID_IN_JSON = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
 FAILURE_IN_JSON = b'"exc_type"'
-#: Parts of MessageFailed's text (shared/errors.py): before the reasons, between two reasons, and after a post's id.
-REASONS_PREFIX, REASON_SEPARATOR, ID_SUFFIX = " posts failed: ", "; ", ": "
 
 
 class PurgeCounts(NamedTuple):
@@ -120,18 +73,21 @@ def purge(redis: Redis, settings: Settings, ids: Iterable[str]) -> PurgeCounts:
     """
     posts = _valid_ids(ids)
     for batch in _batches(posts):
-        _set_tombstones(redis, settings, batch)
+        scripts.set_tombstones(redis, batch, int(time.time()), settings.tombstone_ttl)
+    if not posts:
+        return PurgeCounts()
     # Messages first: afterwards, no worker can receive one of the posts any more.
-    found = PurgeCounts(messages=_remove_from_messages(redis, settings, posts))
+    queues = model_routing.queues(redis, settings)
+    found = PurgeCounts(messages=queue_redaction.remove(redis, queues, frozenset(posts)))
     for batch in _batches(posts):
         counts = PurgeCounts(
             sent=redis.unlink(*map(sent_key, batch)),
             results=redis.unlink(*map(result_key, batch)),
-            entries=_sweep(redis, RESULTS_STREAM, batch),
-            dead_letters=_sweep(redis, DEAD_LETTERS, batch),
+            entries=scripts.sweep(redis, RESULTS_STREAM, batch, SWEEP_BYTES),
+            dead_letters=scripts.sweep(redis, DEAD_LETTERS, batch, SWEEP_BYTES),
         )
         found = PurgeCounts(*map(sum, zip(found, counts, strict=True)))
-    return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)) if posts else 0)
+    return found._replace(celery_results=_clean_celery_results(redis, frozenset(posts)))
 
 
 def lift_tombstones(redis: Redis, ids: Iterable[str]) -> int:
@@ -176,27 +132,6 @@ def _batches(posts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _set_tombstones(redis: Redis, settings: Settings, posts: Sequence[str]) -> None:
-    bury: Any = redis.register_script(SET_TOMBSTONES)
-    bury(keys=[tombstone_key(post_id) for post_id in posts], args=[int(time.time()), settings.tombstone_ttl])
-
-
-def _remove_from_messages(redis: Redis, settings: Settings, posts: Collection[str]) -> int:
-    """Remove the posts from messages in all queues. Return the number of changed messages."""
-    return queue_redaction.remove(redis, model_routing.queues(redis, settings), frozenset(posts)) if posts else 0
-
-
-def _sweep(redis: Redis, stream: str, posts: Sequence[str]) -> int:
-    """Delete the posts' entries from a stream. Return the number of deleted entries."""
-    sweep: Any = redis.register_script(SWEEP)
-    start, deleted = "-", 0
-    while start:
-        answer: Any = sweep(keys=[stream], args=[start, SWEEP_BYTES, *posts])
-        start = answer[0] if isinstance(answer[0], str) else answer[0].decode()
-        deleted += answer[1]
-    return deleted
-
-
 # Celery results: outcomes of messages that other applications wait for.
 
 
@@ -222,9 +157,8 @@ def _fetch(redis: Any, keys: Sequence[bytes | str]) -> list[bytes | None]:
 
 def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection[str]) -> bool:
     """Remove the posts from one result, last read as `text`. Return whether it was changed."""
-    replace: Any = redis.register_script(REPLACE)
     while text is not None and (clean := _without(text, posts)) is not None:
-        if replace(keys=[key, TRANSPORT_KEYS["reserved_key"]], args=[text, clean]):
+        if scripts.replace_string(redis, key, TRANSPORT_KEYS["reserved_key"], text, clean):
             return True
         (text,) = _fetch(redis, [key])  # another client has changed it meanwhile
     return False
@@ -245,11 +179,12 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
     if isinstance(result, list):
         outcomes = [{"id": item["id"], "error": PURGED} if _is_outcome(item, posts) else item for item in result]
         return None if outcomes == result else json.dumps(meta | {"result": outcomes})
-    if isinstance(result, dict) and (quoted := _text_before_reasons(result.get("exc_message"), posts)):
-        # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
-        error = result | {"exc_message": [f"{quoted}{REASONS_PREFIX}{PURGED}"]}
-        return json.dumps(meta | {"result": error, "traceback": None})
-    return None
+    said = result.get("exc_message") if isinstance(result, dict) else None
+    before, named = MessageFailed.parse(" ".join(map(str, said)) if isinstance(said, list) else "", MAX_ID)
+    if named.isdisjoint(posts):
+        return None
+    # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
+    return json.dumps(meta | {"result": result | {"exc_message": [f"{before}{PURGED}"]}, "traceback": None})
 
 
 def _is_outcome(item: object, posts: Collection[str]) -> bool:
@@ -257,21 +192,6 @@ def _is_outcome(item: object, posts: Collection[str]) -> bool:
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     return (item.keys() >= CLASSIFICATION or item.keys() == POST_ERROR) and item["id"].strip() in posts
-
-
-def _text_before_reasons(message: object, posts: Collection[str]) -> str:
-    """Return the part of a failed message's error text before its list of reasons.
-
-    Return "" unless a reason names one of `posts`.
-    """
-    text, found, reasons = " ".join(map(str, message if isinstance(message, list) else [])).partition(REASONS_PREFIX)
-    if not found:
-        return ""
-    # Try every possible end of an id, because an id can itself contain the separator.
-    begins = [0, *(match.end() for match in re.finditer(REASON_SEPARATOR, reasons))]
-    ends = [match.start() for match in re.finditer(ID_SUFFIX, reasons)]
-    named = (reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + MAX_ID)
-    return text if any(post_id in posts for post_id in named) else ""
 
 
 def _decode_id(quoted: bytes) -> str:

@@ -20,6 +20,7 @@ from redis.client import NEVER_DECODE
 from shared import encoding
 from shared.broker import CLASSIFY_TASK, TRANSPORT_KEYS, queue_lists
 from shared.messages import Post
+from shared.scripts import purge as scripts
 
 #: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
 MESSAGES_AT_ONCE = 10
@@ -30,52 +31,32 @@ BASE64 = "base64"
 #: Replacement for the argument previews in a message's headers.
 PURGED = "purged"
 
-#: Replaces a waiting message if it is still in the list. The HDEL deletes nothing, but comes first: after one write,
-#: Redis lets a script continue at `maxmemory`.
-#:
-#:   KEYS[1] list    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message
-EXCHANGE_WAITING = """
-local at = redis.call('LPOS', KEYS[1], ARGV[1])
-if not at then return 0 end
-redis.call('HDEL', KEYS[2], '')
-redis.call('LSET', KEYS[1], at, ARGV[2])
-return 1
-"""
-#: Replaces a message held by a worker if it is unchanged.
-#:
-#:   KEYS[1] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message    ARGV[3] its tag
-EXCHANGE_HELD = """
-if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
-redis.call('HDEL', KEYS[1], '')
-redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
-return 1
-"""
-
 
 def remove(redis: Redis, queues: Collection[str], posts: Collection[str]) -> int:
     """Remove these posts from the messages of these queues. Return the number of changed messages.
 
     Idempotent. Raises redis.exceptions.RedisError.
     """
-    waiting: Any = redis.register_script(EXCHANGE_WAITING)
-    held: Any = redis.register_script(EXCHANGE_HELD)
     lists, reserved = [name for queue in queues for name in queue_lists(queue)], TRANSPORT_KEYS["reserved_key"]
     changed = 0
     for name in (*lists, reserved, *lists):
-        exchange, found = (held, _held(redis, name)) if name == reserved else (waiting, _waiting(redis, name))
-        for message, *tag in found:
-            if (clean := _without(message, posts)) is not None:
-                changed += exchange(keys=[name, reserved], args=[message, clean, *tag])
+        for message, tag in _held(redis, name) if name == reserved else _waiting(redis, name):
+            if (clean := _without(message, posts)) is None:
+                continue
+            if tag is None:
+                changed += scripts.replace_waiting(redis, name, reserved, message, clean)
+            else:
+                changed += scripts.replace_held(redis, reserved, tag, message, clean)
     return changed
 
 
-def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes]]:
+def _waiting(redis: Any, name: str) -> Iterator[tuple[bytes, None]]:
     """Yield the messages of a list, newest first: new messages shift the others towards the part not yet read."""
     start = 0
     while messages := redis.execute_command(
         "LRANGE", name, start, start + MESSAGES_AT_ONCE - 1, **{NEVER_DECODE: True}
     ):
-        yield from ((message,) for message in messages)
+        yield from ((message, None) for message in messages)
         start += len(messages)
 
 

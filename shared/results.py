@@ -10,116 +10,24 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, dead_letter_key, labels_key, result_key, tombstone_key
+from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
+from shared.scripts import results as scripts
+from shared.scripts.results import SCORE
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
 logger = logging.getLogger(__name__)
-
-#: Writes one micro-batch. Skips posts with a tombstone: a worker may have held a post when it was purged.
-#:
-#:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
-#:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
-#:   KEYS[5+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
-#:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
-#:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
-#:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
-#:   ARGV[5]  maximum labels counted per hour
-#:   ARGV[6], ARGV[7]  prefixes of the names of each result's two keys
-#:   ARGV[8]  id, fingerprint and label of each result, as one JSON text: redis-py is slow with many arguments
-#:   ARGV[9+] classification and post of each result; then id and letter of each dead letter
-#:
-#: Returns the number of new results, and the number of trimmed dead letters.
-WRITE = """
-local results, new, failed, gone, labels = cjson.decode(ARGV[8]), 0, 0, 0, {}
-local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
-for i, result in ipairs(results) do
-  local id, fingerprint, label = unpack(result)
-  local key, classification, post = ARGV[6] .. id, ARGV[7 + 2 * i], ARGV[8 + 2 * i]
-  if redis.call('EXISTS', ARGV[7] .. id) == 1 then
-    gone = gone + 1
-  else
-    if redis.call('HSETNX', key, fingerprint, classification) == 1 then
-      redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', id, 'classification', classification, 'post', post)
-      new = new + 1
-      labels[label] = (labels[label] or 0) + 1
-    end
-    redis.call('EXPIRE', key, ARGV[1])
-  end
-end
-for label, count in pairs(labels) do
-  if redis.call('HEXISTS', KEYS[4], label) == 1 or redis.call('HLEN', KEYS[4]) < tonumber(ARGV[5]) then
-    redis.call('HINCRBY', KEYS[4], label, count)
-  end
-end
-if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
-local counts = {stored = new, repeated = #results - new - gone}
-local at = 9 + 2 * #results
-for i = 5, #KEYS, 2 do
-  local entry = redis.call('GET', KEYS[i + 1])
-  if redis.call('EXISTS', KEYS[i]) == 1 then
-    gone = gone + 1
-  elseif not entry or #redis.call('XRANGE', KEYS[3], entry, entry) == 0 then
-    entry = redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
-    redis.call('SET', KEYS[i + 1], entry, 'EX', ARGV[1])
-    failed = failed + 1
-  end
-  at = at + 2
-end
-counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
-counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
-for name, count in pairs(counts) do
-  if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
-end
-return {new, counts.dead_trimmed}
-"""
-
-#: Looks up stored results.
-#:
-#:   KEYS[1]  feedmill:counters  hash     feedmill:result:<id>  hash of each post
-#:   ARGV[1]  prefix of the latter's names
-#:   ARGV[2]  id and fingerprint of each post, as one JSON text: redis-py is slow with many arguments
-#:
-#: Returns the classification of each post, or false.
-FIND = """
-local found, answered = {}, 0
-for i, post in ipairs(cjson.decode(ARGV[2])) do
-  found[i] = redis.call('HGET', ARGV[1] .. post[1], post[2])
-  if found[i] then answered = answered + 1 end
-end
-if answered > 0 then redis.pcall('HINCRBY', KEYS[1], 'answered', answered) end -- pcall: a full Redis refuses it
-return found
-"""
-
-#: Stores the scores of posts that have results.
-#:
-#:   KEYS[1+] feedmill:result:<id>  hash      ARGV[1]  SCORE, the field    ARGV[2+] score and time of each, as JSON
-#:
-#: Returns the number of posts that have results.
-REFRESH = """
-local refreshed = 0
-for i = 1, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 1 then
-    redis.call('HSET', KEYS[i], ARGV[1], ARGV[i + 1])
-    refreshed = refreshed + 1
-  end
-end
-return refreshed
-"""
 
 #: Seconds per hour.
 HOUR_S = 3600
 #: Maximum labels counted per hour, because applications can send any number of labels. Further ones are not counted.
 MAX_LABELS_PER_HOUR = 1000
-#: Field with the latest score, in the hash of a post's classifications. Fingerprints are hex, so none equals it.
-SCORE = "score"
 #: Scores per script call. Redis is blocked during a call.
 SCORES_PER_CALL = 100
 #: Dead letters per script call. Redis is blocked during a call.
@@ -171,14 +79,11 @@ class ResultsStore:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._redis = redis
         self._settings = settings
-        self._write: Any = redis.register_script(WRITE)
-        self._refresh: Any = redis.register_script(REFRESH)
-        self._find: Any = redis.register_script(FIND)
         self._replay = Replay(redis)
 
     def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
         """Return the stored result of each (post id, fingerprint), or None. Raises redis.exceptions.RedisError."""
-        found = self._find(keys=[COUNTERS], args=[result_key(""), json.dumps(wanted)]) if wanted else []
+        found = scripts.find(self._redis, wanted)
         return [None if each is None else Classification.model_validate_json(each) for each in found]
 
     def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
@@ -191,7 +96,8 @@ class ResultsStore:
             return 0
         new, trimmed = self._replay.write(*self._write_call(results, dead[:DEAD_LETTERS_PER_CALL]))
         for start in range(DEAD_LETTERS_PER_CALL, len(dead), DEAD_LETTERS_PER_CALL):
-            trimmed += self._replay.write(*self._write_call([], dead[start : start + DEAD_LETTERS_PER_CALL]))[1]
+            letters = dead[start : start + DEAD_LETTERS_PER_CALL]
+            trimmed += self._replay.write(*self._write_call([], letters))[1]
         if trimmed:
             logger.warning(
                 "trimmed the %d oldest dead letters: their stream is full. Retry or drop dead letters (`feedmill dead "
@@ -199,7 +105,7 @@ class ResultsStore:
                 trimmed,
                 PREFIX,
             )
-        return int(new)
+        return new
 
     def keep(self, found: Sequence[Result]) -> None:
         """Keep stored results that answered a message, to repeat their writes if Redis loses them."""
@@ -210,30 +116,18 @@ class ResultsStore:
         """Repeat writes that Redis may have lost. Raises redis.exceptions.RedisError."""
         self._replay.check()
 
-    def _write_call(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> tuple[Callable[[], Any], int]:
+    def _write_call(
+        self, results: Sequence[Result], dead: Sequence[DeadLetter]
+    ) -> tuple[Callable[[], tuple[int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
-        settings = self._settings
-        keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(int(time.time() // HOUR_S))]
-        arguments: list[Any] = [
-            settings.results_ttl,
-            settings.results_stream_length,
-            settings.dead_letters_length,
-            settings.label_counts_ttl,
-            MAX_LABELS_PER_HOUR,
-            result_key(""),
-            tombstone_key(""),
-            json.dumps([(post.id, found.fingerprint, found.label) for post, found in results]),
+        new = [
+            (post.id, found.fingerprint, found.label, found.model_dump_json(), self._clipped(post))
+            for post, found in results
         ]
-        for post, found in results:
-            arguments += [found.model_dump_json(), self._clipped(post)]
-        for letter in dead:
-            # Posts sent without an id get "", which is not a valid id and cannot be purged.
-            post_id = (letter.id or "").strip()
-            keys += [tombstone_key(post_id), dead_letter_key(dead_letter_digest(letter))]
-            arguments += [post_id, letter.model_dump_json()]
-        # Encoded only once, to bytes: a Python string can take four bytes per character.
-        arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
-        return partial(self._write, keys=keys, args=arguments), sum(len(each) for each in arguments[7:])
+        # Posts sent without an id get "", which is not a valid id and cannot be purged.
+        letters = [((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json()) for letter in dead]
+        hour = int(time.time() // HOUR_S)
+        return scripts.prepare_write(self._redis, self._settings, new, letters, hour, MAX_LABELS_PER_HOUR)
 
     def _clipped(self, post: Post) -> str:
         """Return a post as JSON for its stream entry, with its body truncated."""
@@ -258,9 +152,7 @@ class ResultsStore:
         refreshed = 0
         remaining = iter(scores.items())
         while batch := list(islice(remaining, SCORES_PER_CALL)):
-            keys = [result_key(post_id) for post_id, _ in batch]
-            noted = [json.dumps({"score": score, "at": at}) for _, score in batch]
-            refreshed += int(self._refresh(keys=keys, args=[SCORE, *noted]))
+            refreshed += scripts.refresh(self._redis, dict(batch), at)
         return refreshed
 
     def score(self, post_id: str) -> Score | None:
@@ -270,15 +162,12 @@ class ResultsStore:
 
     def latest(self, count: int) -> list[Result]:
         """Return the newest `count` results of the stream, oldest first."""
-        return [read_entry(fields) for _, fields in self._newest(RESULTS_STREAM, count)]
-
-    def _newest(self, stream: str, count: int) -> list[tuple[str, dict[str, str]]]:
-        """Return (id, fields) of a stream's newest entries, oldest first."""
-        return list(newest_first(self._redis, stream, count))[::-1]
+        return [read_entry(fields) for _, fields in newest_first(self._redis, RESULTS_STREAM, count)][::-1]
 
     def dead_letters(self, count: int) -> list[DeadLetter]:
         """Return the newest `count` dead letters, oldest first."""
-        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in self._newest(DEAD_LETTERS, count)]
+        found = newest_first(self._redis, DEAD_LETTERS, count)
+        return [DeadLetter.model_validate_json(fields["letter"]) for _, fields in found][::-1]
 
     def labels(self, hours: int) -> dict[int, dict[str, int]]:
         """Return the number of new results by label, for each of the last hours with any: hours since 1970 -> label."""

@@ -42,8 +42,9 @@ from tests.fakes.hostile_messages import HOSTILE, Hostile
 from tests.support import Process, RedisServer, redis_servers, start, wait_until
 from workers.pipeline.message import Message
 from workers.runtime.task import arguments_by_name
-from workers.transport.leases import MAX_UNDECODABLE_BYTES, count_expired_lease
-from workers.transport.redis_transport import Channel, UndecodableError, decoded
+from workers.transport.channel import Channel
+from workers.transport.decoding import UndecodableError, count_delivery, decoded
+from workers.transport.leases import MAX_UNDECODABLE_BYTES
 
 ROOT = Path(__file__).parent.parent
 #: Hostile messages per good message.
@@ -76,7 +77,7 @@ def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> N
 
 def read(element: bytes) -> str:
     """Decode an element like a worker, up to its dead letters. Return how far that got. Any exception is a bug."""
-    count_expired_lease(element)
+    count_delivery(element, lapse=True)
     try:
         found = decoded(element)
         found["properties"]["delivery_tag"] = "tag"

@@ -22,7 +22,8 @@ from feedmill.cli.options import JsonSummary, RedisUrl, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, File, Folder
-from feedmill.reading.rows import Chunk, RowReader, seconds_of
+from feedmill.reading.entry_ids import seconds_of
+from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
 from shared.errors import UserError

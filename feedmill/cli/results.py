@@ -12,16 +12,9 @@ import typer
 from feedmill.cli.dates import utc
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.reading.dead_letters import DeadLetters
-from feedmill.reading.results import (
-    CLAIM_AFTER_S,
-    Missed,
-    Read,
-    Reader,
-    ResultFilter,
-    batches,
-    newest,
-    open_reader,
-)
+from feedmill.reading.groups import CLAIM_AFTER_S
+from feedmill.reading.results import Reader, batches, open_reader
+from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable
 from shared.messages import Classification, DeadLetter

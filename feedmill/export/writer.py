@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
-from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
+from feedmill.reading.entry_ids import id_before, seconds_of
+from feedmill.reading.rows import ResultRow, RowReader
 from shared.atomic_files import publish, replacing, sync, temporary_path
 from shared.errors import UserError, explain_missing, printable
+from shared.scripts.stream import Place
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"

@@ -11,11 +11,13 @@ from statistics import quantiles
 
 from redis import Redis
 
-from feedmill.reading.rows import Place, ResultRow, RowReader, id_before, seconds_of
+from feedmill.reading.entry_ids import id_before, seconds_of
+from feedmill.reading.rows import ResultRow, RowReader
 from producers.reddit.state import Gap, State
 from shared import keys
 from shared.messages import DeadLetter
 from shared.results import HOUR_S, ResultsStore, newest_first
+from shared.scripts.stream import Place
 from shared.settings import Settings
 
 #: Labels with a colour of their own; all others share the name OTHERS and one colour.

@@ -12,12 +12,13 @@ from typing import NamedTuple
 from rich.console import Console
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.reading.rows import Place, RowReader
+from feedmill.reading.rows import RowReader
 from producers.exported import Labelled, parse_labelled
 from producers.records import BadRecord
 from shared.broker import connect, user_errors
 from shared.errors import InputError, RedisUnavailable, clause, explain_missing, printable
 from shared.messages import Post
+from shared.scripts.stream import Place
 from shared.settings import Settings
 from shared.training import RESULTS, TrainOptions
 from workers.training.examples import Example

@@ -10,13 +10,15 @@ import pytest
 
 from feedmill.export import writer
 from feedmill.export.writer import STATE_FILE, ExportFilter, Folder, format_of, opened, parts, purge
-from feedmill.reading.rows import Place, RowReader, id_before
+from feedmill.reading.entry_ids import id_before
+from feedmill.reading.rows import RowReader
 from producers.files import Source
 from shared.errors import UserError
 from shared.keys import COUNTERS, RESULTS_STREAM, result_key, tombstone_key
 from shared.messages import Classification, Post
 from shared.purge import purge as purge_posts
 from shared.results import Result, ResultsStore
+from shared.scripts.stream import Place
 from shared.settings import Settings
 from tests.support import RedisServer
 

@@ -20,6 +20,7 @@ from shared.broker import connect, make_app, queue_depth
 from shared.errors import QueueFull, SettingsError
 from shared.keys import find, sent_key, tombstone_key
 from shared.messages import ClassifyOptions, Post, digest
+from shared.scripts import queue as scripts
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
@@ -265,12 +266,12 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
     """Make the step's call number `at` raise the fault: before its work, or after it for steps in the past tense."""
     where: tuple[Any, str] = {
-        "look": (pushing, "_lookup"),
+        "look": (scripts, "lookup"),
         "room": (pushing.gate, "room"),
         "publish": (broker, "publish"),
         "published": (broker, "publish"),
-        "remember": (pushing, "_mark"),
-        "remembered": (pushing, "_mark"),
+        "remember": (scripts, "mark"),
+        "remembered": (scripts, "mark"),
     }[step]
     work = getattr(*where)
     calls: list[int] = []
@@ -430,7 +431,11 @@ def test_refuse_raises_queue_full(settings: Settings, redis: RedisServer) -> Non
 
 
 def test_waits_for_redis_memory_if_configured(
-    settings: Settings, redis: RedisServer, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    settings: Settings,
+    redis: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Redis rejects first a message, then the marks of sent posts; all posts end up queued and marked."""
     waits: list[str] = []
@@ -448,14 +453,14 @@ def test_waits_for_redis_memory_if_configured(
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     full()
     pushing.push(make_posts(40))
-    mark = pushing._mark
+    mark = scripts.mark
 
-    def marked(**arguments: Any) -> Any:
+    def marked(*arguments: Any) -> None:
         if len(waits) == 1:
             full()
-        return mark(**arguments)
+        mark(*arguments)
 
-    pushing._mark = marked
+    monkeypatch.setattr(scripts, "mark", marked)
     pushing.push(make_posts(80))
     assert len(waits) == 2
     assert all("memory" in reason for reason in waits)

@@ -10,20 +10,10 @@ import pytest
 from redis.exceptions import ConnectionError as ConnectionFault
 
 import feedmill
-from feedmill.reading import results
-from feedmill.reading.results import (
-    NO_FILTER,
-    Follower,
-    GroupReader,
-    Missed,
-    Read,
-    Reader,
-    ResultFilter,
-    batches,
-    items,
-    newest,
-    open_reader,
-)
+from feedmill.reading import groups, results, stream
+from feedmill.reading.groups import GroupReader
+from feedmill.reading.results import Reader, batches, items, open_reader
+from feedmill.reading.stream import NO_FILTER, Follower, Missed, Read, ResultFilter, newest
 from shared.errors import RedisUnavailable, UserError
 from shared.keys import GROUPS, RESULTS_STREAM, find
 from shared.messages import Classification, Post
@@ -126,8 +116,8 @@ def test_reads_each_new_result_once(store: ResultsStore, reader: Reader) -> None
 def test_reads_more_results_than_one_fetch_returns(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "FOLLOWED_AT_ONCE", 3)
-    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(stream, "FOLLOWED_AT_ONCE", 3)
+    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 3)
     reader.read()
     wanted = write(store, *range(50))
     found = read_all(reader)
@@ -227,8 +217,8 @@ def test_a_reader_that_keeps_up_misses_nothing(store: ResultsStore, reader: Read
 def test_missed_counts_of_a_slow_reader_add_up(
     store: ResultsStore, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FOLLOWED_AT_ONCE", "GIVEN_AT_ONCE"):
-        monkeypatch.setattr(results, name, 7)
+    monkeypatch.setattr(stream, "FOLLOWED_AT_ONCE", 7)
+    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 7)
     reader.read()
     seen: list[str] = []
     missed = 0
@@ -311,7 +301,7 @@ def test_missed_count_is_unknown_after_a_manual_xgroup_setid(store: ResultsStore
 
 
 def test_two_consumers_share_a_group(store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 2)
+    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 2)
     members = [GroupReader(server.client, "g", name) for name in "ab"]
     for member in members:
         member.read()
@@ -348,14 +338,14 @@ def test_takes_over_more_results_than_one_fetch_returns(
     names = write(store, *range(20))
     dead.read()
     silent(server, "dead")
-    monkeypatch.setattr(results, "GIVEN_AT_ONCE", 3)
+    monkeypatch.setattr(groups, "GIVEN_AT_ONCE", 3)
     assert ids_of(read_all(GroupReader(server.client, "g", "late"))) == names
 
 
 def test_a_slow_consumer_skips_results_taken_over_by_others(
     store: ResultsStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "STALE_FRACTION", 0.0)
+    monkeypatch.setattr(groups, "STALE_FRACTION", 0.0)
     slow = items(GroupReader(server.client, "g", "slow", since=0.0), follow=False)
     write(store, 1, 2, 3)
     first = next(slow)
@@ -402,7 +392,7 @@ def test_removes_consumers_that_are_gone_and_owe_nothing(
     owing.read()
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"gone", "me", "owing"}
-    monkeypatch.setattr(results, "MEMBER_TTL_S", -1)
+    monkeypatch.setattr(groups, "MEMBER_TTL_S", -1)
     read_all(GroupReader(server.client, "g", "me"))
     assert consumers(server) == {"me", "owing"}
     assert pending(server) == 1
@@ -486,15 +476,14 @@ def test_reports_missed_results_after_a_lost_connection(
     silent(server, "owner")
     write(store, *range(20, 420))
     late = GroupReader(server.client, "g", "late")
-    fetch = late._fetch
 
-    def failing(**_: Any) -> None:
-        monkeypatch.setattr(late, "_fetch", fetch)
+    def failing(*_: Any, **__: Any) -> None:
         raise ConnectionFault("gone")
 
-    monkeypatch.setattr(late, "_fetch", failing)
-    with pytest.raises(ConnectionFault):
-        late.read()
+    with monkeypatch.context() as patched:
+        patched.setattr(groups, "fetch", failing)
+        with pytest.raises(ConnectionFault):
+            late.read()
     assert [missed.count for missed in missed_of(late.read())][:1] == [20]
 
 

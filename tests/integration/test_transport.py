@@ -21,11 +21,12 @@ from kombu.transport.virtual import base as virtual
 from redis import Redis, RedisError, SSLConnection
 
 from feedmill.stack.processes import Child, free_port
+from shared.scripts.leases import LeaseScripts, Reservation
 from tests.support import PASSWORD, RedisServer, wait_until
-from workers.transport import leases, redis_transport
-from workers.transport.lease_scripts import RENEW, RESERVE
-from workers.transport.leases import count_delivery, count_expired_lease
-from workers.transport.redis_transport import claim, end_isolation, settings_for
+from workers.transport import channel, decoding, leases, redis_transport, reservations
+from workers.transport.decoding import count_delivery
+from workers.transport.held import claim, end_isolation
+from workers.transport.redis_transport import settings_for
 
 pytestmark = pytest.mark.each_redis
 
@@ -121,9 +122,9 @@ def waiting(server: RedisServer) -> int:
 
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
     """Reserve messages as a worker that is then killed would; return how many it had reserved."""
-    script, keys = server.client.register_script(RESERVE), ["reserved", "reserved_index", *LISTS]
-    _, taken = script(keys, [f"{uuid4().hex}-000000000000", count, 10**6, *[seconds] * 4])
-    return len(taken)
+    prefix = f"{uuid4().hex}-000000000000"
+    reservation = Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, count, 10**6)
+    return len(reservation.reserve(server.client))
 
 
 # Reserve, hold, acknowledge.
@@ -274,7 +275,7 @@ def test_moves_undecodable_messages_aside(redis: RedisServer) -> None:
 def test_moves_oversized_messages_aside_truncated_and_unread(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(redis_transport, "MAX_MESSAGE", 10_000)
+    monkeypatch.setattr(decoding, "MAX_MESSAGE", 10_000)
     monkeypatch.setattr(leases, "MAX_UNDECODABLE_BYTES", 100)
     publish(redis, "x" * 10_000)
     publish(redis, 2)
@@ -336,7 +337,7 @@ def test_decompression_bombs_are_decoded_one_at_a_time(redis: RedisServer) -> No
 
 
 def test_moves_envelopes_with_too_many_objects_aside(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_transport, "MAX_DECODED", 10_000)
+    monkeypatch.setattr(decoding, "MAX_DECODED", 10_000)
     publish(redis, "good")
     message = json.loads(str(redis.client.rpop("posts")))
     for count in (0, 1000):
@@ -364,7 +365,7 @@ def test_counting_a_delivery_keeps_undecodable_messages_unchanged(element: bytes
 @pytest.mark.parametrize("headers", ["{}", "null"])
 def test_invalid_counts_from_senders_are_treated_as_zero(count: str, headers: str) -> None:
     element = f'{{"properties": {{"delivery_info": {{"lapse_count": {count}}}}}, "headers": {headers}}}'
-    info = json.loads(count_expired_lease(element.encode()))["properties"]["delivery_info"]
+    info = json.loads(count_delivery(element.encode(), lapse=True))["properties"]["delivery_info"]
     assert info == {"redelivered": True, "delivery_count": 1, "lapse_count": 1}
 
 
@@ -407,26 +408,25 @@ def test_sweep_restores_every_expired_lease_it_finds(redis: RedisServer, monkeyp
     The keys are this test's: lease threads of closed connections sweep the usual ones for a while.
     """
     publish(redis, 1)
-    reserve, keys = redis.client.register_script(RESERVE), ["chain", "chain_index", "other"]
-    options = {**SHORT, "reserved_key": keys[0], "reserved_index_key": keys[1]}
+    options = {**SHORT, "reserved_key": "chain", "reserved_index_key": "chain_index"}
 
     def end_another() -> None:
         redis.client.rpush("other", "{}")
-        reserve(keys, [f"{uuid4().hex}-000000000000", 1, 1, 1e-6])
+        prefix = f"{uuid4().hex}-000000000000"
+        Reservation("chain", "chain_index", prefix, ["other"], [1e-6], 1, 1).reserve(redis.client)
 
     with consuming(redis, prefetch=1, options=options) as consumer:
-        leases = consumer.channel.leases
-        tag, restore, put_back = consumer.until(1)[0].delivery_tag or "", leases._restore, []
+        scripts = consumer.channel.leases.scripts
+        tag, restore, put_back = consumer.until(1)[0].delivery_tag or "", scripts.restore, []
         first = redis.client.zscore("chain_index", tag) or 0.0
 
-        def restore_and_end_another(keys: list[str], arguments: list[Any]) -> None:
-            before = len(arguments) // 2 - 1
+        def restore_and_end_another(messages: list[tuple[str, str | bytes]], *others: Any) -> None:
             end_another()
             left = redis.client.hlen("chain")
-            restore(keys, arguments)
-            put_back.append((before, left - redis.client.hlen("chain")))
+            restore(messages, *others)
+            put_back.append((len(messages), left - redis.client.hlen("chain")))
 
-        monkeypatch.setattr(leases, "_restore", restore_and_end_another)
+        monkeypatch.setattr(scripts, "restore", restore_and_end_another)
         end_another()
         wait_until(lambda: len(put_back) > 5, "expired leases are restored")
         wait_until(
@@ -440,12 +440,12 @@ def test_one_sweep_restores_a_bounded_number_of_bytes(redis: RedisServer) -> Non
     publish(redis, *("x" * 2**19 for _ in range(6)))
     with consuming(redis, prefetch=1, options=SHORT) as consumer:
         leases = consumer.channel.leases
-        script = redis.client.register_script(RESERVE)
-        script(["reserved", "reserved_index", "posts"], [f"{uuid4().hex}-000000000000", 6, 10**7, 1e-6])
+        prefix = f"{uuid4().hex}-000000000000"
+        Reservation("reserved", "reserved_index", prefix, ["posts"], [1e-6], 6, 10**7).reserve(redis.client)
         now = float(redis.client.time()[0])
         leases._contact = now
-        _, ended, more = leases._renew_script(["reserved_index", "reserved"], [1, 100, now + 1, 10, 2**20])
-        assert (len(ended), bool(more)) == (2, True)
+        _, ended, more = leases.scripts.renew([], 1, now + 1, 10, 100, 2**20)
+        assert (len(ended), more) == (2, True)
 
 
 def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None:
@@ -465,8 +465,7 @@ def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None
 
 
 def reserve_and_die_with_tag(server: RedisServer, prefix: str, seconds: float) -> list[str]:
-    script = server.client.register_script(RESERVE)
-    script(["reserved", "reserved_index", *LISTS], [prefix, 64, 10**6, *[seconds] * 4])
+    Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, 64, 10**6).reserve(server.client)
     return [str(tag) for tag in server.client.hkeys("reserved")]
 
 
@@ -497,9 +496,8 @@ def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServe
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["new"]
         publish(redis, "c")
-        lapsed_twice = count_expired_lease(
-            str(count_expired_lease(str(redis.client.lindex("posts", 0)).encode())).encode()
-        )
+        lapsed_once = count_delivery(str(redis.client.lindex("posts", 0)).encode(), lapse=True)
+        lapsed_twice = count_delivery(str(lapsed_once).encode(), lapse=True)
         redis.client.lset("posts", 0, str(lapsed_twice))
         wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message", 10)
         assert bodies(consumer.got) == ["new"]
@@ -515,11 +513,11 @@ def test_counts_workers_lost_with_an_isolated_message(redis: RedisServer) -> Non
         consumer.claiming = True
         tag = consumer.until(1)[0].delivery_tag or ""
         noted = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_expired_lease(noted.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_delivery(noted.encode(), lapse=True))["properties"]["delivery_info"]
         assert (info["lapse_count"], info["alone_lapse_count"]) == (3, 1)
         end_isolation(consumer.got[0])
         proved = str(redis.client.hget("reserved", tag))
-        info = json.loads(count_expired_lease(proved.encode()))["properties"]["delivery_info"]
+        info = json.loads(count_delivery(proved.encode(), lapse=True))["properties"]["delivery_info"]
         assert (info["lapse_count"], info.get("alone_lapse_count")) == (3, None)
         consumer.acknowledge()
 
@@ -530,15 +528,15 @@ def test_message_stays_buffered_if_marking_its_isolation_fails(
     publish(redis, "a")
     lapse(redis, 2)
     with consuming(redis, options=SHORT) as consumer:
-        leases, faults = consumer.channel.leases, [RedisError("no answer")]
-        replace = leases._replace
+        scripts, faults = consumer.channel.leases.scripts, [RedisError("no answer")]
+        replace = scripts.replace
 
         def fail_once(*args: Any) -> None:
             if faults:
                 raise faults.pop()
             replace(*args)
 
-        monkeypatch.setattr(leases, "_replace", fail_once)
+        monkeypatch.setattr(scripts, "replace", fail_once)
         with pytest.raises(RedisError, match="no answer"):
             consumer.until(1)
         assert bodies(consumer.until(1)) == ["a"]
@@ -646,14 +644,14 @@ def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monke
     with consuming(redis, options=SHORT) as consumer:
         consumer.until(1)
         leases, refusals = consumer.channel.leases, [RedisError("away")]
-        put_back = leases._restore_all
+        put_back = leases._restore
 
         def refuse_once(*args: Any) -> None:
             if args[0] and refusals:
                 raise refusals.pop()
             put_back(*args)
 
-        monkeypatch.setattr(leases, "_restore_all", refuse_once)
+        monkeypatch.setattr(leases, "_restore", refuse_once)
     wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back in the queue", 10)
     assert not refusals
 
@@ -750,7 +748,7 @@ def test_consumes_and_acknowledges_at_redis_memory_limit(server: RedisServer) ->
                 consumer.until(1)
                 tag = consumer.got[0].delivery_tag or ""
                 before = ends(server, tag)
-                consumer.channel.leases._renew_script(["reserved_index", "reserved"], [10, 0, 0, 0, 0, tag])
+                consumer.channel.leases.scripts.renew([tag], 10, 0, 0, 0, 0)
                 assert ends(server, tag) > before
                 consumer.acknowledge()
             assert held(server) == (0, 0)
@@ -760,12 +758,11 @@ def test_consumes_and_acknowledges_at_redis_memory_limit(server: RedisServer) ->
 
 def test_no_sweep_right_after_redis_was_unreachable(redis: RedisServer) -> None:
     redis.client.zadd("leases", {"one that ended": 1.0})
-    keep = redis.client.register_script(RENEW)
+    scripts = LeaseScripts(redis.client, "messages", "leases")
 
     def ended(seconds_ago: float) -> list[str]:
-        now, *_ = keep(["leases", "messages"], [10, 0, 0, 4, 1])
-        found: list[str] = keep(["leases", "messages"], [10, 100, float(now) - seconds_ago, 4, 1])[1]
-        return found
+        now, *_ = scripts.renew([], 10, 0, 4, 0, 1)
+        return scripts.renew([], 10, now - seconds_ago, 4, 100, 1)[1]
 
     assert ended(3) == ["one that ended"]
     assert ended(5) == []
@@ -781,10 +778,10 @@ def test_maps_broker_urls_to_transports_or_rejects_them() -> None:
     with Connection(
         secured["broker_url"], transport=secured["broker_transport"], ssl=secured["broker_use_ssl"]
     ) as connection:
-        channel = object.__new__(redis_transport.Channel)
-        channel.connection = connection.transport
-        assert channel._connparams()["ssl_cert_reqs"].name == "CERT_REQUIRED"
-        assert issubclass(channel._connparams()["connection_class"], SSLConnection)
+        unopened = object.__new__(channel.Channel)
+        unopened.connection = connection.transport
+        assert unopened._connparams()["ssl_cert_reqs"].name == "CERT_REQUIRED"
+        assert issubclass(unopened._connparams()["connection_class"], SSLConnection)
     for url, words in (
         ("rediss://h?ssl_cert_reqs=none", "ssl_ca_certs"),
         ("redis://a;redis://b", "sentinel"),
@@ -882,9 +879,10 @@ KOMBU = {
 
 #: Our classes, and the kombu classes whose functions they may override.
 BASES = {
-    redis_transport.QoS: (kombu_redis.QoS, virtual.QoS),
+    channel.QoS: (kombu_redis.QoS, virtual.QoS),
     redis_transport.Poller: (kombu_redis.MultiChannelPoller,),
-    redis_transport.Channel: (kombu_redis.Channel, virtual.Channel),
+    channel.Channel: (kombu_redis.Channel, virtual.Channel),
+    reservations.ReservingChannel: (kombu_redis.Channel, virtual.Channel),
     redis_transport.Transport: (kombu_redis.Transport, virtual.Transport),
     redis_transport.SentinelTransport: (kombu_redis.SentinelTransport,),
 }
@@ -919,7 +917,7 @@ def overridden() -> Iterator[tuple[type, str]]:
 
 
 def test_kombu_internals_are_unchanged() -> None:
-    """If this fails: read kombu's changes, adapt workers/transport/redis_transport.py, then update the digests."""
+    """If this fails: read kombu's changes, adapt workers/transport/, then update the digests."""
     found = {
         f"{owner.__module__}.{owner.__qualname__}.{name}": digest(owner, name)
         for owner, name in (*overridden(), *LEANED_ON)

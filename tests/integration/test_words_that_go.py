@@ -22,9 +22,9 @@ from shared.messages import Classification, ClassifyOptions, DeadLetter, Post
 from shared.model_routing import announce
 from shared.purge import purge, rewrite_append_only_file
 from shared.results import Result, ResultsStore
+from shared.scripts.leases import Reservation
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, shapes, wait_until
-from workers.transport.lease_scripts import RESERVE
 
 pytestmark = [
     pytest.mark.each_redis,
@@ -88,10 +88,8 @@ def fill(kept: Kept) -> None:
     theirs.send_task(CLASSIFY_TASK, [both], queue="feedmill-other")
     announce(redis, "feedmill-other", "another model")
     # A worker holds some of the messages.
-    arguments: list[Any] = ["worker-0", 4, 10**7, 60, 60, 60, 60]
-    redis.register_script(RESERVE)(
-        [TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"], *queue_lists("feedmill")], arguments
-    )
+    keys = TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"]
+    Reservation(*keys, "worker-0", queue_lists("feedmill"), [60] * 4, 4, 10**7).reserve(redis)
     assert redis.hlen(TRANSPORT_KEYS["reserved_key"]) == 4
     ours.close()
     theirs.close()

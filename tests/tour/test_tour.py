@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from feedmill.reading.results import Follower, batches
+from feedmill.reading.results import batches
+from feedmill.reading.stream import Follower
 from producers import files
 from producers.push import Pusher
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Generic
+from typing import Generic
 from uuid import uuid4
 
 from redis import Redis
@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from shared.keys import PASSES, poison_key
 from shared.messages import digest
+from shared.scripts import poison as scripts
 from workers.pipeline.window import R, Window
 
 #: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
@@ -28,52 +29,13 @@ MAX_DEATHS = 3
 #: Seconds for which records and counts are kept. Redelivery takes only seconds.
 NOTE_TTL_S = 86_400
 
-#: Count the records of dead workers for one message, once, and return the deaths of each of its posts.
-#:
-#:   KEYS[1]  feedmill:passes        hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
-#:   KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
-#:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  NOTE_TTL_S
-COUNT_SCRIPT = """
-local now = tonumber(redis.call('TIME')[1])
-local notes = redis.call('HGETALL', KEYS[1])
-for i = 1, #notes, 2 do
-  local name, note = notes[i], cjson.decode(notes[i + 1])
-  local mine = note.posts[ARGV[1]]
-  if now - note.at > tonumber(ARGV[3]) then
-    redis.call('HDEL', KEYS[1], name)
-  elseif mine and string.sub(name, 1, #ARGV[2]) ~= ARGV[2] then
-    for _, index in ipairs(mine) do redis.call('HINCRBY', KEYS[2], index, 1) end
-    redis.call('EXPIRE', KEYS[2], ARGV[3])
-    note.posts[ARGV[1]] = nil
-    if next(note.posts) then
-      redis.call('HSET', KEYS[1], name, cjson.encode(note))
-    else
-      redis.call('HDEL', KEYS[1], name)
-    end
-  end
-end
-return redis.call('HGETALL', KEYS[2])
-"""
-
-
-#: Record the posts of a pass. One script costs one round trip less than two commands, and less to build than a
-#: pipeline.
-#:
-#:   KEYS[1]  as above    ARGV[1]  worker and lane    ARGV[2]  the record    ARGV[3]  NOTE_TTL_S
-NOTE_SCRIPT = """
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-"""
-
 
 class PoisonTracker:
     """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
-        """Register the scripts. redis: a client with short timeouts, because the device waits for it."""
+        """redis: a client with short timeouts, because the device waits for it."""
         self._redis = redis
-        self._count: Any = redis.register_script(COUNT_SCRIPT)
-        self._note: Any = redis.register_script(NOTE_SCRIPT)
         self._worker = uuid4().hex
 
     def note(self, lane: int, posts: Iterable[tuple[str | None, int]]) -> None:
@@ -83,7 +45,7 @@ class PoisonTracker:
             noted.setdefault(message, []).append(index)
         note = json.dumps({"at": int(time.time()), "posts": {digest(name): each for name, each in noted.items()}})
         with suppress(RedisError):
-            self._note(keys=[PASSES], args=[f"{self._worker}/{lane}", note, NOTE_TTL_S])
+            scripts.note(self._redis, f"{self._worker}/{lane}", note, NOTE_TTL_S)
 
     def deaths(self, message: str | None) -> dict[int, int]:
         """Return how many workers died in a pass with each post of a redelivered message, by the post's index.
@@ -91,10 +53,7 @@ class PoisonTracker:
         Empty while Redis is unreachable; the records stay, and count at the next redelivery.
         """
         with suppress(RedisError):
-            found = self._count(
-                keys=[PASSES, poison_key(digest(message))], args=[digest(message), self._worker, NOTE_TTL_S]
-            )
-            return {int(index): int(times) for index, times in zip(found[::2], found[1::2], strict=True)}
+            return scripts.count(self._redis, digest(message), self._worker, NOTE_TTL_S)
         return {}
 
     def clear(self, message: str | None) -> None:

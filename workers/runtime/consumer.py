@@ -4,7 +4,7 @@ A message that no task can process becomes a dead letter. Celery alone would dis
 
 Relies on these internals of Celery 5.7 and kombu 5.7:
 
-- `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (redis_transport.py); `can_consume` decides
+- `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (channel.py); `can_consume` decides
   whether it fetches at all. Celery's worker_disable_prefetch replaces it too.
 - `Consumer`'s first argument passes each request to the pool, after any delay. It raises the result backend's errors if
   the request was revoked or has expired.
@@ -58,7 +58,8 @@ from workers.runtime.message_metadata import (
 )
 from workers.runtime.pending import BACKEND_ERRORS
 from workers.runtime.pool import DevicePool
-from workers.transport.redis_transport import EXPIRIES_BEFORE_ISOLATION, claim, is_held, postpone, unclaim
+from workers.transport.decoding import EXPIRIES_BEFORE_ISOLATION
+from workers.transport.held import claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from workers.runtime.message_metadata import delivery_count, source_queue
 from workers.runtime.pending import BACKEND_ERRORS, PendingTask, is_permanent
 from workers.runtime.request import announce_withdrawn, withdrawn
 from workers.runtime.task import CURRENT_MESSAGE, ClassifyTask, arguments_by_name
-from workers.transport.redis_transport import end_isolation, is_isolated, unclaim
+from workers.transport.held import end_isolation, is_isolated, unclaim
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.broker import PRIORITY_MARK
 from workers.runtime.task import arguments_by_name
-from workers.transport.leases import delivery_counter
+from workers.transport.decoding import delivery_counter
 
 
 def read_arguments(message: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from workers.runtime import loading
 from workers.runtime.hot_swap import Deployer, freeze_heap
 from workers.runtime.in_flight import RETRY_INTERVAL_S, InFlight
 from workers.runtime.metrics import TURN_INTERVAL_S, WorkerMetrics, pipeline_status
-from workers.transport.redis_transport import queued_size, unclaim
+from workers.transport.held import queued_size, unclaim
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class DevicePool(BasePool):
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Schedule the periodic calls. Called at each connection; messages in flight survive a reconnect
-        (workers/transport/redis_transport.py).
+        (workers/transport/reservations.py).
         """
         self._in_flight.hub = loop
         loop.call_soon(self._in_flight.run_deliveries)

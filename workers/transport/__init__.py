@@ -1,1 +1,1 @@
-"""Reserve messages under leases: the Redis transport, its leases and their scripts."""
+"""Reserve messages under leases: the Redis transport for kombu, and the messages that a process holds."""

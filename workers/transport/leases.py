@@ -29,7 +29,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -41,9 +41,10 @@ from weakref import WeakSet
 from redis import Redis
 from redis.exceptions import RedisError
 
-from shared.encoding import MAX_DECODED, is_too_large, memory_of
+from shared.encoding import memory_of
 from shared.redis_errors import is_replica
-from workers.transport.lease_scripts import RENEW, REPLACE, RESERVE, RESTORE, SET_ASIDE
+from shared.scripts.leases import LeaseScripts, list_of
+from workers.transport.decoding import count_delivery
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +87,7 @@ class Leases:
         for option in {"socket_timeout", "socket_connect_timeout"} & pool.connection_kwargs.keys():
             pool.connection_kwargs[option] = self.timeout_s
         self.client: Redis = Redis(connection_pool=pool)
-        script = self.client.register_script
-        self._renew_script, self._restore, self._set_aside, self._replace = map(
-            script, (RENEW, RESTORE, SET_ASIDE, REPLACE)
-        )
-        self.reserve = script(RESERVE)
+        self.scripts = LeaseScripts(self.client, self.reserved, self.index)
         #: Messages by tag.
         self.held: dict[str, Held] = {}
         #: Estimated bytes of delivered messages that are not postponed; and of postponed messages.
@@ -182,7 +179,7 @@ class Leases:
         self._isolated = tag, message
         noted = json.loads(message)
         noted["properties"]["delivery_info"]["alone"] = True
-        self._replace([self.reserved], [tag, json.dumps(noted)])
+        self.scripts.replace(tag, json.dumps(noted))
 
     def record_isolation(self, tag: str) -> None:
         """Record isolation for a message that was delivered earlier and starts now."""
@@ -195,7 +192,7 @@ class Leases:
         """Remove the record of isolation: the message proved harmless, or its next step is tracked elsewhere."""
         alone = self._isolated
         if alone and alone[0] == tag:
-            self._replace([self.reserved], [tag, alone[1]])
+            self.scripts.replace(tag, alone[1])
 
     def is_isolated(self, tag: str) -> bool:
         alone = self._isolated
@@ -237,9 +234,7 @@ class Leases:
     def return_messages(self, tags: Sequence[str], command: str = "RPUSH") -> None:
         """Return messages that this process holds to their lists. The last tag is the next message to be delivered."""
         delivered = {tag: not (found := self.held.get(tag)) or found.delivered for tag in tags}
-        self._restore_all(
-            tags, "+inf", command, lambda tag, message: count_delivery(message) if delivered[tag] else message
-        )
+        self._restore(tags, lambda tag, message: count_delivery(message) if delivered[tag] else message, None, command)
         for tag in tags:
             self._forget(tag)
 
@@ -260,21 +255,21 @@ class Leases:
                 self._pending_returns.appendleft((tags, command))
                 raise
 
-    def _restore_all(self, tags: Sequence[str], until: str, command: str, marked: Any) -> None:
+    def _restore(
+        self, tags: Sequence[str], marked: Callable[[str, bytes], bytes | str], until: float | None, command: str
+    ) -> None:
+        """Return messages, each as `marked` returns it, unless their leases end after `until`."""
         if tags:
-            arguments: list[Any] = [command, until]
             messages: list[Any] = self.client.hmget(self.reserved, tags)
-            for tag, message in zip(tags, messages, strict=True):
-                arguments += (tag, marked(tag, message or b""))
-            self._restore([self.reserved, self.index, *(tag.partition(" ")[2] for tag in tags)], arguments)
+            restored = [(tag, marked(tag, message or b"")) for tag, message in zip(tags, messages, strict=True)]
+            self.scripts.restore(restored, until, command)
 
     def set_aside(self, tag: str, message: bytes, reason: str) -> None:
         """Move an undecodable message to the `undecodable` list, truncated, so that no worker receives it again."""
-        queue = tag.partition(" ")[2]
-        logger.error("undecodable message in %r (%s): moved to %r", queue, reason, self.undecodable)
-        keys = [self.reserved, self.index, self.undecodable]
+        logger.error("undecodable message in %r (%s): moved to %r", list_of(tag), reason, self.undecodable)
         self._forget(tag)
-        if gone := self._set_aside(keys, [tag, message[:MAX_UNDECODABLE_BYTES], self._undecodable_limit]):
+        kept = message[:MAX_UNDECODABLE_BYTES]
+        if gone := self.scripts.set_aside(tag, kept, self.undecodable, self._undecodable_limit):
             logger.warning("dropped the %d oldest undecodable messages: %r is full", gone, self.undecodable)
 
     # The lease thread.
@@ -320,28 +315,18 @@ class Leases:
                 self._renew(held[start : start + RENEWALS_PER_CALL], 0)
         settled = self._contact - self._since >= 1.5 * self._interval_s
         now, ended, more = self._renew(held[:RENEWALS_PER_CALL], EXPIRED_PER_CALL if settled else 0)
-        if not 0 <= float(now) - self._contact <= 2 * self._interval_s:
-            self._since = float(now)  # Redis was unreachable, or its clock was changed
-        self._contact = float(now)
+        if not 0 <= now - self._contact <= 2 * self._interval_s:
+            self._since = now  # Redis was unreachable, or its clock was changed
+        self._contact = now
         if not self.evented:
             self.flush()
         self._return_pending()
-        self._restore_all(
-            [tag.decode() for tag in ended], now.decode(), "RPUSH", lambda _, message: count_expired_lease(message)
-        )
-        return bool(more)
+        self._restore(ended, lambda _, message: count_delivery(message, lapse=True), now, "RPUSH")
+        return more
 
-    def _renew(self, renewed: Sequence[str], limit: int) -> Any:
-        """Renew these leases and find up to `limit` expired ones. Return the result of the RENEW script."""
-        arguments: list[Any] = [
-            self.seconds,
-            limit,
-            self._contact,
-            2 * self._interval_s,
-            EXPIRED_BYTES,
-            *renewed,
-        ]
-        return self._renew_script([self.index, self.reserved], arguments)
+    def _renew(self, tags: Sequence[str], limit: int) -> tuple[float, list[str], bool]:
+        """Renew these leases and find up to `limit` expired ones."""
+        return self.scripts.renew(tags, self.seconds, self._contact, 2 * self._interval_s, limit, EXPIRED_BYTES)
 
     def release(self) -> None:
         """Send pending acknowledgements and return all held messages without waiting for their leases to expire."""
@@ -367,32 +352,3 @@ def leases_of(channel: Any) -> Leases:
     if where not in _LEASES:
         _LEASES[where] = Leases(channel)
     return _LEASES[where]
-
-
-def count_delivery(message: bytes, *, lapse: bool = False) -> bytes | str:
-    """Mark a message as redelivered and increment its counters. Undecodable messages are returned unchanged."""
-    try:
-        if is_too_large(message, MAX_DECODED):
-            return message
-        found = json.loads(message)
-        info = found["properties"]["delivery_info"]
-        info["redelivered"] = True
-        if isinstance(found.get("headers"), dict):
-            found["headers"]["redelivered"] = True
-        alone = info.pop("alone", None) is True
-        counts = {"delivery_count": True, "lapse_count": lapse, "alone_lapse_count": lapse and alone}
-        info |= {name: delivery_counter(info, name) + 1 for name, applies in counts.items() if applies}
-        return json.dumps(found)
-    except Exception:  # malformed input can raise any error; raising would block the return of all other messages
-        return message
-
-
-def count_expired_lease(message: bytes) -> bytes | str:
-    """Mark a message whose lease expired because its process vanished or stalled."""
-    return count_delivery(message, lapse=True)
-
-
-def delivery_counter(delivery_info: dict[str, Any], name: str) -> int:
-    """Return a counter written by `count_delivery`; 0 if the sender put an invalid value there."""
-    found = delivery_info.get(name)
-    return found if type(found) is int and 0 < found < 2**31 else 0

@@ -1,0 +1,93 @@
+"""Scripts for purging posts: set tombstones, delete stream entries, and replace values that have not changed."""
+
+from collections.abc import Sequence
+
+from redis import Redis
+
+from shared.keys import tombstone_key
+from shared.scripts import Script, as_text
+
+#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
+_SET_TOMBSTONES: Script[None] = Script("""
+for _, key in ipairs(KEYS) do
+  redis.call('DEL', key)
+  redis.call('SET', key, ARGV[1], 'EX', ARGV[2])
+end
+""")
+#: Reads ten entries at a time, because sizes vary widely.
+#:
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream
+#:   ARGV[1]  first id, as XRANGE takes it              ARGV[2]  bytes of entries after which to stop
+#:   ARGV[3+] ids of the posts
+#:
+#: Answers the first id of the next call, "" after the last entry, and the number of deleted entries.
+_SWEEP: Script[tuple[str | bytes, int]] = Script("""
+local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
+for i = 3, #ARGV do wanted[ARGV[i]] = true end
+repeat
+  local entries = redis.call('XRANGE', KEYS[1], from, '+', 'COUNT', 10)
+  for _, entry in ipairs(entries) do
+    local fields = entry[2]
+    local id = fields[1] == 'id' and fields[2]
+    for i = 2, #fields, 2 do bytes = bytes + #fields[i] end
+    if id and wanted[id] then
+      deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
+    end
+    from = '(' .. entry[1]
+  end
+  if #entries < 10 then from = '' end
+until from == '' or bytes >= tonumber(ARGV[2])
+return {from, deleted}
+""")
+#: The HDEL in the next three scripts deletes nothing, but lets them continue at `maxmemory`.
+#:
+#:   KEYS[1] list or string    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected value    ARGV[2] the new value
+_REPLACE_WAITING: Script[int] = Script("""
+local at = redis.call('LPOS', KEYS[1], ARGV[1])
+if not at then return 0 end
+redis.call('HDEL', KEYS[2], '')
+redis.call('LSET', KEYS[1], at, ARGV[2])
+return 1
+""")
+_REPLACE_STRING: Script[int] = Script("""
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HDEL', KEYS[2], '')
+redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
+return 1
+""")
+#:   KEYS[1] feedmill:reserved, hash    ARGV[1] the expected message    ARGV[2] the new message    ARGV[3] its tag
+_REPLACE_HELD: Script[int] = Script("""
+if redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[1] then return 0 end
+redis.call('HDEL', KEYS[1], '')
+redis.call('HSET', KEYS[1], ARGV[3], ARGV[2])
+return 1
+""")
+
+
+def set_tombstones(redis: Redis, posts: Sequence[str], at: int, ttl: int) -> None:
+    """Set the tombstones of posts. at: seconds since 1970. ttl: seconds."""
+    _SET_TOMBSTONES(redis, [tombstone_key(post_id) for post_id in posts], [at, ttl])
+
+
+def sweep(redis: Redis, stream: str, posts: Sequence[str], max_bytes: int) -> int:
+    """Delete the posts' entries from a stream. Return their number. max_bytes: bytes of entries read per call."""
+    start, total = "-", 0
+    while start:
+        following, deleted = _SWEEP(redis, [stream], [start, max_bytes, *posts])
+        start, total = as_text(following), total + deleted
+    return total
+
+
+def replace_waiting(redis: Redis, queue_list: str, reserved: str, before: bytes, after: str) -> bool:
+    """Replace a waiting message if it is still in the list. reserved: the hash of reserved messages."""
+    return bool(_REPLACE_WAITING(redis, [queue_list, reserved], [before, after]))
+
+
+def replace_held(redis: Redis, reserved: str, tag: bytes, before: bytes, after: str) -> bool:
+    """Replace a message held by a worker if it is unchanged."""
+    return bool(_REPLACE_HELD(redis, [reserved], [before, after, tag]))
+
+
+def replace_string(redis: Redis, key: str | bytes, reserved: str, before: bytes, after: str) -> bool:
+    """Replace a string if it is unchanged, and keep its TTL. reserved: the hash of reserved messages."""
+    return bool(_REPLACE_STRING(redis, [key, reserved], [before, after]))
