@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
@@ -38,7 +38,7 @@ class Sentences(NamedTuple):
     counts: list[int]
 
 
-class Similarity:
+class Similarity(Classifier):
     """Classify with a sentence-transformers model. Raises ModelError if the folder holds none."""
 
     kind = "similarity"
@@ -59,10 +59,6 @@ class Similarity:
             self._sentences,
         )
 
-    def warm_up(self) -> None:
-        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
-        self.forward(rows[0])
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 
@@ -75,7 +71,7 @@ class Similarity:
 
     def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         read = [self._layout.prompt + text for text in texts]
-        return self._tokenizer.single([text.lower() for text in read] if self._layout.lower_case else read)
+        return self._tokenizer.encode([text.lower() for text in read] if self._layout.lower_case else read)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
