@@ -75,6 +75,5 @@ def _no_scheme(url: str) -> str:
         return _malformed()
     return (
         f"must look like {ADDRESS_FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record "
-        "of sent "
-        "posts in one Redis"
+        "of sent posts in one Redis"
     )

@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """A step that a thread runs.
-
-    began: start time on the watch's clock.
-    limit: seconds after which it counts as hung; None for no limit.
-    """
+    """A step that a thread runs."""
 
     thread: int
     what: str
+    #: Start time on the watch's clock.
     began: float
+    #: Seconds after which it counts as hung; None for no limit.
     limit: float | None
 
 
@@ -63,5 +61,8 @@ class Watch:
     def longer_than(self, seconds: float) -> list[Step]:
         """Return the steps that have run for longer than their limit, or longer than `seconds` if they have none."""
         now = self.now()
-        steps = list(self._steps.values())
-        return [step for step in steps if now - step.began > (seconds if step.limit is None else step.limit)]
+        return [
+            step
+            for step in list(self._steps.values())
+            if now - step.began > (seconds if step.limit is None else step.limit)
+        ]
