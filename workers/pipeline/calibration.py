@@ -148,11 +148,11 @@ def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]
     tokens = best(rates)
     by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
     logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
-    measured: dict[str, object] = {
+    measured = {
         "token_budget": tokens,
-        "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()},
+        "tokens_per_second": {str(budget): round(rate) for budget, rate in rates.items()},
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    measured |= {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     return _write(*_place(classifier, settings), identity(classifier, settings) | measured)
 
 

@@ -174,8 +174,6 @@ class Statistics:
 
     def recent(self, now: float) -> Rates:
         """Return the rates of the last complete interval; before the first one ends, the rates so far."""
-        earlier, since = (
-            self._earlier,
-            self._since,
-        )  # read before `_last`, which `next_interval` sets first on another thread
+        # Read before `_last`, which `next_interval` sets first, on another thread.
+        earlier, since = self._earlier, self._since
         return self._last or rates(earlier, self.totals, now - since)

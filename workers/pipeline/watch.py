@@ -61,8 +61,5 @@ class Watch:
     def longer_than(self, seconds: float) -> list[Step]:
         """Return the steps that have run for longer than their limit, or longer than `seconds` if they have none."""
         now = self.now()
-        return [
-            step
-            for step in list(self._steps.values())
-            if now - step.began > (seconds if step.limit is None else step.limit)
-        ]
+        steps = list(self._steps.values())
+        return [step for step in steps if now - step.began > (seconds if step.limit is None else step.limit)]

@@ -179,11 +179,9 @@ def _export(
     """Export the model and write the graph to the folder."""
     quantised = dtype == torch.int8
     network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id, remote_code=remote_code)
-    config = read_config(weights, remote_code)
-    typed = getattr(config, "type_vocab_size", 0) > 1
     example = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     inputs = {"input_ids": example, "mask": torch.ones_like(example)}
-    if typed:
+    if getattr(network.config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = torch.zeros_like(example)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
     target = folder / ("float.onnx" if quantised else GRAPH_FILE)
