@@ -16,6 +16,7 @@ HOST, DATABASE = re.compile(r"[^,\s]+"), re.compile(r"(/\d*)?")
 ADDRESS_FORMS = (
     "redis://:password@host:6379/0, as rediss://… for TLS, or as sentinel://:password@host:26379/0;sentinel://…"
 )
+MALFORMED = f"must look like {ADDRESS_FORMS}. Percent-encode / # ? and ; in the password"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def parse(url: str) -> Address:
     if not all(
         HOST.fullmatch(part.hostname or "") and part.port != 0 and DATABASE.fullmatch(part.path) for part in parts
     ):
-        raise ValueError(_malformed())
+        raise ValueError(MALFORMED)
     if any(part.query or part.fragment for part in parts):
         raise ValueError("must not have ?options: set certificates with their own settings (docs/redis.md)")
     if first.scheme != "sentinel" and len(parts) > 1:
@@ -69,20 +70,15 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url.strip())
         _ = parts.port
     except ValueError:  # the port is not a number; the original error would quote the password
-        raise ValueError(_malformed()) from None
+        raise ValueError(MALFORMED) from None
     return parts
-
-
-def _malformed() -> str:
-    return f"must look like {ADDRESS_FORMS}. Percent-encode / # ? and ; in the password"
 
 
 def _no_scheme(url: str) -> str:
     named = re.match(r"[a-z][a-z0-9+]*://", url)
     if named is None or named[0].removesuffix("://") in PORTS:
-        return _malformed()
+        return MALFORMED
     return (
         f"must look like {ADDRESS_FORMS}. {named[0]} is not supported: Feedmill keeps its queue, results and record "
-        "of sent "
-        "posts in one Redis"
+        "of sent posts in one Redis"
     )

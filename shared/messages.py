@@ -273,10 +273,6 @@ class PostError(BaseModel):
     id: Id | None
     error: Reason
 
-    @classmethod
-    def of(cls, refused: PostRefused) -> "PostError":
-        return cls(id=refused.post_id, error=str(refused))
-
 
 #: One outcome per post of a message, in the message's order.
 Outcome = Classification | PostError
@@ -332,6 +328,6 @@ def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:
         try:
             return Post.parse(item)
         except PostRefused as refused:
-            return PostError.of(refused)
+            return PostError(id=refused.post_id, error=str(refused))
 
     return [parse(item) for item in raw]

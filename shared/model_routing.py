@@ -9,13 +9,14 @@ answer, until they deregister.
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from redis import Redis
 from redis.client import NEVER_DECODE
 
@@ -35,25 +36,28 @@ MAX_QUEUES = 100
 EXPECTED_S = 3600
 
 
-class ServedModel(NamedTuple):
+@dataclass(frozen=True)
+class ServedModel:
     """The latest announcement for a queue."""
 
     model: str
     #: Time of the announcement, in seconds since 1970.
-    seen: float
+    seen: FiniteFloat
 
 
-class Registration(NamedTuple):
+@dataclass(frozen=True)
+class Registration:
     """A worker's latest registration."""
 
     #: Time of the registration, in seconds since 1970, by Redis' clock.
-    seen: float
+    seen: FiniteFloat
     #: Identifies the boot and PID namespace in which `pid` is valid; "" if unknown.
-    place: str = ""
-    pid: int = 0
+    place: str
+    pid: int
 
 
-class RequestedModel(NamedTuple):
+@dataclass(frozen=True)
+class RequestedModel:
     """The model requested for a queue by `feedmill deploy`."""
 
     #: Folder of the model on the workers' machines; None for the model in each worker's settings.
@@ -104,9 +108,8 @@ def announce(redis: Redis, queue: str, model: str) -> str | None:
 def register(redis: Redis, node: str) -> None:
     """Record that this worker process is alive, and remove registrations of workers that are gone.
 
-    A worker is gone if it was silent for EXPECTED_S, or if its process on this machine has ended without deregistering,
-    for example because it was killed. Uses Redis' clock, because hosts' clocks differ. Raises
-    redis.exceptions.RedisError.
+    A worker is gone if it was silent for EXPECTED_S, or if its process on this machine was killed. Uses Redis' clock,
+    because hosts' clocks differ. Raises redis.exceptions.RedisError.
     """
     now, found = _registered(redis)
     stale = [
@@ -137,32 +140,20 @@ def expected_workers(redis: Redis) -> dict[str, float]:
 
 def _registered(redis: Redis) -> tuple[float, dict[str, Registration]]:
     """Return Redis' time, and the latest registration of each worker."""
-    found = _fields(redis, WORKERS, _registration)
+    found = _fields(redis, WORKERS, Registration)
     seconds, microseconds = redis.time()
     return seconds + microseconds / 1e6, found
 
 
-def _fields(redis: Redis, key: str, of: Callable[[Any], T]) -> dict[str, T]:
+def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
     """Return the parsed fields of a hash, sorted. Skips invalid fields, so that they cannot stop a worker."""
     client: Any = redis
     found: dict[bytes, bytes] = client.execute_command("HGETALL", key, **{NEVER_DECODE: True})
     readable = {}
     for name, text in sorted(found.items()):
-        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            readable[name.decode()] = of(json.loads(text))
+        with suppress(ValueError):
+            readable[name.decode()] = TypeAdapter(kind).validate_json(text)
     return readable
-
-
-def _time(value: Any) -> float:
-    """Parse a time in seconds since 1970. Raises ValueError, TypeError, OverflowError."""
-    if not isfinite(seconds := float(value)):
-        raise ValueError
-    return seconds
-
-
-def _registration(value: Any) -> Registration:
-    """Parse a registration. Raises ValueError, KeyError, TypeError, OverflowError."""
-    return Registration(_time(value["seen"]), str(value["place"]), int(value["pid"]))
 
 
 def _place() -> str:
@@ -187,19 +178,9 @@ def _is_gone(registration: Registration) -> bool:
     return False
 
 
-def _served(value: Any) -> ServedModel:
-    """Parse an announcement. Raises ValueError, KeyError, TypeError, OverflowError."""
-    if not isinstance(value["model"], str):
-        raise TypeError
-    return ServedModel(value["model"], _time(value["seen"]))
-
-
 def known_queues(redis: Redis) -> dict[str, ServedModel]:
-    """Return the latest announcement of each known queue. Skips invalid fields.
-
-    Raises redis.exceptions.RedisError.
-    """
-    return _fields(redis, MODELS, _served)
+    """Return the latest announcement of each known queue. Skips invalid fields. Raises redis.exceptions.RedisError."""
+    return _fields(redis, MODELS, ServedModel)
 
 
 def queues(redis: Redis, settings: Settings) -> list[str]:
@@ -213,21 +194,12 @@ def requested_model(redis: Redis, queue: str) -> RequestedModel | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
-        return RequestedModel(_text(found["model"]), _text(found["weights"]), float(found["at"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return TypeAdapter(RequestedModel).validate_json(text)
+    except ValidationError:
         raise UserError(
             f"The model requested for queue {queue} in {REQUESTED_MODELS} is invalid. Deploy a model again, or run "
-            "`feedmill "
-            f"deploy --own --queue {queue}`."
+            f"`feedmill deploy --own --queue {queue}`."
         ) from None
-
-
-def _text(value: object) -> str | None:
-    """Return the value if it is a string or None. Raises TypeError otherwise."""
-    if value is not None and not isinstance(value, str):
-        raise TypeError
-    return value
 
 
 def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> None:
@@ -240,7 +212,7 @@ def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> Non
             f"Models are deployed to {MAX_QUEUES} queues, the maximum. List them with `feedmill deploy --show`, and "
             "remove one with `feedmill deploy --own`."
         )
-    redis.hset(REQUESTED_MODELS, queue, json.dumps(asked._asdict()))
+    redis.hset(REQUESTED_MODELS, queue, json.dumps(asdict(asked)))
 
 
 def queue_for_model(redis: Redis, model: str) -> str:
@@ -261,10 +233,7 @@ def queue_for_model(redis: Redis, model: str) -> str:
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raise UserError if no worker has ever served the queue and it is not the default one.
-
-    Also raises as `known_queues`.
-    """
+    """Raise UserError if no worker has ever served the queue and it is not the default one. Raises RedisError."""
     served = known_queues(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(

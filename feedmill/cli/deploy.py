@@ -7,6 +7,7 @@ switched or failed.
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +82,7 @@ def deploy(
             _poll(celery, nodes)
             message = f"Asked {len(nodes):,} workers of queue {name} to switch. See `feedmill deploy --show`."
             status = 0
-    typer.echo(json.dumps({"queue": name, **deployment._asdict(), "said": message}) if as_json else printable(message))
+    typer.echo(json.dumps({"queue": name, **asdict(deployment), "said": message}) if as_json else printable(message))
     raise typer.Exit(status)
 
 
@@ -177,7 +178,7 @@ def _show(redis: Redis, celery: Celery, settings: Settings, as_json: bool) -> No
         serving = {node: pool for node, pool in workers.items() if queue in pool["queues"]}
         if as_json:
             runs = {node: {key: pool[key] for key in ("model", "weights", "deploy")} for node, pool in serving.items()}
-            typer.echo(json.dumps({"queue": queue, "wanted": deployment and deployment._asdict(), "workers": runs}))
+            typer.echo(json.dumps({"queue": queue, "wanted": deployment and asdict(deployment), "workers": runs}))
             continue
         what = "each worker's own model"
         if deployment and deployment.model:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
@@ -119,7 +120,7 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     asked = requested_model(house.redis.client, "feedmill")
     shown, *_ = map(json.loads, house.run("deploy", "--show", "--json")[1].splitlines())
     assert asked
-    assert shown["wanted"] == asked._asdict()
+    assert shown["wanted"] == asdict(asked)
     (pool,) = shown["workers"].values()
     assert (pool["model"], pool["weights"], pool["deploy"]["stage"]) == (tuned, asked.weights, "done")
 

@@ -6,6 +6,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(folder: Path, **others: Any) -> RequestedModel:
-    return RequestedModel(str(folder), locate(str(folder)).sha256, time.time())._replace(**others)
+    return replace(RequestedModel(str(folder), locate(str(folder)).sha256, time.time()), **others)
 
 
 def test_keeps_a_deployment_until_it_is_withdrawn(redis: RedisServer) -> None:

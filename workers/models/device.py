@@ -66,7 +66,8 @@ class Device(NamedTuple):
             return torch.cuda.get_device_name(self.torch)
         if self.torch.type == "mps":
             return "Apple GPU"
-        return f"{_processor()}, {TORCH_THREADS} threads"
+        processor = proc_field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+        return f"{processor}, {TORCH_THREADS} threads"
 
     def __str__(self) -> str:
         return f"{self.name} in {str(self.dtype).removeprefix('torch.')}: {self.reason}"
@@ -126,13 +127,10 @@ def _device(wanted: str) -> tuple[torch.device, str]:
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def proc_field(path: Path, name: str) -> str | None:
+    """Return the first field of this name in a file of Linux's /proc, such as "1024 kB"; None if there is none."""
+    lines = path.read_text().splitlines() if path.is_file() else ()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]:

@@ -51,7 +51,6 @@ class _Relay(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log the record on a single line, without secrets."""
         logger.log(record.levelno, "%s", _without_secrets(" ".join(record.getMessage().split())))
 
 
@@ -73,11 +72,8 @@ def is_name(model: str) -> bool:
 class Repository:
     """One commit of a model's repository: its file sizes in bytes by path, and its folder in the cache.
 
-    revision: branch, tag or commit; None is the main branch.
-    offline: use only what is in the cache.
-    first: small files to download at once, if they exist.
-
-    Raises ModelError, as `fetch` does.
+    revision: branch, tag or commit; None is the main branch. offline: use only what is in the cache. first: small files
+    to download at once, if they exist. Raises ModelError, as `fetch` does.
     """
 
     def __init__(self, name: str, revision: str | None, offline: bool, first: Collection[str]) -> None:
@@ -162,8 +158,9 @@ class Repository:
             case RevisionNotFoundError():
                 sentence = self._no_revision()
             case RevisionResolutionError() | LocalEntryNotFoundError() if self._offline:
+                at_revision = f" at revision {self._revision}" if self._revision else ""
                 sentence = (
-                    f"The model {name}{self._at_revision()} is not completely in the cache {constants.HF_HUB_CACHE}, "
+                    f"The model {name}{at_revision} is not completely in the cache {constants.HF_HUB_CACHE}, "
                     "and downloads are off. Start once without FEEDMILL_OFFLINE and HF_HUB_OFFLINE, or copy the cache "
                     "from a machine that has the model."
                 )
@@ -207,9 +204,6 @@ class Repository:
             "FEEDMILL_REVISION to a branch, tag or commit of it, or unset it for the main branch."
         )
 
-    def _at_revision(self) -> str:
-        return f" at revision {self._revision}" if self._revision else ""
-
 
 def announced_sha256(file: Path) -> str | None:
     """Return the SHA-256 that the hub announced for a file in its cache, or None.
@@ -224,12 +218,7 @@ def announced_sha256(file: Path) -> str | None:
 
 
 class DownloadProgress:
-    """Log the start, progress and end of a download.
-
-    name: the download's name in the log.
-    detail: its revision.
-    total: its size in bytes.
-    """
+    """Log the start, progress and end of a download. detail: its revision. total: its size in bytes."""
 
     def __init__(self, name: str, detail: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name

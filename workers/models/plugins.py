@@ -27,13 +27,12 @@ def import_user_module(module: str, setting: str) -> ModuleType:
     try:
         return import_module(module)
     except Exception as error:  # a user's module may raise anything
-        raise SettingsError(_not_imported(module, setting, error)) from None
-
-
-def _not_imported(module: str, setting: str, error: Exception) -> str:
-    what = f"Cannot import the module {module} of --{setting} or {PREFIX}{setting.upper()}: "
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        return f"{what}it is neither installed nor on PYTHONPATH. The working directory is not searched."
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
-    where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    return f"{what}{type(error).__name__}: {error}{where}."
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            why = "it is neither installed nor on PYTHONPATH. The working directory is not searched."
+        else:
+            frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+            where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
+            why = f"{type(error).__name__}: {error}{where}."
+        raise SettingsError(
+            f"Cannot import the module {module} of --{setting} or {PREFIX}{setting.upper()}: {why}"
+        ) from None

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoTokenizer
 
 from shared.errors import ModelError, clause
@@ -37,6 +38,15 @@ class Tokens(NamedTuple):
     types: list[int] | None = None
 
 
+def padded(rows: Sequence[Sequence[int]], longest: int, padding_token: int, pinned: bool = False) -> torch.Tensor:
+    """Pad token ids on the right to [rows, longest], on the host. pinned: in page-locked memory."""
+    tensor = torch.full((len(rows), longest), padding_token, pin_memory=pinned)
+    values = tensor.numpy()
+    for index, row in enumerate(rows):
+        values[index, : len(row)] = row
+    return tensor
+
+
 class Frame(NamedTuple):
     """The special tokens around and between the two texts of a pair, and the type ids of all parts."""
 
@@ -57,12 +67,9 @@ class Frame(NamedTuple):
 
 
 class Tokenizer:
-    """The tokenizer in a model's folder.
+    """The tokenizer in a model's folder. Raises ModelError.
 
-    most: maximum tokens of a row, special tokens included; a lower limit of the tokenizer itself takes precedence.
-    remote_code: whether the model's own Python code may run.
-
-    Raises ModelError.
+    max_tokens: maximum tokens of a row, special tokens included; a lower limit of the tokenizer takes precedence.
     """
 
     def __init__(self, weights: Weights, max_tokens: int, remote_code: bool = False) -> None:
@@ -79,7 +86,6 @@ class Tokenizer:
         own_limit = loaded.model_max_length
         self.max_tokens = min(max_tokens, own_limit) if own_limit < UNSET_LENGTH else max_tokens
         known = (token for token in (loaded.pad_token_id, loaded.eos_token_id) if token is not None)
-        #: Token id that pads short rows.
         self.pad_id: int = next(known, 0)
         self._cuts_left = loaded.truncation_side == "left"
         # A tokenizer.json may set its own padding and truncation.
@@ -91,10 +97,10 @@ class Tokenizer:
         #: None if pairs cannot be assembled from parts.
         self.frame = self._probe_frame()
 
-    def single(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the row of each text, truncated to `max_tokens`."""
+    def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[Tokens]:
+        """Return the row of each text, or pair of texts. Truncates the text, or a pair's first, to `max_tokens`."""
         direction = "left" if self._cuts_left else "right"
-        self._rust.enable_truncation(self.max_tokens, direction=direction)
+        self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=direction)
         try:
             encodings = self._rust.encode_batch_fast(list(texts))
         finally:
@@ -110,18 +116,6 @@ class Tokenizer:
         if len(part) <= max_tokens:
             return part
         return part[-max_tokens:] if self._cuts_left else part[:max_tokens]
-
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
-        """Return the rows of pairs as encoded by the tokenizer. The first text is truncated so that both fit in
-        `max_tokens`.
-        """
-        direction = "left" if self._cuts_left else "right"
-        self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=direction)
-        try:
-            encodings = self._rust.encode_batch(list(pairs))
-        finally:
-            self._rust.no_truncation()
-        return [self._tokens(encoding) for encoding in encodings]
 
     def _tokens(self, encoding: Any) -> Tokens:
         types = encoding.type_ids if self._types_matter else None

@@ -54,8 +54,7 @@ MODULE_FOLDER = re.compile(r"\d+_\w+")
 PACKAGE_PREFIX = "package:"
 MODEL_FORMS = (
     f"Set FEEDMILL_MODEL to a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, to {PACKAGE_PREFIX}NAME for an installed "
-    "package "
-    "with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
+    "package with such a folder, or to a model on the hub, such as facebook/bart-large-mnli."
 )
 #: Maximum size of a safetensors file's header, as defined by the format.
 MAX_HEADER_BYTES = 100_000_000
@@ -77,14 +76,10 @@ class Weights(NamedTuple):
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
-    """Locate the files of `model`: a folder, package:NAME, a name on the hub (downloaded if needed), or the embedded
-    model.
+    """Locate the files of `model`: a folder, package:NAME, a name on the hub, or the embedded model.
 
     revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name means the one on
-        the hub.
-    offline: never contact the hub.
-    remote_code: also download Python files.
-
+    the hub. offline: never contact the hub. remote_code: also download Python files.
     Raises ModelError if files are missing or are not the expected ones.
     """
     if model == EMBEDDED_MODEL and revision is None:
@@ -94,9 +89,10 @@ def locate(model: str, revision: str | None = None, offline: bool = False, remot
         if found is None:
             return _from_hub(model, revision, offline, remote_code)
         if revision is not None:
+            kind = "package" if model.startswith(PACKAGE_PREFIX) else "folder"
             raise ModelError(
-                f"FEEDMILL_REVISION is {revision}, but {model} is a {'package' if _is_package(model) else 'folder'}, "
-                "which has no revisions. Unset FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
+                f"FEEDMILL_REVISION is {revision}, but {model} is a {kind}, which has no revisions. Unset "
+                "FEEDMILL_REVISION, or set FEEDMILL_MODEL to a model on the hub."
             )
         return _read(model, *found)
     except OSError as error:
@@ -134,13 +130,9 @@ def _embedded() -> Weights:
     return Weights(EMBEDDED_MODEL, folder, revision, EMBEDDED_FILES[WEIGHTS_FILE], (folder / WEIGHTS_FILE,))
 
 
-def _is_package(model: str) -> bool:
-    return model.startswith(PACKAGE_PREFIX)
-
-
 def _on_this_machine(model: str) -> tuple[Path, str | None] | None:
     """Return the model's folder and its package, if any. None if `model` can only be a name on the hub."""
-    if _is_package(model):
+    if model.startswith(PACKAGE_PREFIX):
         return _in_package(model.removeprefix(PACKAGE_PREFIX))
     try:
         folder = Path(model).expanduser()
@@ -195,10 +187,7 @@ def _is_needed(name: str, remote_code: bool) -> bool:
 
 
 def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
-    """Verify a model's folder and return its weights.
-
-    cached: whether the folder is in the hub's cache, which stores the files' digests.
-    """
+    """Verify a model's folder and return its weights. cached: the hub's cache, which stores the files' digests."""
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
     files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
@@ -217,24 +206,16 @@ def _read(model: str, folder: Path, revision: str | None, cached: bool = False) 
 
 
 def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the weight files.
+    """Return the names of the weight files. Raises ModelError if something is missing.
 
-    model: its name in errors.
-    folder: where INDEX_FILE is, if the model has one.
-    names: all files of the model.
-
-    Raises ModelError if something is missing.
+    model: its name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
     if CONFIG_FILE not in names:
         raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
-    if WEIGHTS_FILE in names:
-        shards: tuple[str, ...] = (WEIGHTS_FILE,)
-    elif INDEX_FILE in names:
-        shards = _indexed(folder / INDEX_FILE)
-    else:
-        shards = ()
+    indexed = INDEX_FILE in names and WEIGHTS_FILE not in names
+    shards = _indexed(folder / INDEX_FILE) if indexed else (WEIGHTS_FILE,)
     _refuse_pickles(model, names)
-    if missing := [shard for shard in shards or (WEIGHTS_FILE,) if shard not in names]:
+    if missing := [shard for shard in shards if shard not in names]:
         raise ModelError(f"{model} has no {missing[0]}: its weights are missing or incomplete. {MODEL_FORMS}")
     if not any(files <= set(names) for files in TOKENIZERS):
         raise ModelError(

@@ -46,17 +46,15 @@ WINDOW_ROWS = 1024
 class TokenBudget:
     """Maximum tokens of a micro-batch: its longest row times its number of rows.
 
-    file, key: where to remember a lowered budget; None remembers nothing.
-
     The budget is shared while a second model is loaded on the device. Lowering a shared budget is temporary.
+    file, key: where to remember a lowered budget; None remembers nothing.
     """
 
     def __init__(self, tokens: int, file: Path | None = None, key: str = "") -> None:
         self.tokens = tokens
         #: The budget without the second model; None while there is no second model.
         self._alone: int | None = None
-        self._file = file
-        self._key = key
+        self._file, self._key = file, key
         self._lock = threading.Lock()
 
     @property
@@ -95,9 +93,8 @@ class TokenBudget:
             if self._alone is not None:
                 self._alone = max(1, min(tokens, self._alone))
             if self._file is not None:
-                entry = _entry(self._file, self._key)
                 lowered = {"token_budget": self.unshared, "lowered": "the device was out of memory"}
-                _write(self._file, self._key, entry | lowered)
+                _write(self._file, self._key, _entry(self._file, self._key) | lowered)
 
 
 def known_budget(classifier: Classifier, settings: Settings) -> TokenBudget | None:
@@ -147,16 +144,17 @@ def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
 def remember(classifier: Classifier, settings: Settings, rates: dict[int, float]) -> bool:
     """Write the best budget to the calibration file, for later starts with this device, model and settings.
 
-    rates: tokens per second by budget.
-
-    Replaces an earlier entry. Logs a warning and returns False if the file cannot be written.
+    rates: tokens per second by budget. Logs a warning and returns False if the file cannot be written.
     """
-    tokens, identified = best(rates), identity(classifier, settings)
+    tokens = best(rates)
     by_budget = ", ".join(f"{rate:.0f} at {budget}" for budget, rate in rates.items())
     logger.info("token budget %d, the best of (tokens/s): %s", tokens, by_budget)
-    measured = {"token_budget": tokens, "tokens_per_second": {str(b): round(rate) for b, rate in rates.items()}}
-    entry = identified | measured | {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
-    return _write(settings.cache_folder / CALIBRATION_FILE, digest(*identified.values()), entry)
+    measured = {
+        "token_budget": tokens,
+        "tokens_per_second": {str(budget): round(rate) for budget, rate in rates.items()},
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return _write(*_place(classifier, settings), identity(classifier, settings) | measured)
 
 
 def best(rates: dict[int, float]) -> int:
@@ -165,10 +163,7 @@ def best(rates: dict[int, float]) -> int:
 
 
 def sweep(classifier: Classifier, row_limit: int) -> dict[int, float]:
-    """Measure tokens per second for each budget, smallest first.
-
-    Stop at a budget that is much slower than the best or does not fit in the device's memory.
-    """
+    """Measure tokens per second for each budget, smallest first, up to one that is slow or does not fit in memory."""
     candidates = CANDIDATES.get(classifier.device.torch.type, OTHER_CANDIDATES)
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):

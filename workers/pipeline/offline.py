@@ -30,29 +30,20 @@ class Finished(Owner):
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def recorded(self, message: Message) -> None:
-        """Collect a message."""
         self.messages.put(message)
 
     def failed(self) -> None:
-        """Collect the failure."""
         self.messages.put(None)
 
 
 class NullStore:
     """A results store that stores nothing. The outcomes are in the messages."""
 
-    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None:
-        """Do nothing."""
-
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter]) -> None: ...
+    def keep(self, found: Sequence[Result]) -> None: ...
+    def catch_up(self) -> None: ...
     def find(self, wanted: Sequence[tuple[str, str]]) -> Sequence[None]:
-        """Find nothing."""
         return [None] * len(wanted)
-
-    def keep(self, found: Sequence[Result]) -> None:
-        """Do nothing."""
-
-    def catch_up(self) -> None:
-        """Do nothing."""
 
 
 def classify(

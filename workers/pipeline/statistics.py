@@ -95,8 +95,6 @@ def _share(part: float, whole: float) -> float:
 class Histogram:
     """Counts of values per bucket, and their sum. One thread adds, others read."""
 
-    __slots__ = ("bounds", "counts", "total")
-
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
@@ -110,8 +108,6 @@ class Histogram:
 
 class Speed:
     """The device's recent speed in rows per second. One thread adds, others read."""
-
-    __slots__ = ("_rows", "_seconds", "rows_per_second")
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
@@ -129,8 +125,7 @@ class Speed:
 class Statistics:
     """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
 
-    interval: seconds.
-    now: seconds of a monotonic clock, here and below.
+    interval: seconds. now: seconds of a monotonic clock, here and below.
     """
 
     def __init__(self, interval: float, now: float) -> None:
@@ -179,5 +174,6 @@ class Statistics:
 
     def recent(self, now: float) -> Rates:
         """Return the rates of the last complete interval; before the first one ends, the rates so far."""
-        earlier, since = self._earlier, self._since  # read before `_last`, which `turn` sets first on another thread
+        # Read before `_last`, which `next_interval` sets first, on another thread.
+        earlier, since = self._earlier, self._since
         return self._last or rates(earlier, self.totals, now - since)

@@ -26,6 +26,7 @@ from shared.errors import DeviceFull
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, Row
+from workers.models.device import proc_field
 from workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
@@ -89,12 +90,9 @@ class Curve(NamedTuple):
 
 
 class Tuning:
-    """Measure each size once per round, every other round in reverse order, because machines drift. Use `run`, then
-    `curve`.
+    """Measure each size once per round, every other round in reverse order, because machines drift.
 
-    texts: the posts' texts, in order.
-
-    Raises RequestRefused if the model does not support the configured labels.
+    Use `run`, then `curve`. Raises RequestRefused if the model does not support the configured labels.
     """
 
     def __init__(self, classifier: Classifier, texts: Sequence[str], settings: Settings, rounds: int) -> None:
@@ -182,16 +180,11 @@ class Tuning:
         return [_by_length(posts) for posts in some]
 
     def _batches(self, by_post: Sequence[Sequence[Row]], token_budget: int) -> list[list[Row]]:
-        """Cut sorted rows into batches within the token budget. A row that alone exceeds the budget gets its
-        own batch.
-        """
+        """Cut sorted rows into batches within the token budget. A row that alone exceeds it gets its own batch."""
         batches: list[list[Row]] = []
+        limit = self._settings.batch_rows
         for row in _by_length(by_post):
-            if (
-                not batches
-                or (len(batches[-1]) + 1) * row.length > token_budget
-                or len(batches[-1]) == self._settings.batch_rows
-            ):
+            if not batches or (len(batches[-1]) + 1) * row.length > token_budget or len(batches[-1]) == limit:
                 batches.append([])
             batches[-1].append(row)
         return batches
@@ -221,8 +214,6 @@ class Peak:
         """Return the peak in 10^6 bytes, or None if unknown."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device) / 1e6
-        if self._on_host:
-            for line in STATUS.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024 / 1e6
+        if self._on_host and (peak := proc_field(STATUS, "VmHWM:")):
+            return int(peak.split()[0]) * 1024 / 1e6
         return None

@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """A step that a thread runs.
-
-    began: start time on the watch's clock.
-    limit: seconds after which it counts as hung; None for no limit.
-    """
+    """A step that a thread runs."""
 
     thread: int
     what: str
+    #: Start time on the watch's clock.
     began: float
+    #: Seconds after which it counts as hung; None for no limit.
     limit: float | None
 
 

@@ -32,12 +32,10 @@ _Entry: TypeAlias = tuple[int, int, R]
 
 
 class _Waiting(NamedTuple, Generic[R]):
-    """The rows of one priority, sorted by length and by age.
-
-    by_age: arrival number -> (length, time of arrival), oldest first.
-    """
+    """The rows of one priority, sorted by length and by age."""
 
     by_length: list[_Entry[R]]
+    #: Arrival number -> (length, time of arrival), oldest first.
     by_age: OrderedDict[int, tuple[int, float]]
 
     def remove(self, begin: int, end: int) -> list[_Entry[R]]:
@@ -50,10 +48,7 @@ class _Waiting(NamedTuple, Generic[R]):
 
 
 class Window(Generic[R]):
-    """Rows that wait for the device.
-
-    clock: returns monotonic seconds, for `oldest_age`.
-    """
+    """Rows that wait for the device. clock: returns monotonic seconds, for `oldest_age`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

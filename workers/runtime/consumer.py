@@ -72,13 +72,11 @@ celery_consumer: Any = _celery_consumer
 #: Errors that a malformed message causes in Celery, as opposed to errors of Redis or its connection.
 MALFORMED_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: Celery's log formats for discarded messages. Each quotes the start of the body, which is a user's post.
-FORMATS_THAT_QUOTE_BODIES = frozenset(
-    {
-        celery_consumer.UNKNOWN_FORMAT,
-        celery_consumer.UNKNOWN_TASK_ERROR,
-        celery_consumer.INVALID_TASK_ERROR,
-        celery_consumer.MESSAGE_DECODE_ERROR,
-    }
+FORMATS_THAT_QUOTE_BODIES = (
+    celery_consumer.UNKNOWN_FORMAT,
+    celery_consumer.UNKNOWN_TASK_ERROR,
+    celery_consumer.INVALID_TASK_ERROR,
+    celery_consumer.MESSAGE_DECODE_ERROR,
 )
 #: Maximum bytes of memory for messages with an ETA in a worker.
 MAX_ETA_BYTES = 128 * 2**20
@@ -200,9 +198,8 @@ class Consumer(consumer.Consumer):
             except (InvalidTaskError, *MALFORMED_ERRORS) as error:
                 return self.on_invalid_task(None, message, error)
             except BACKEND_ERRORS as fault:
-                self._retry_later(
-                    f"message {_quoted(read_task_id(message))}", fault, message, partial(take_again, message)
-                )
+                named = f"message {_quoted(read_task_id(message))}"
+                self._retry_later(named, fault, message, partial(take_again, message))
 
         def take_again(message: Any) -> None:
             unclaim(message)
@@ -280,13 +277,10 @@ class Consumer(consumer.Consumer):
         logger.error("message %s is a dead letter: %s", _quoted(read_task_id(message)), what)
         try:
             discard()
-        except (
-            *MALFORMED_ERRORS,
-            *BACKEND_ERRORS,
-        ) as fault:  # the reply address is missing or malformed, or Redis is full
-            logger.warning(
-                "cannot notify the sender of message %s (%s)", _quoted(read_task_id(message)), type(fault).__name__
-            )
+        # The reply address is missing or malformed, or Redis is full.
+        except (*MALFORMED_ERRORS, *BACKEND_ERRORS) as fault:
+            named = _quoted(read_task_id(message))
+            logger.warning("cannot notify the sender of message %s (%s)", named, type(fault).__name__)
         if not message.acknowledged:
             message.reject_log_error(logger, self.connection_errors)  # type: ignore[attr-defined]  # not in the stub
 
@@ -357,9 +351,7 @@ class ConsumerFit(bootsteps.StartStopStep):
         parent.pool.flush_events = EventBatches(parent.event_dispatcher, parent.hub).flush
 
     def info(self, parent: Any) -> Any:
-        """Return how Redis is reached, for `inspect stats` and Flower. Omits all three passwords; Celery masks only
-        two.
-        """
+        """Return how Redis is reached, for `inspect stats` and Flower. Celery masks only two of the three passwords."""
         if not parent.connection:
             return {}
         connection_info = parent.connection.info()

@@ -54,10 +54,7 @@ JOIN_TIMEOUT_S = 5.0
 
 
 def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device) -> Classifier:
-    """Load the wanted model and return its classifier. Without one, load the model of the settings.
-
-    Raises ModelError or SettingsError.
-    """
+    """Load the wanted model, or that of the settings, and return its classifier. Raises ModelError or SettingsError."""
     if asked is None or asked.model is None:
         return load_classifier(settings, device)
     folder = _folder(asked.model, settings)
@@ -103,9 +100,7 @@ class Deployer:
         self, pipeline: Pipeline, settings: Settings, redis: Redis, active: RequestedModel | None,
         on_replaced: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._pipeline = pipeline
-        self._settings = settings
-        self._redis = redis
+        self._pipeline, self._settings, self._redis = pipeline, settings, redis
         self._active = self._tried = self._latest = active
         self._on_replaced = on_replaced
         #: Status of the latest deployment; None if there was none.
@@ -175,9 +170,8 @@ class Deployer:
             return
         except BaseException as error:  # a model's files can raise anything; a Rust panic is not an Exception
             logger.error("cannot activate %s:\n%s", name, traceback_of(error))
-            self._report(
-                asked, Stage.FAILED, f"{before} stays active: {type(error).__name__}: {printable(str(error)):.300}"
-            )
+            why = f"{type(error).__name__}: {printable(str(error)):.300}"
+            self._report(asked, Stage.FAILED, f"{before} stays active: {why}")
         else:
             self._active = asked
             self._report(asked, Stage.DONE, f"{name} is active after {time.monotonic() - began:.1f} s")
@@ -197,6 +191,7 @@ class Deployer:
             rows = self._largest(classifier, tokens)
             try:
                 self._compute(classifier, rows)
+                break
             except DeviceFull:
                 if len(rows) == 1:
                     raise ModelError(
@@ -205,8 +200,6 @@ class Deployer:
                     ) from None
                 tokens = len(rows) * rows[0].length // 2
                 logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
-            else:
-                break
         window: Window[Row] = Window(time.monotonic)
         for rows in classifier.prepare(CANARY_POSTS, label_set):
             for row in rows:

@@ -12,8 +12,8 @@ from shared.broker import connect
 from shared.errors import DeviceFull, DeviceLost, ModelError, clause
 from shared.results import ResultsStore
 from shared.settings import Settings
-from workers.models import device
 from workers.models.classifiers.registry import load_classifier
+from workers.models.device import select_device
 from workers.pipeline.calibration import calibrate
 from workers.pipeline.context import Owner
 from workers.pipeline.message import Message
@@ -25,7 +25,6 @@ class Waiting(Owner):
     """An owner that wakes the thread that waits for a message."""
 
     def recorded(self, message: Message) -> None:
-        """Wake the waiting thread."""
         message.pending.set()
 
 
@@ -72,23 +71,16 @@ class InProcessPipeline:
         self._made_for = (os.getpid(), settings, worker)
         self._users = 0
         try:
-            classifier = load_classifier(
-                settings, device.select_device(settings.device, settings.dtype, settings.engine)
-            )
+            chosen = select_device(settings.device, settings.dtype, settings.engine)
+            classifier = load_classifier(settings, chosen)
             budget = calibrate(classifier, settings)
         except (DeviceFull, DeviceLost) as error:
             raise ModelError(
                 f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
             ) from None
         self._submitting = threading.Lock()
-        self._pipeline = Pipeline(
-            classifier,
-            ResultsStore(connect(settings), settings) if worker else NullStore(),
-            settings,
-            budget,
-            worker or "here",
-            Waiting(),
-        )
+        store = ResultsStore(connect(settings), settings) if worker else NullStore()
+        self._pipeline = Pipeline(classifier, store, settings, budget, worker or "here", Waiting())
         self._pipeline.start()
 
     def _classify(self, message: Message) -> None:

@@ -40,7 +40,5 @@ def isolated_death_count(message: Any) -> int:
 
 
 def source_queue(message: Any) -> str | None:
-    """Return the queue that a kombu message was taken from, or None. Trust the lease's tag (leases.py), not the
-    sender.
-    """
+    """Return the queue that a message came from, or None. Trusts the lease's tag (leases.py), not the sender."""
     return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None

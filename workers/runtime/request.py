@@ -1,5 +1,4 @@
-"""Celery's Request for Feedmill's tasks: hides posts from events, Flower, `inspect` and the log, and corrects the
-runtime.
+"""Celery's Request for Feedmill's tasks: hides posts from events, `inspect` and the log, and corrects the runtime.
 
 Celery shows a message's arguments as described by its sender. Most senders include their beginning, which is a user's
 post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that Celery reports
@@ -41,9 +40,7 @@ def withdrawn(request: Request) -> bool:
 
 
 def announce_withdrawn(request: Request) -> None:
-    """Announce a request that is not run: event, signal, state and acknowledgement. Call it on the consumer's
-    thread.
-    """
+    """Announce a request that is not run: event, signal, state and acknowledgement. Consumer thread only."""
     if not request.revoked():  # Celery forgets revocations after three hours, but this one was checked before
         request._announce_revoked("revoked", False, None, False)  # type: ignore[attr-defined]  # not in the stub
 
@@ -57,9 +54,8 @@ class ClassifyRequest(Request):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._argsrepr = self.request_dict["argsrepr"] = _positional(self.args)
-        self._kwargsrepr = self.request_dict["kwargsrepr"] = (
-            format_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
-        )
+        named = format_arguments(self.kwargs) if isinstance(self.kwargs, dict) else f"<{type(self.kwargs).__name__}>"
+        self._kwargsrepr = self.request_dict["kwargsrepr"] = named
 
     def info(self, safe: bool = False) -> Any:  # noqa: ARG002 - Celery passes False to include the arguments
         """Return the request's description, always without its arguments."""

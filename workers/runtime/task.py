@@ -37,10 +37,8 @@ def arguments_by_name(args: object, kwargs: object) -> dict[str, Any]:
     """
     if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
         return {}
-    surplus = {
-        f"argument {number}": value for number, value in enumerate(args[len(ARGUMENT_NAMES) :], len(ARGUMENT_NAMES) + 1)
-    }
-    return dict(zip(ARGUMENT_NAMES, args, strict=False)) | surplus | dict(kwargs)
+    surplus = (f"argument {number}" for number in range(len(ARGUMENT_NAMES) + 1, len(args) + 1))
+    return dict(zip((*ARGUMENT_NAMES, *surplus), args, strict=False)) | dict(kwargs)
 
 
 class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
@@ -53,9 +51,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
 
     @property
     def queue(self) -> str | None:
-        """The queue to send to: the setting `queue` in other applications, None in Feedmill's own, whose
-        default it is.
-        """
+        """The queue to send to: the setting `queue`; None in Feedmill's own applications, whose default it is."""
         return None if isinstance(self.app, Application) else load().queue
 
     def outcomes(self) -> list[dict[str, Any]]:
@@ -66,9 +62,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         return self._message().result()
 
     def reply(self) -> list[dict[str, Any]] | str:
-        """Return the outcomes, as `outcomes` does, or only a summary for signals, events and Flower if no one reads the
-        result.
-        """
+        """Return the outcomes, or only a summary for signals, events and Flower if no one reads the result."""
         message, request = self._message(), self.request
         message.check()
         unread = request.ignore_result and not (request.callbacks or request.chain or request.chord)

@@ -123,12 +123,11 @@ def _normalized(text: str) -> str:
 
 def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) -> list[Example]:
     """Keep the examples scored with the most common label set."""
-    sets = Counter(frozenset(example.scores or ()) for example in examples)
-    if not sets:
-        return []
-    ((usual, count),) = sets.most_common(1)
-    left_out["scores of other labels"] += len(examples) - count
-    return [example for example in examples if frozenset(example.scores or ()) == usual]
+    sets = [frozenset(example.scores or ()) for example in examples]
+    usual = Counter(sets).most_common(1)
+    kept = [example for example, found in zip(examples, sets, strict=True) if found == usual[0][0]]
+    left_out["scores of other labels"] += len(examples) - len(kept)
+    return kept
 
 
 def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:

@@ -141,6 +141,5 @@ def _fit(
 
 def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the cross-entropy of each row: [rows]. labels: label numbers, or distributions over the labels."""
-    if labels.dim() == 1:
-        return cross_entropy(logits, labels, weight=weights, reduction="none")
-    return cross_entropy(logits, labels.to(logits.dtype), weight=weights, reduction="none")
+    wanted = labels if labels.dim() == 1 else labels.to(logits.dtype)
+    return cross_entropy(logits, wanted, weight=weights, reduction="none")

@@ -174,11 +174,9 @@ class Training:
         place = {label: number for number, label in enumerate(self._dataset.labels)}
         tokens = self._tokenizer([example.post.text for example in examples], truncation=True)
         soft = self._options.labels == "soft"
-        rows = []
-        for number, example in enumerate(examples):
-            row = {name: values[number] for name, values in tokens.items()}
-            rows.append(row | {"labels": self._distribution(example) if soft else place[example.label]})
-        return rows
+        labels = [self._distribution(each) if soft else place[each.label] for each in examples]
+        columns = {**tokens, "labels": labels}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def _distribution(self, example: Example) -> list[float]:
         """Normalize the scores to sum to 1: models score on different scales."""
@@ -193,8 +191,8 @@ class Training:
         return torch.tensor([share / count if count else 0.0 for count in counts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weights = None if self._class_weights is None else self._class_weights.to(logits.device)
-        return loss_of_rows(logits, labels, None if weights is None else weights.to(logits.dtype))
+        weights = None if self._class_weights is None else self._class_weights.to(logits)
+        return loss_of_rows(logits, labels, weights)
 
     def _train(
         self, train: list[dict[str, Any]], validation: list[dict[str, Any]], batch_size: int, accumulation: int

@@ -120,6 +120,7 @@ class Classifier(Protocol):
 
     def warm_up(self) -> None:
         """Run one forward pass, so that the first message does not pay for one-time setup."""
+        self.forward(self.prepare(["A first post."], self.label_set(ClassifyOptions()))[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """Return the message's label set, cached. Raises RequestRefused if the model cannot serve it."""

@@ -25,6 +25,8 @@ TEXT_CONFIGS = tuple(
 )
 #: Supported modules, by class name without the package.
 SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
+#: Supported activations of dense layers, as in torch.nn.
+ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU"})
 #: Pooling modes as older configurations name them, one boolean key each, instead of `pooling_mode`.
 LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -105,22 +107,14 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
 def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
     """Return the dense layer and its digest."""
     config = _json(folder / "config.json")
-    if config.get("use_residual") or {config.get(f"module_{end}_name") for end in ("input", "output")} - {
-        None,
-        "sentence_embedding",
-    }:
+    ends = {config.get("module_input_name"), config.get("module_output_name")}
+    if config.get("use_residual") or ends - {None, "sentence_embedding"}:
         raise ModelError(
             f"{folder / 'config.json'} has use_residual, or inputs other than sentence_embedding, which is not "
             "supported. Use another model."
         )
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    activation = {
-        "Identity": torch.nn.Identity,
-        "Tanh": torch.nn.Tanh,
-        "ReLU": torch.nn.ReLU,
-        "GELU": torch.nn.GELU,
-    }.get(name)
-    if activation is None:
+    if name not in ACTIVATIONS:
         raise ModelError(f"{folder / 'config.json'} has an unsupported activation_function: {name}. Use another model.")
     try:
         linear = torch.nn.Linear(config["in_features"], config["out_features"], bool(config.get("bias", True)))
@@ -131,7 +125,7 @@ def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
             f"Cannot read the dense layer in {folder / 'model.safetensors'}: {clause(error)}. Download the model again."
         ) from error
     written = sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return torch.nn.Sequential(linear, activation()).eval(), f"{written} {name}"
+    return torch.nn.Sequential(linear, getattr(torch.nn, name)()).eval(), f"{written} {name}"
 
 
 def _json_if_there(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from shared.errors import RequestRefused
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import TOPICS
-from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS, read_config
@@ -49,15 +49,15 @@ class Pairs:
     missing: int
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class PairRow(Row):
     """The pair of a post and one label's hypothesis, with the label's index and the post's shared logits."""
 
-    place: int = 0
-    pairs: Pairs | None = None
+    place: int
+    pairs: Pairs
 
 
-class Entailment:
+class Entailment(Classifier):
     """Classify with a natural-language-inference model. Raises ModelError if the folder does not hold one."""
 
     kind = "nli"
@@ -82,10 +82,6 @@ class Entailment:
             row_each=True,
         )
 
-    def warm_up(self) -> None:
-        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
-        self.forward(rows[0])
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
 
@@ -107,22 +103,22 @@ class Entailment:
         return [Hypothesis(text, part) for text, part in zip(texts, parts, strict=True)]
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        return [self._rows(tokens, label_set) for tokens in self._pairs(texts, label_set.prepared)]
+        rows: list[list[Row]] = []
+        for tokens in self._pairs(texts, label_set.prepared):
+            pairs = Pairs(np.empty((len(tokens), 2), np.float32), len(tokens))
+            rows.append([PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)])
+        return rows
 
     def _pairs(self, texts: Sequence[str], hypotheses: Sequence[Hypothesis]) -> list[list[Tokens]]:
         """Pair each text with each hypothesis."""
         tokenizer, frame = self._tokenizer, self._tokenizer.frame
         if frame is None:
-            return [tokenizer.encode_pairs([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
+            return [tokenizer.encode([(text, hypothesis.text) for hypothesis in hypotheses]) for text in texts]
         room = tokenizer.max_tokens - tokenizer.pair_size
         return [
             [frame.pair(tokenizer.cut(premise, room - len(ids)), ids) for _, ids in hypotheses]
             for premise in tokenizer.parts(texts)
         ]
-
-    def _rows(self, tokens: Sequence[Tokens], label_set: LabelSet) -> list[Row]:
-        pairs = Pairs(np.empty((len(tokens), 2), np.float32), len(tokens))
-        return [PairRow(pair, label_set, place=place, pairs=pairs) for place, pair in enumerate(tokens)]
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
@@ -137,7 +133,7 @@ class Entailment:
     def finish(self, rows: Sequence[Row], outputs: TensorOutputs) -> list[tuple[Row, Scores]]:
         finished: list[tuple[Row, Scores]] = []
         for row, logits in zip(rows, outputs.wait().numpy(), strict=True):
-            if not isinstance(row, PairRow) or row.pairs is None:
+            if not isinstance(row, PairRow):
                 raise TypeError("not a row from prepare()")
             row.pairs.logits[row.place] = logits
             row.pairs.missing -= 1
@@ -147,21 +143,12 @@ class Entailment:
 
     def _scores(self, row: PairRow) -> Scores:
         """Return the scores of a post whose logits are complete."""
-        label_set = row.label_set
-        logits = row.pairs.logits if row.pairs else np.empty((0, 2), np.float32)
+        label_set, logits = row.label_set, torch.from_numpy(row.pairs.logits)
         independent = label_set.multi_label or len(label_set.labels) == 1
-        scores = _softmax(logits, axis=1)[:, 1] if independent else _softmax(logits[:, 1], axis=0)
+        scores = logits.softmax(1)[:, 1] if independent else logits[:, 1].softmax(0)
         return dict(zip(label_set.labels, scores.tolist(), strict=True))
 
 
 def entailment_class(label2id: dict[str, int]) -> int | None:
     """Return the index of the entailment class, found as the pipeline finds it: by the prefix "entail"."""
     return next((number for label, number in label2id.items() if label.lower().startswith("entail")), None)
-
-
-def _softmax(
-    logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]], axis: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    raised = np.exp(logits - logits.max(axis=axis, keepdims=True))
-    shares: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = raised / raised.sum(axis=axis, keepdims=True)
-    return shares

@@ -13,7 +13,7 @@ from workers.models.classifiers import Classifier
 from workers.models.classifiers.nli import Entailment, entailment_class
 from workers.models.classifiers.sequence import SequenceClassifier
 from workers.models.classifiers.similarity import Similarity
-from workers.models.device import Device
+from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
 from workers.models.weights import Weights, locate, parameters
 
@@ -74,7 +74,7 @@ def check_size(weights: Weights, device: Device) -> None:
     bytes_each = {torch.float16: 2, torch.bfloat16: 2}.get(device.dtype, 4)
     needed = int(parameters(weights) * bytes_each * (1 + MEMORY_MARGIN))
     available = _memory(device)
-    if available is not None and needed > available:
+    if needed > available:
         precision = str(device.dtype).removeprefix("torch.")
         raise ModelError(
             f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has "
@@ -82,13 +82,10 @@ def check_size(weights: Weights, device: Device) -> None:
         )
 
 
-def _memory(device: Device) -> int | None:
+def _memory(device: Device) -> int:
     """Return the device's free memory in bytes, or the machine's total memory if free memory is unknown."""
     if device.torch.type == "cuda":
         return int(torch.cuda.mem_get_info(device.torch)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if available := proc_field(Path("/proc/meminfo"), "MemAvailable:"):
+        return int(available.split()[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ import torch
 from shared.errors import ModelError, RequestRefused, SettingsError
 from shared.messages import ClassifyOptions, digest
 from shared.settings import Settings
-from workers.models.classifiers import LabelSet, Row, Scores
+from workers.models.classifiers import Classifier, LabelSet, Row, Scores
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
 from workers.models.engines.network import LOGITS, read_config
@@ -22,7 +22,7 @@ from workers.models.weights import Weights
 MAX_LABELS_OF_A_MODEL, MAX_LABEL_CHARACTERS = 1000, 200
 
 
-class SequenceClassifier:
+class SequenceClassifier(Classifier):
     """Classify with a fine-tuned model.
 
     Raises ModelError if the folder holds none, SettingsError if `labels` differ from the model's or `template` is set.
@@ -62,9 +62,6 @@ class SequenceClassifier:
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
 
-    def warm_up(self) -> None:
-        self.forward(self.prepare(["A first post."], self._label_set)[0])
-
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         """Return the model's labels. Raises RequestRefused for other labels, a template, or unsupported multi_label."""
         others = options.labels and set(options.labels) != set(self._label_set.labels)
@@ -77,7 +74,7 @@ class SequenceClassifier:
         return self._label_set
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
-        return [[Row(tokens, label_set)] for tokens in self._tokenizer.single(texts)]
+        return [[Row(tokens, label_set)] for tokens in self._tokenizer.encode(texts)]
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:

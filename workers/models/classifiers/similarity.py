@@ -7,7 +7,7 @@ scale (its model card, "Fine-tuning"). With `multi_label`, or with one label, ea
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 from torch.nn.functional import normalize
@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from shared.messages import ClassifyOptions
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from workers.models.classifiers import LabelSet, LabelSets, Row, Scores
+from workers.models.classifiers import Classifier, LabelSet, LabelSets, Row, Scores
 from workers.models.classifiers.layout import read_layout
 from workers.models.device import Device
 from workers.models.engines.factory import create_engine
@@ -31,14 +31,7 @@ DEFAULT_TEMPLATE = "This post is about {}."
 SENTENCE_BATCH_SIZE = 32
 
 
-class Sentences(NamedTuple):
-    """Tokens of a label set's sentences, concatenated, and the number of sentences per label."""
-
-    tokens: list[Tokens]
-    counts: list[int]
-
-
-class Similarity:
+class Similarity(Classifier):
     """Classify with a sentence-transformers model. Raises ModelError if the folder holds none."""
 
     kind = "similarity"
@@ -56,12 +49,8 @@ class Similarity:
             f"{weights.sha256} {self._tokenizer.max_tokens} {self._layout.digest}",
             settings.labels or DESCRIBED_TOPICS,
             settings.template or DEFAULT_TEMPLATE,
-            self._sentences,
+            lambda sentences: [self._tokenize(described) for described in sentences],
         )
-
-    def warm_up(self) -> None:
-        rows = self.prepare(["A first post."], self.label_set(ClassifyOptions()))
-        self.forward(rows[0])
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
         return self._label_sets.of(options)
@@ -69,13 +58,9 @@ class Similarity:
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         return [[Row(tokens, label_set)] for tokens in self._tokenize(texts)]
 
-    def _sentences(self, sentences: Sequence[Sequence[str]]) -> Sentences:
-        tokens = self._tokenize([sentence for described in sentences for sentence in described])
-        return Sentences(tokens, [len(described) for described in sentences])
-
     def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         read = [self._layout.prompt + text for text in texts]
-        return self._tokenizer.single([text.lower() for text in read] if self._layout.lower_case else read)
+        return self._tokenizer.encode([text.lower() for text in read] if self._layout.lower_case else read)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> TensorOutputs:
@@ -98,14 +83,14 @@ class Similarity:
     def _scores(self, embeddings: torch.Tensor, label_set: LabelSet) -> torch.Tensor:
         """Return the scores of rows that share one label set: [rows, labels]."""
         if label_set.on_device is None:
-            sentences: Sentences = label_set.prepared
+            sentences: list[list[Tokens]] | None = label_set.prepared  # by label
             if sentences is None:  # another lane has just embedded them
                 return self._scores(embeddings, label_set)
+            rows = list(chain.from_iterable(sentences))
             pieces = [
-                self.embed(sentences.tokens[start : start + SENTENCE_BATCH_SIZE])
-                for start in range(0, len(sentences.tokens), SENTENCE_BATCH_SIZE)
+                self.embed(rows[at : at + SENTENCE_BATCH_SIZE]) for at in range(0, len(rows), SENTENCE_BATCH_SIZE)
             ]
-            per_label = torch.split(torch.cat(pieces), sentences.counts)
+            per_label = torch.split(torch.cat(pieces), [len(described) for described in sentences])
             label_set.on_device = normalize(torch.stack([vectors.mean(0) for vectors in per_label]), dim=-1)
             label_set.prepared = None  # free the tokens: they are needed once and can be large
         cosines: torch.Tensor = embeddings @ label_set.on_device.T

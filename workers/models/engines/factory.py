@@ -25,7 +25,7 @@ def create_engine(
     remote_code = settings.trust_remote_code
     config = read_config(weights, remote_code)
     tokenizer = Tokenizer(weights, min(most, max_row_tokens(config) or most), remote_code)
-    if config.model_type == "bart" and tokenizer.single(["a"])[0].ids[-1] != config.eos_token_id:
+    if config.model_type == "bart" and tokenizer.encode(["a"])[0].ids[-1] != config.eos_token_id:
         raise ModelError(
             f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
             "classifies by. Use the tokenizer that belongs to the model."

@@ -19,7 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from shared.errors import ModelError, SettingsError, clause
@@ -27,7 +26,7 @@ from shared.messages import digest
 from shared.settings import Settings
 from workers.models.device import TORCH_THREADS, Device
 from workers.models.engines.network import Network, padding_token, read_config
-from workers.models.tokenizer import Tokens
+from workers.models.tokenizer import Tokens, padded
 from workers.models.weights import Weights
 
 try:
@@ -58,7 +57,6 @@ GRAPH_FILE = "model.onnx"
 class OnnxEngine:
     """A model as an ONNX graph. reads, pad_id: see TorchEngine. Raises ModelError if export or loading fails."""
 
-    #: Device of the tensors that `forward` returns.
     home = torch.device("cpu")
     packed = False
 
@@ -108,13 +106,13 @@ class OnnxEngine:
     def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
         longest = max(len(row.ids) for row in rows)
         feed = {
-            "input_ids": _filled([row.ids for row in rows], longest, self._pad_id),
-            "mask": _filled([[1] * len(row.ids) for row in rows], longest, 0),
+            "input_ids": padded([row.ids for row in rows], longest, self._pad_id),
+            "mask": padded([[1] * len(row.ids) for row in rows], longest, 0),
         }
         if self._takes_types:
-            feed["token_type_ids"] = _filled([row.types or () for row in rows], longest, 0)
+            feed["token_type_ids"] = padded([row.types or () for row in rows], longest, 0)
         try:
-            (read,) = self._session.run(None, feed)
+            (read,) = self._session.run(None, {name: tensor.numpy() for name, tensor in feed.items()})
         except Exception as error:
             # ONNX Runtime raises its own types; `device_errors` classifies RuntimeErrors by their text.
             raise RuntimeError(str(error)) from error
@@ -122,14 +120,6 @@ class OnnxEngine:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
-
-
-def _filled(rows: Sequence[Sequence[int]], longest: int, padding_token: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Pad token ids on the right to [rows, longest]."""
-    values = np.full((len(rows), longest), padding_token, np.int64)
-    for index, row in enumerate(rows):
-        values[index, : len(row)] = row
-    return values
 
 
 class _Graph(torch.nn.Module):
@@ -189,11 +179,9 @@ def _export(
     """Export the model and write the graph to the folder."""
     quantised = dtype == torch.int8
     network = Network(weights, torch.float32 if quantised else dtype, reads, pad_id, remote_code=remote_code)
-    config = read_config(weights, remote_code)
-    typed = getattr(config, "type_vocab_size", 0) > 1
     example = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     inputs = {"input_ids": example, "mask": torch.ones_like(example)}
-    if typed:
+    if getattr(network.config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = torch.zeros_like(example)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
     target = folder / ("float.onnx" if quantised else GRAPH_FILE)

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from workers.models.device import Device
 from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
 from workers.models.engines.outputs import device_errors
-from workers.models.tokenizer import Tokens
+from workers.models.tokenizer import Tokens, padded
 from workers.models.weights import Weights
 
 #: Name under which `packed_attention` is registered with transformers.
@@ -154,23 +154,12 @@ class TorchEngine:
         given = None
         if padding:
             given = mask[:, None, None, :] if self.network.takes_ready_mask else mask.long()
-        read: torch.Tensor = self._run(
-            self.to_device(self._filled([row.ids for row in rows], longest, self._pad_id)),
-            mask,
-            self.to_device(self._filled([row.types or () for row in rows], longest, 0))
-            if any(row.types for row in rows)
-            else None,
-            given,
-        )
+        ids = self.to_device(padded([row.ids for row in rows], longest, self._pad_id, self._cuda))
+        types = None
+        if any(row.types for row in rows):
+            types = self.to_device(padded([row.types or () for row in rows], longest, 0, self._cuda))
+        read: torch.Tensor = self._run(ids, mask, types, given)
         return read
-
-    def _filled(self, rows: Sequence[Sequence[int]], longest: int, padding_token: int) -> torch.Tensor:
-        """Pad token ids on the right to [rows, longest], on the host."""
-        tensor = torch.full((len(rows), longest), padding_token, pin_memory=self._cuda)
-        values = tensor.numpy()
-        for index, row in enumerate(rows):
-            values[index, : len(row)] = row
-        return tensor
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
