@@ -19,16 +19,20 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long test-gpu lint docs rivals clean
+.PHONY: help demo test test-redis long test-gpu lint docs rivals clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo ## Install the demo into .venv and run it
 	$(BIN)/feedmill demo
 
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
+
+test-redis: $(VENV)/test ## Run the tests that use this machine's first redis-server, without those that use every one
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not each_redis" \
+		$(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing
 	$(BIN)/python -m tests.soak_reddit

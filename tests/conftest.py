@@ -64,7 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first and unit tests last, so that no long file runs alone at the end."""
+    """Mark tests that use every redis-server. Run the longest files first and unit tests last."""
+    for item in items:
+        if "each_redis_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.each_redis)
     items.sort(key=lambda item: (item.path.stem not in LONGEST, "unit" in item.path.parts))
 
 
