@@ -471,8 +471,9 @@ class Chaos:
 
     def _end(self) -> None:
         """End every process except Redis."""
-        for _, _, action in self._due:
-            action()  # such as SIGCONT
+        due, self._due = self._due, []
+        for _, _, action in due:
+            action()  # such as SIGCONT; those that it schedules are dropped
         self._launcher.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._launcher.process.wait(60)

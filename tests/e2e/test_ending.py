@@ -88,6 +88,13 @@ def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: S
     finish(redis, tmp_path)
 
 
+def test_signals_that_interrupt_each_other_end_the_worker(redis: RedisServer, tmp_path: Path) -> None:
+    with standin(redis, tmp_path, "first", INCLUDE="tests.fakes.interrupted_shutdown") as worker:
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    assert (tmp_path / "first.log").read_text().count("Warm shutdown") == 2
+
+
 def test_rolling_restart_under_load(tmp_path: Path) -> None:
     """Under load, a rolling restart loses and repeats nothing."""
     run = chaos.Chaos(

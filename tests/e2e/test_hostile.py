@@ -179,7 +179,9 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         late = send(1, expires=2)
         wait_until(lambda: queue_depth(redis.client, "feedmill") == (0, 2), "the second message waits for its turn")
         redis.client.config_set("maxmemory", 1)
-        wait_until(lambda: rejected(said(), "workers.runtime.pool"), "Redis rejects the result of the expired message")
+        wait_until(
+            lambda: rejected(said(), "workers.runtime.in_flight"), "Redis rejects the result of the expired message"
+        )
         redis.client.config_set("maxmemory", 0)
         worker.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 0.2

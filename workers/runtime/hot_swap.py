@@ -104,7 +104,7 @@ class Deployer:
         self._active = self._tried = self._latest = active
         self._on_replaced = on_replaced
         #: Status of the latest deployment; None if there was none.
-        self.report = active and DeploymentReport(active.at, Stage.DONE, "loaded at startup")
+        self.report = DeploymentReport(active.at, Stage.DONE, "loaded at startup") if active else None
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="deployer", daemon=True)

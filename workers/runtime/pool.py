@@ -11,7 +11,7 @@ drains the worker; in_flight.py passes requests to the pipeline and back to Cele
 workers/transport and shared/broker.py depend on Celery.
 
 Relies on these internals of Celery 5.7, beyond `BasePool`: errors raised by `terminate_job`, `grow`, `shrink` and
-`restart` are sent as the reply to the remote command.
+`restart` are sent as the reply to the remote command, and a Signal's `lock` guards its receivers.
 """
 
 import gc
@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from threading import RLock
 from typing import Any
 
 from celery.concurrency.base import BasePool
@@ -78,6 +79,8 @@ class DevicePool(BasePool):
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
         self._shutdown_signals = 0
+        # A second SIGTERM can interrupt the handler of the first, which holds this lock. Celery's own would deadlock.
+        worker_shutting_down.lock = RLock()  # type: ignore[attr-defined]  # not in the stub
         worker_shutting_down.connect(self._on_shutting_down, weak=False)
 
     def on_start(self) -> None:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from producers.push import Pusher
 from producers.reddit import daemon as daemon_module
 from producers.reddit.state import State
 from shared import broker
 from shared.broker import queue_depth
 from shared.messages import Post
 from shared.results import ResultsStore
+from shared.scripts import queue as queue_scripts
 from tests.integration.reddit.house import HOUR, MINUTE, House, result, short_listings
 
 
@@ -61,7 +61,7 @@ class Killed(BaseException):
 STEPS: dict[str, tuple[Any, str]] = {
     "note gaps": (State, "begin"),
     "publish": (broker, "publish"),
-    "mark as sent": (Pusher, "_remember"),
+    "mark as sent": (queue_scripts, "mark"),
     "mark as known": (State, "commit"),
     "advance the watermark": (State, "advance"),
 }
