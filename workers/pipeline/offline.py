@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finished(Owner):
-    """An owner that collects messages with all their outcomes, and None if the pipeline fails."""
+    """An owner that queues each finished message, and None if the pipeline fails."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
