@@ -58,7 +58,7 @@ MAX_HELD_POSTS = 5_000
 FULL_QUEUE_SLOWDOWN = 4
 #: Seconds between updates of the status for `feedmill status`.
 STATUS_INTERVAL_S = 10.0
-#: Pauses in seconds after failures of Reddit and of Redis. Integers, because floats overflow after 1,024 failures.
+#: Pauses in seconds after failures of Reddit and of Redis. Integers: floats would overflow after 1,024 failures.
 REDDIT_BACKOFF, REDIS_BACKOFF = EqualJitterBackoff(cap=600, base=5), EqualJitterBackoff(cap=30, base=5)
 
 
@@ -286,7 +286,7 @@ class Daemon:
         return interval * (FULL_QUEUE_SLOWDOWN if self._pusher.gate.closed else 1)
 
     def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
-        """Walk the subreddits' joint listing and buffer new posts. Raises Fault."""
+        """Walk the subreddits' joint listing and buffer new posts. Raises RedditFault."""
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
         if found.missed and len(tracks) > 1:
