@@ -233,7 +233,7 @@ def queue_for_model(redis: Redis, model: str) -> str:
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raise UserError if no worker has ever served the queue and it is not the default one. Raises RedisError."""
+    """Raise UserError for an unknown queue other than the default one. Raises redis.exceptions.RedisError."""
     served = known_queues(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(

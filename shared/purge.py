@@ -160,7 +160,7 @@ def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection
     while text is not None and (clean := _without(text, posts)) is not None:
         if scripts.replace_string(redis, key, TRANSPORT_KEYS["reserved_key"], text, clean):
             return True
-        (text,) = _fetch(redis, [key])  # another client has changed it meanwhile
+        (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
     return False
 
 
@@ -183,7 +183,7 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
     before, named = MessageFailed.parse(" ".join(map(str, said)) if isinstance(said, list) else "", MAX_ID)
     if named.isdisjoint(posts):
         return None
-    # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
+    # Reasons can quote posts. Remove the reasons of all posts: dead letters still contain those of the other posts.
     return json.dumps(meta | {"result": result | {"exc_message": [f"{before}{PURGED}"]}, "traceback": None})
 
 
