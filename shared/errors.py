@@ -67,7 +67,7 @@ class StackError(UserError):
     """
 
 
-class RedisUnavailable(UserError):  # noqa: N818 - named after what happened
+class RedisUnavailable(UserError):  # noqa: N818 - named after the event
     """Redis is unreachable, rejects the credentials, or refuses a command.
 
     Commands exit with status 2; posts reported as sent are in the queue. Workers and the Reddit daemon wait for Redis
@@ -82,7 +82,7 @@ class CredentialsError(UserError):
     """
 
 
-class QueueFull(UserError):  # noqa: N818 - named after what happened
+class QueueFull(UserError):  # noqa: N818 - named after the event
     """The queue has reached its limit, and the producer is set not to wait (`when_full=refuse`).
 
     Posts sent before the limit was reached are in the queue. Commands exit with status 2.

@@ -2,8 +2,8 @@
 
 Deleting alone is not enough: a worker may be classifying the post, and a producer may read it again. So a purge first
 sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
-existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: each script
-starts with a deletion, because Redis rejects only a script's first write.
+existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: the first write
+of each script is a deletion (shared/scripts/__init__.py).
 
 Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
 application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages

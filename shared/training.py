@@ -98,7 +98,7 @@ class TrainOptions(BaseModel):
     fit_head: bool = Field(True, description="Fit the classification head first.")
     #: Improves macro-F1 rather than accuracy.
     class_weights: bool = Field(False, description="Weight rare labels more.")
-    #: Also the trained model's limit. Most titles have fewer than 64 tokens; text after 128 rarely changes the topic.
+    #: Also the trained model's limit. Most titles have fewer than 64; tokens after the 128th rarely change the topic.
     max_tokens: int = Field(128, ge=8, le=8192, description="Maximum tokens to read of a post.")
     #: Seeds the head, the order of posts, dropout and the split.
     seed: int = Field(7, ge=0, lt=2**32, description="Random seed.")

@@ -27,7 +27,7 @@ from shared.scripts.stream import END, Place, StreamState, claim, fetch
 
 T = TypeVar("T")
 
-#: Entries per fetch. If this member stops, the other members receive them only after CLAIM_AFTER_S.
+#: Entries per fetch. If this member stops, other members receive these entries only after CLAIM_AFTER_S.
 GIVEN_AT_ONCE = 100
 #: Seconds without acknowledgement after which another member takes over an entry.
 CLAIM_AFTER_S = 60.0

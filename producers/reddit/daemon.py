@@ -290,7 +290,7 @@ class Daemon:
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
         if found.missed and len(tracks) > 1:
-            # A joint listing is too short for them: walk each separately, with a thousand places of its own.
+            # The joint listing is too short for them: walk each subreddit's own listing of a thousand posts.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
                 self._walk(feed, [track], full)
@@ -373,7 +373,7 @@ class Daemon:
 
     @property
     def hindrance(self) -> str:
-        """Return what keeps the daemon from working, for display; "" if nothing does."""
+        """Return the current failure of Redis or Reddit, for display; "" if there is none."""
         return self._redis_trouble or self._reddit_trouble
 
     def status(self) -> dict[str, Any]:

@@ -42,11 +42,11 @@ class State(Enum):
     WAITING = auto()
     #: One of the message's rows has entered a forward pass, or none needs to.
     STARTED = auto()
-    #: All of its outcomes were reported to the owner.
+    #: All of the message's outcomes were reported to the owner.
     FINISHED = auto()
-    #: Nothing more of it is computed, because it was withdrawn or exceeded a time limit.
+    #: The message's waiting rows are not computed, because it was withdrawn or exceeded a time limit.
     DROPPED = auto()
-    #: Its task was retried as a new message. Its failed posts are then not dead letters yet.
+    #: The message's task was retried as a new message. Failed posts do not become dead letters yet.
     SENT_AGAIN = auto()
 
 

@@ -94,10 +94,10 @@ class Pipeline:
         self._preparation.submit(message)
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """Fail a whole message now. Return False if it is too late for that.
+        """Fail a whole message now. Return False if it is already finished or dropped.
 
-        Nothing more of it is computed, and it ends like other messages, with `fault` as its outcome. Posts without an
-        outcome fail with `reason`. A micro-batch that contains some of its rows completes for the others.
+        The message's waiting rows are not computed, and it ends like other messages, with `fault` as its outcome. Posts
+        without an outcome fail with `reason`. A micro-batch that contains rows of the message completes for the others.
         """
         return self._recording.give_up(message, fault, reason)
 

@@ -12,7 +12,7 @@ never redeliver each other's messages.
 A message is held until it is acknowledged or returned. Until then, the lease thread renews its lease. The thread also
 returns messages of other processes whose leases expired. When a connection ends, its messages return to their lists,
 except *claimed* ones: work on them continues, and their acknowledgements are sent over the next connection. The code
-that claims a message must acknowledge it, reject it or drop the claim; garbage collection does neither.
+that claims a message must acknowledge it, reject it or drop the claim: garbage collection does none of these.
 
 A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
 kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
