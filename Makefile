@@ -80,7 +80,7 @@ $(VENV)/base:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Only torch itself comes from that index, and only in the version that constraints.txt pins.
+# Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins.
 $(VENV)/torch: constraints.txt | $(VENV)/base
 	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
 	test -z "$$index" || $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \

@@ -20,7 +20,7 @@ HEAD_BYTES = 1 << 16
 class Position:
     """Number of finished records of a file, for one combination of options and filters.
 
-    path: a regular file. way: everything that changes which messages the file yields: options and filters.
+    path: a regular file. way: options and filters, which determine the file's messages.
     Raises OSError. The methods raise redis.exceptions.RedisError.
     """
 

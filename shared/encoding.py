@@ -1,9 +1,9 @@
 """Encode and decode message bodies: JSON, optionally compressed, compatible with any Celery application.
 
-`register` adds serializers of Feedmill's own and leaves kombu's as they are, because other applications may run in the
-same process. `limit_bodies` is for worker processes only and replaces kombu's decoders there. kombu decompresses bodies
-of any size, and one megabyte of gzip can expand to a gigabyte; 64 MiB of `{}` become 1.6 GB of Python objects. kombu's
-JSON reader also checks every object for kombu's own types, which is slow.
+`register` adds Feedmill's serializers and leaves kombu's unchanged, because other applications may run in the same
+process. `limit_bodies` replaces kombu's decoders, and is for worker processes only. kombu decompresses bodies of any
+size: one megabyte of gzip can expand to a gigabyte, and 64 MiB of `{}` become 1.6 GB of Python objects. kombu's JSON
+reader is also slow, because it checks every object for kombu's own types.
 """
 
 import bz2
@@ -65,12 +65,12 @@ BODY_ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def register() -> None:
-    """Register the serializers POSTS and PACKED_POSTS. A message encoded by the latter needs the header for GZIP.
+    """Register the serializers POSTS and PACKED_POSTS. Messages encoded by the latter need the compression header GZIP.
 
     Compression is part of the serializer because kombu's gzip takes six times as long as isal's, and registering
     another gzip would replace it for the whole process.
     """
-    names = serialization.registry.type_to_name  # for JSON, each registration sets it to its own name
+    names = serialization.registry.type_to_name  # `register` overwrites the name for JSON
     name = names[JSON[0]]
     serialization.register(POSTS, write, None, *JSON)
     serialization.register(PACKED_POSTS, lambda body: pack(write(body)), None, *JSON)
@@ -147,10 +147,10 @@ def pack(data: bytes) -> bytes:
 
 
 def limit_bodies(limit: int, memory: int) -> None:
-    """Replace kombu's decoders by ones that reject bodies too large to decode safely, for the rest of the process.
+    """Replace kombu's decoders, in the whole process, with decoders that reject bodies too large to decode safely.
 
     limit: maximum bytes of a decompressed body. memory: maximum bytes of memory for its decoded objects. Content types
-    and compressions that cannot be bounded are rejected as well.
+    and compressions whose size cannot be limited are rejected as well.
     """
     for kind in serialization.TRUSTED_CONTENT:  # kombu decodes these without `accept_content`, by any Python codec
         serialization.register(f"refused {kind}", _refuse_kind, _refuse_kind, kind, "binary")

@@ -6,14 +6,14 @@ FeedmillError
  │   ├─ InputError       a file cannot be read as posts
  │   ├─ ModelError       the model's files are missing, damaged or of an unsupported kind
  │   ├─ StackError       a process of the embedded stack did not start, or exited
- │   ├─ RedisUnavailable       Redis is unreachable, or refuses a command
+ │   ├─ RedisUnavailable Redis is unreachable, or refuses a command
  │   ├─ CredentialsError Reddit's credentials are missing or wrong
  │   └─ QueueFull        the queue has reached its limit, and the producer must not wait
  ├─ RequestRefused       a message's options are invalid; the whole message fails
  ├─ PostRefused          one post is invalid; the message's other posts are classified
  ├─ DeviceFull           the device ran out of memory for a micro-batch; a smaller one may fit
  ├─ DeviceLost           the device's context is broken; the worker exits without acknowledging
- ├─ ForwardTimeout         a forward pass exceeded its time limit; the worker exits without acknowledging
+ ├─ ForwardTimeout       a forward pass exceeded its time limit; the worker exits without acknowledging
  └─ MessageFailed        every post of a message failed, or any post with strict=true
 """
 
@@ -67,7 +67,7 @@ class StackError(UserError):
     """
 
 
-class RedisUnavailable(UserError):  # noqa: N818 - named after what happened
+class RedisUnavailable(UserError):  # noqa: N818 - named after the event
     """Redis is unreachable, rejects the credentials, or refuses a command.
 
     Commands exit with status 2; posts reported as sent are in the queue. Workers and the Reddit daemon wait for Redis
@@ -82,7 +82,7 @@ class CredentialsError(UserError):
     """
 
 
-class QueueFull(UserError):  # noqa: N818 - named after what happened
+class QueueFull(UserError):  # noqa: N818 - named after the event
     """The queue has reached its limit, and the producer is set not to wait (`when_full=refuse`).
 
     Posts sent before the limit was reached are in the queue. Commands exit with status 2.
@@ -159,13 +159,13 @@ class MessageFailed(FeedmillError):  # noqa: N818
 
     @classmethod
     def parse(cls, text: str, max_id: int) -> tuple[str, set[str]]:
-        """Split text that ends with such an error's: the part before the reasons, and all post ids they may name.
+        """Split text that ends with that of a MessageFailed: the part before the reasons, and all ids they may name.
 
-        Celery's result holds nothing of an error but its text, and a chord quotes that in an error of its own.
+        Celery stores only the text of an error, and a chord quotes it in its own error.
         max_id: maximum characters of an id.
         """
         before, found, reasons = text.partition(cls._BEFORE_REASONS)
-        # Try every possible end of an id, because an id can itself contain the separator.
+        # Try every possible start and end of an id, because an id can contain the separators.
         begins = [0, *(match.end() for match in re.finditer(cls._BETWEEN_REASONS, reasons))]
         ends = [match.start() for match in re.finditer(cls._AFTER_ID, reasons)]
         ids = {reasons[begin:end].strip() for begin in begins for end in ends if begin < end <= begin + max_id}
@@ -174,7 +174,7 @@ class MessageFailed(FeedmillError):  # noqa: N818
 
 @contextmanager
 def convert_errors(convert: Callable[[Any], UserError | None], *kinds: type[Exception]) -> Iterator[None]:
-    """Raise the UserError that `convert` returns for an error of these kinds, or the error itself if that is None."""
+    """Convert errors of these kinds inside the block to the UserError that `convert` returns; None keeps the error."""
     try:
         yield
     except kinds as fault:

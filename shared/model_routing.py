@@ -1,9 +1,9 @@
 """Registry of queues and workers: the model that serves each queue, the model requested for it, and live workers.
 
-Three hashes. feedmill:models holds what workers announce; producers use it to find a model's queue. Entries outlive the
-workers, so that messages waiting for a stopped model stay visible. feedmill:wanted holds what `feedmill deploy`
-requests from a queue's workers. Neither says whether a worker runs. feedmill:workers holds the workers that should
-answer, until they deregister.
+The registry consists of three hashes. feedmill:models contains the workers' announcements; producers use it to find a
+model's queue. Announcements outlive the workers, so that messages waiting for a stopped model stay visible.
+feedmill:wanted contains the requests of `feedmill deploy` to a queue's workers. Neither shows whether a worker runs.
+feedmill:workers contains the workers that should answer, until they deregister.
 """
 
 import json
@@ -233,7 +233,7 @@ def queue_for_model(redis: Redis, model: str) -> str:
 
 
 def check_queue(redis: Redis, queue: str) -> None:
-    """Raise UserError if no worker has ever served the queue and it is not the default one. Raises RedisError."""
+    """Raise UserError for an unknown queue other than the default one. Raises redis.exceptions.RedisError."""
     served = known_queues(redis)
     if queue != DEFAULT_QUEUE and queue not in served:
         raise UserError(

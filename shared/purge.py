@@ -2,8 +2,8 @@
 
 Deleting alone is not enough: a worker may be classifying the post, and a producer may read it again. So a purge first
 sets a tombstone, which stops all further sending and storing (shared/results.py, producers/push.py), and then deletes
-existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: each script
-starts with a deletion, because Redis rejects only a script's first write.
+existing data. A purge is idempotent and can be repeated after a failure. It works at `maxmemory` too: the first write
+of each script is a deletion (shared/scripts/__init__.py).
 
 Limits: a post stays in a worker's memory until its message is finished. Its result is not stored; but if another
 application waits for that message, Celery keeps the outcome for `celery_result_ttl`, and results of a chord's messages
@@ -160,7 +160,7 @@ def _clean(redis: Redis, key: bytes | str, text: bytes | None, posts: Collection
     while text is not None and (clean := _without(text, posts)) is not None:
         if scripts.replace_string(redis, key, TRANSPORT_KEYS["reserved_key"], text, clean):
             return True
-        (text,) = _fetch(redis, [key])  # another client has changed it meanwhile
+        (text,) = _fetch(redis, [key])  # another client changed the result meanwhile
     return False
 
 
@@ -183,7 +183,7 @@ def _without(text: bytes, posts: Collection[str]) -> str | None:
     before, named = MessageFailed.parse(" ".join(map(str, said)) if isinstance(said, list) else "", MAX_ID)
     if named.isdisjoint(posts):
         return None
-    # Reasons can quote posts. The reasons of all posts are removed; dead letters still contain the other posts'.
+    # Reasons can quote posts. Remove the reasons of all posts: dead letters still contain those of the other posts.
     return json.dumps(meta | {"result": result | {"exc_message": [f"{before}{PURGED}"]}, "traceback": None})
 
 

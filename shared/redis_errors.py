@@ -6,16 +6,16 @@ from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from shared.errors import clause
 
-#: Text of Redis' error when a script runs a command that its user may not. redis-py has no exception type for it.
+#: Text of Redis' error when a script runs a command that the Redis user may not. redis-py has no type for it.
 DENIED_SCRIPT = "user executing the script can't"
 #: Text of Redis' error when a key has the wrong type. In a script's error it is surrounded by other text.
 WRONG_TYPE = "WRONGTYPE"
 
 
 def permanent_reason(fault: BaseException) -> str | None:
-    """Return what the user must fix before Redis accepts the command; None if the error may be transient."""
+    """Return the reason why Redis will never accept the command, and the remedy; None if the error may be transient."""
     if is_denied(fault):
-        return f"its user lacks a permission ({clause(fault)}). See docs/redis.md for the permissions of each user."
+        return f"the Redis user lacks a permission ({clause(fault)}). See docs/redis.md for each user's permissions."
     if is_wrong_type(fault):
         return f"another application uses one of Feedmill's keys ({clause(fault)}). Use a separate Redis database."
     return None

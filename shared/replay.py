@@ -28,7 +28,7 @@ class Connections:
 
     def __init__(self) -> None:
         #: The server's `run_id` and `master_replid`; the latter changes when a replica is promoted. A unique object if
-        #: the server does not tell them. None before `start`: not every user has permission for INFO.
+        #: the server does not report them. None before `start`: not every user has permission for INFO.
         self.latest: object = None
 
     def __call__(self, connection: Any) -> None:

@@ -167,10 +167,10 @@ class Settings(BaseSettings):
     token_budget: Count | None = None
     #: Maximum rows per micro-batch.
     batch_rows: Count = 256
-    #: Rows waiting for the device at which no more messages are fetched. Larger values pad less but increase latency.
+    #: Waiting rows at which a worker stops fetching messages. Larger values reduce padding but increase latency.
     window_rows: Count = 1024
-    #: Seconds of prefetched work, at the device's recent speed, at which no more messages are fetched. Keeps messages
-    #: from waiting for a slow device while a faster one is idle.
+    #: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages. Prevents
+    #: messages from waiting for a slow device while a faster one is idle.
     prefetch_seconds: Seconds = 2.0
     #: Compile the model with torch.compile. Needs a C++ compiler and a minute per start; measure whether it helps.
     compile: bool = False

@@ -18,7 +18,7 @@ RESULTS = "results"
 #: training's posts and options; and TensorBoard's logs.
 CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
 
-#: Metadata of an option that is a flag without an opposite, such as --no-resume.
+#: Metadata of a boolean option that has no opposite flag, such as --no-resume.
 SWITCH = "switch"
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, strip_whitespace=True)]
@@ -40,7 +40,7 @@ class TrainOptions(BaseModel):
         alias="from", description="Training data: `results` (the stream), an export, or a file of posts."
     )
     out: Text = Field(description="Folder for the trained model; must be new or empty.")
-    #: The default is small and available offline.
+    #: The default model is small and available offline.
     base: Text = Field(
         "sentence-transformers/all-MiniLM-L6-v2",
         description="Model: a folder, package:NAME or a Hugging Face Hub name (default: the bundled all-MiniLM-L6-v2).",
@@ -50,16 +50,16 @@ class TrainOptions(BaseModel):
     labels: Literal["topic", "zero-shot", "soft"] = Field(
         "topic", description="Label source: topic, zero-shot or soft."
     )
-    #: Others are skipped. At 0.5, no other label is as likely. Not for topics.
+    #: Posts with a lower score are skipped. At 0.5, no other label is as likely. Does not apply to topics.
     min_score: float = Field(0.5, ge=0, le=1, description="Minimum score of the best label in results or exports.")
-    #: With fewer, a model memorizes the posts instead of learning the label.
+    #: With fewer posts, a model memorizes them instead of learning the label.
     min_posts: Size = Field(8, description="Minimum posts per label.")
-    #: Read from the start. All are held in memory, about 10 KB each.
+    #: Posts are read from the start of the source, and all held in memory, about 10 KB each.
     limit: int = Field(200_000, ge=1, le=10_000_000, description="Maximum number of posts to read.")
 
     # Test.
 
-    #: All posts of `source` are then used for training.
+    #: With this option, all posts of `source` are used for training.
     test: Text | None = Field(None, description="File of posts with topics to test on, instead of a split.")
     #: "random" uses a hash of the posts' ids, so that a post keeps its side when posts are added. "subreddit" and
     #: "time" hold out whole subreddits, or the newest posts, to measure accuracy on unfamiliar data.
@@ -68,15 +68,15 @@ class TrainOptions(BaseModel):
     )
     #: Approximate. A fifth of 2,000 posts resolves accuracies that differ by 4%.
     test_share: float = Field(0.2, gt=0, le=0.9, description="Share of the posts to test on.")
-    #: If it can classify; shows the benefit of the training.
+    #: Shows the benefit of the training. Skipped if the base model cannot classify.
     compare: bool = Field(True, description="Also test the untrained base model.")
 
     # Training.
 
-    #: A few hundred posts need several; too many cause overfitting.
+    #: A few hundred posts need several passes; too many passes cause overfitting.
     epochs: float = Field(4.0, gt=0, le=1000, description="Passes over the training posts.")
     max_steps: int | None = Field(None, ge=1, le=10_000_000, description="Optimization steps, instead of --epochs.")
-    #: If the device runs out of memory, lower it and raise `accumulation`.
+    #: If the device runs out of memory, lower this value and raise `accumulation`.
     batch_size: Size = Field(16, description="Rows per forward pass and device.")
     #: Effective batch size = batch size x accumulation x devices.
     accumulation: Size = Field(1, description="Forward passes per optimization step.")
@@ -88,19 +88,19 @@ class TrainOptions(BaseModel):
     )
     #: A new head's first gradients are large.
     warmup: float = Field(0.1, ge=0, le=1, description="Share of the steps with a rising learning rate.")
-    #: After warm-up. "linear" and "cosine" fall to zero.
+    #: The schedule after warm-up. "linear" and "cosine" fall to zero.
     schedule: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="Learning-rate schedule: linear, cosine or constant."
     )
     weight_decay: float = Field(0.01, ge=0, le=1, description="Weight decay of AdamW.")
-    #: On the frozen base model's outputs, in one pass. Training then starts near a solution and changes less of the
-    #: base model's features (arXiv 2202.10054).
+    #: Fits it on the frozen base model's outputs, in one pass. Training then starts near a solution and changes the
+    #: base model's features less (arXiv 2202.10054).
     fit_head: bool = Field(True, description="Fit the classification head first.")
     #: Improves macro-F1 rather than accuracy.
     class_weights: bool = Field(False, description="Weight rare labels more.")
-    #: Also the trained model's limit. Most titles have fewer than 64; text beyond 128 rarely changes a post's topic.
+    #: Also the trained model's limit. Most titles have fewer than 64; tokens after the 128th rarely change the topic.
     max_tokens: int = Field(128, ge=8, le=8192, description="Maximum tokens to read of a post.")
-    #: For the head, the order of posts, dropout and the split.
+    #: Seeds the head, the order of posts, dropout and the split.
     seed: int = Field(7, ge=0, lt=2**32, description="Random seed.")
     #: Progress is a lower loss on a held-out tenth of the training posts; the best weights are kept. 0 trains on all
     #: posts.
@@ -114,9 +114,9 @@ class TrainOptions(BaseModel):
     )
     #: Reduces padding. The order of batches stays random.
     length_grouping: bool = Field(True, description="Batch posts of similar length.")
-    #: A third more time for a fraction of the memory. Small models do not need it.
+    #: Training takes a third longer and a fraction of the memory. Small models do not need it.
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
-    #: One kernel instead of several per weight.
+    #: Runs one kernel instead of several per weight.
     fused_optimizer: bool = Field(True, description="Use the fused AdamW kernel.")
     #: 0 is usually best: texts are tokenized beforehand, and padding them is cheap.
     loader_workers: int = Field(0, ge=0, le=64, description="Processes that assemble batches.")
@@ -128,7 +128,7 @@ class TrainOptions(BaseModel):
     checkpoint_steps: Size | None = Field(
         None, description="Optimization steps between checkpoints (default: one epoch)."
     )
-    #: Requires the same posts and options.
+    #: Requires the posts and options of the interrupted training.
     resume: Annotated[bool, SWITCH] = Field(False, description="Resume from the last checkpoint in OUT.")
     tensorboard: Annotated[bool, SWITCH] = Field(False, description="Write TensorBoard logs to OUT/runs.")
 

@@ -1,4 +1,4 @@
-"""Read dates from options, and show times."""
+"""Parse dates given as options, and format times."""
 
 import math
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ def parse_period(
 ) -> tuple[float | None, float | None]:
     """Parse the options `--since` and `--until` to seconds since 1970; None if not given.
 
-    earliest: the first time that is a valid date. Raises UserError for an invalid date or an empty period.
+    earliest: dates before this time are invalid. Raises UserError for an invalid date or an empty period.
     """
     begins, ends = _seconds("--since", since, earliest), _seconds("--until", until, earliest)
     if begins is not None and ends is not None and begins >= ends:

@@ -127,7 +127,7 @@ def _confirm(count: int) -> None:
 
 
 def _chosen(dead: DeadLetters, ids: Sequence[str] | None, every: bool) -> tuple[Iterator[Entry], list[str]]:
-    """Return the selected dead letters, and the ids without one. Raises UserError unless ids or --all are given."""
+    """Return the selected dead letters, and the ids without one. Raises UserError without ids and --all."""
     if bool(ids) == every:
         raise UserError("Select dead letters: give ids, as `feedmill dead list` shows them, or --all.")
     return (dead.all(), []) if every else _named(dead, ids or [])
@@ -164,7 +164,7 @@ def _send_again(
 ) -> str | None:
     """Publish the post of a dead letter again; return the reason if that is impossible, else None."""
     if isinstance(each, UndecodableMessage):
-        return "the element is not a message"
+        return "it is not a message"
     try:
         post, options = _read(each.letter)
     except (PostRefused, RequestRefused) as refused:

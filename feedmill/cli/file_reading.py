@@ -22,7 +22,7 @@ class FileReading:
 
     If reading fails, the posts read before the error are still yielded, and `end` raises the error.
 
-    filters: which posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
+    filters: posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
     the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id.
     """
 

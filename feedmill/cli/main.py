@@ -150,7 +150,7 @@ def url(data_folder: DataFolder = None) -> None:
 
 @dataclass(frozen=True)
 class WorkerFlags:
-    """Flags of a worker, as settings."""
+    """Flags of `feedmill worker`. Each overrides the setting of the same name."""
 
     model: ModelOption = None
     queue: Annotated[str | None, typer.Option(help="Queue to serve; each model needs its own (default: feedmill).")] = (

@@ -104,7 +104,7 @@ def classify_posts(
 
     Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
     """
-    loaded = load_model(settings)  # explains a missing package, which the imports below would raise
+    loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
     from workers.pipeline import offline  # noqa: PLC0415
     from workers.pipeline.calibration import calibrate  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Groups of options: a parameter of a command that stands for one flag per field of its type.
+"""Groups of options: a command's parameter that stands for several flags, one per field of the parameter's type.
 
-typer reads a command's flags from its signature. `with_groups` replaces each group in the signature by its flags, and
-passes their values to the command as a group again.
+typer reads a command's flags from its signature. `with_groups` replaces each group in the signature with its flags, and
+passes the values of the flags to the command as one object of the group's type.
 """
 
 import inspect
@@ -51,12 +51,12 @@ def _flags(kind: Any) -> Flags:
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return the flag of a model's field. Its value is None unless it is given: the model has the default."""
+    """Return the flag of a pydantic model's field. Its default is None; the model applies the field's own default."""
     flag, description = f"--{(field.alias or name).replace('_', '-')}", field.description or ""
     is_switch = SWITCH in field.metadata
     kind: Any = field.annotation
     while get_args(kind):
-        kind = get_args(kind)[0]  # of an optional or constrained type, the type itself; of a choice, a text
+        kind = get_args(kind)[0]  # unwrap an optional or constrained type; a Literal ends at its first choice
     if kind is bool and not is_switch:
         flag = f"{flag}/{flag.replace('--', '--no-')}"
     if not (is_switch or field.is_required() or field.default is None or "(default: " in description):

@@ -1,4 +1,4 @@
-"""Options and groups of options shared by several commands, and their conversion into settings."""
+"""Options and groups of options shared by several commands, and their conversion to settings."""
 
 import logging
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read
 WorkerName = Annotated[
     str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
 ]
-PriorityOption = Annotated[int | None, typer.Option(help="Message priority, from 0 (first) to 9 (last); 0 by default.")]
+PriorityOption = Annotated[int | None, typer.Option(help="Message priority, 0 (first) to 9 (last) (default: 0).")]
 MultiLabelOption = Annotated[bool, typer.Option(help="Score each label independently.")]
 
 
@@ -84,7 +84,7 @@ def settings_of(**flags: Any) -> Settings:
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Flags that select how a model classifies, as settings."""
+    """Flags of commands that classify. Each overrides the setting of the same name."""
 
     labels: LabelsOption = None
     template: TemplateOption = None
@@ -106,7 +106,7 @@ class MessageFlags:
     priority: PriorityOption = None
 
     def settings_of(self, **others: Any) -> Settings:
-        """Load the settings with these and other option values. See `settings_of`."""
+        """Load the settings with these flags and other option values; see the function `settings_of`."""
         return settings_of(
             labels=self.labels, template=self.template, queue=self.to_queue, priority=self.priority, **others
         )
@@ -114,7 +114,7 @@ class MessageFlags:
     def options(self, settings: Settings) -> ClassifyOptions:
         """Return the message options.
 
-        Options that were not given stay unset, so that the worker's settings apply rather than this process's.
+        Options that were not given stay unset, so that the worker's settings apply and not this process's.
         """
         labels = None if self.labels is None else settings.labels
         return ClassifyOptions(labels=labels, template=self.template, multi_label=self.multi_label)
@@ -125,7 +125,7 @@ class MessageFlags:
         FEEDMILL_MODEL does not select a queue: it names the model that a worker loads. FEEDMILL_QUEUE is not checked
         against the known queues, because producers may start before the first worker.
 
-        Raises UserError if both options are given or no known queue matches, and RedisError if Redis fails.
+        Raises UserError if both options are given, no known queue matches, or Redis fails.
         """
         if self.to_model is not None and self.to_queue is not None:
             raise UserError("--model and --queue both select a queue. Give one of them.")

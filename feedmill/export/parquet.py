@@ -17,7 +17,7 @@ COLUMN_TYPES = dict.fromkeys(COLUMNS, TEXT) | dict.fromkeys(TIME_COLUMNS, TIME)
 COLUMN_TYPES |= dict.fromkeys(("stickied", "nsfw", "spoiler"), pa.bool_())
 COLUMN_TYPES |= dict.fromkeys(("label_score", "queued_seconds"), pa.float64())
 COLUMN_TYPES |= {"Score": pa.int64(), "scores": pa.map_(TEXT, pa.float64())}
-#: A row group, the unit that readers skip or load, is closed at this many rows or bytes.
+#: Rows and bytes at which a row group is closed. Readers skip or load whole row groups.
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows per batch when a file is read.
 BATCH_ROWS = 5000

@@ -13,7 +13,7 @@ from feedmill.reading.rows import ResultRow
 from producers import exported
 from shared.messages import Post
 
-#: Column of a post -> the post's field, and its default, which stored posts leave out.
+#: Column of a post -> the post's field, and the field's default, which stored posts omit.
 POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
 RESULT_COLUMNS = (

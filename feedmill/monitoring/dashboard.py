@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 #: Files in the data folder.
 STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
-#: Milliseconds between saves of the state. A killed Flower loses what it saw since the last one; pages block during
-#: the save.
+#: Milliseconds between saves of the state. A killed Flower loses the events since the last save; pages block during a
+#: save.
 SAVE_INTERVAL_MS = 30_000
 #: Newest messages to remember. The state file is about 9 MB at this number.
 MAX_TASKS = 20_000

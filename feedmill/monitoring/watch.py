@@ -67,7 +67,7 @@ class Status(NamedTuple):
     gaps: int
     #: Number of dead letters, including undecodable messages.
     dead_letters: int
-    #: False if the workers could not be asked: their answers go through Redis, which refuses writes.
+    #: False if the workers could not be asked, because Redis refuses the writes of their answers.
     asked: bool
     #: Expected workers that did not answer, each with the seconds since its last sign of life.
     missing: dict[str, float]
@@ -107,7 +107,7 @@ def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Que
     queues = {
         name: Queue(found[name], depth.waiting, oldest_seconds(redis, name)) for name, depth in sorted(depths.items())
     }
-    held = depths[settings.queue].held  # `held` counts all queues, so any of them will do
+    held = depths[settings.queue].held  # `held` counts all queues, so it is the same for each
     return QueueDepth(sum(queue.waiting for queue in queues.values()), held), queues
 
 
@@ -135,8 +135,8 @@ class _AllAnsweredError(Exception):
 def ask(app: Celery, command: str, nodes: list[str] | None, patience: float) -> dict[str, Any]:
     """Send a remote-control command and return each node's first answer. nodes, patience: see worker_statistics.
 
-    Celery's `limit` cannot replace the callback: it counts answers, so two workers of one name would end the wait for
-    a third.
+    Celery's `limit` cannot replace the callback: it counts answers, so two answers from workers with one name would end
+    the wait too early.
     """
     answers: dict[str, Any] = {}
 

@@ -1,8 +1,8 @@
 """Read and remove dead letters. shared/results.py writes them.
 
 There are two kinds: dead letters, which are entries of a Redis stream, and undecodable messages, which
-leases.py moves to a list as raw bytes. A dead letter's name is its stream id, `1795255200000-0`; an undecodable
-message's name is a digest of its bytes, `raw-1f2e3d4c5b6a7988`. Dead letters can also be found by post id.
+workers/transport/leases.py moves to a list as raw bytes. A dead letter's name is its stream id, `1795255200000-0`; an
+undecodable message's name is a digest of its bytes, `raw-1f2e3d4c5b6a7988`. Dead letters can also be found by post id.
 """
 
 from collections.abc import Iterable, Iterator
@@ -88,7 +88,7 @@ class DeadLetters:
         return next(self._between(name, name), None)
 
     def expect_again(self, letter: DeadLetter) -> None:
-        """Allow a new dead letter for the same post. Call before retrying: otherwise another failure writes none."""
+        """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
         self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
 
     def remove(self, each: DeadLetterEntry | UndecodableMessage) -> None:
@@ -106,7 +106,7 @@ class DeadLetters:
                 start = f"({each[0]}"
 
     def _elements(self, count: int = 0) -> list[UndecodableMessage]:
-        """Return the newest `count` undecodable messages, oldest first; 0 returns all. They may not be UTF-8."""
+        """Return the newest `count` undecodable messages, oldest first; 0 returns all. The bytes need not be UTF-8."""
         client: Any = self._redis
         found: list[bytes] = client.execute_command("LRANGE", UNDECODABLE, 0, count - 1, **{NEVER_DECODE: True})
         return [

@@ -27,7 +27,7 @@ from shared.scripts.stream import END, Place, StreamState, claim, fetch
 
 T = TypeVar("T")
 
-#: Entries per fetch. Other members wait for them if this one stops.
+#: Entries per fetch. If this member stops, other members receive these entries only after CLAIM_AFTER_S.
 GIVEN_AT_ONCE = 100
 #: Seconds without acknowledgement after which another member takes over an entry.
 CLAIM_AFTER_S = 60.0
@@ -55,13 +55,13 @@ class GroupReader:
         since: float | None = None,
         claim_after: float = CLAIM_AFTER_S,
     ) -> None:
-        """Create a member. since: start of a new group, as in `Follower`. claim_after: seconds, see CLAIM_AFTER_S."""
+        """Create a member. since: start of a new group, as in `Follower`. claim_after: see CLAIM_AFTER_S."""
         self._redis = redis
         self._group = group
         self._consumer = consumer
         self._wanted = wanted
         self._claim_after = claim_after
-        #: The group's place. Its start if the group does not exist yet.
+        #: The group's place in the stream. For a new group, the start of the group.
         self._place = END if since is None else Place(id_before(since))
         self._claim_from = "0-0"
         self._claim_at = self._read_at = time.monotonic()
@@ -127,8 +127,8 @@ class GroupReader:
         return self._lost(deleted, state)
 
     def _lost(self, ids: Sequence[str], stream: StreamState) -> list[Read]:
-        """Report pending entries that no longer exist."""
-        # Trimming removes the oldest entries. Missing entries newer than the stream's first one were purged.
+        """Report pending entries that were trimmed, and acknowledge those that were purged."""
+        # Trimming removes the oldest entries. Missing entries after the stream's first one were therefore purged.
         trimmed = stream.trimmed and stream.first
         lost = [entry_id for entry_id in ids if trimmed and order(entry_id) < order(stream.first)]
         self._to_acknowledge.extend(set(ids).difference(lost))
@@ -138,7 +138,7 @@ class GroupReader:
         return [Read(Missed(count, seconds_of(lost[0]), seconds_of(lost[-1]), len(lost)), tuple(lost))]
 
     def _in_group(self, call: Callable[[], T]) -> T:
-        """Make a call. Create the group first if it does not exist."""
+        """Make a call. If the group does not exist, create it and repeat the call."""
         try:
             return call()
         except ResponseError as fault:

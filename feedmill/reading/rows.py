@@ -1,7 +1,7 @@
 """Read the results stream as raw rows, for readers of a hundred thousand results and more.
 
-Two scripts fetch about five hundred rows and check them for purged posts. Rows stay plain dicts; no pydantic model
-is built.
+Per chunk, one script fetches about five hundred rows and another checks them for purged posts. Rows are plain dicts:
+building pydantic models would be slow.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from shared.scripts.stream import Place, check_posts, fetch_rows
 
 #: Approximate bytes of entries per fetch. A fetch blocks Redis for one or two milliseconds.
 FETCH_BYTES = 2**19
-#: Posts per call of the script that checks them.
+#: Posts per call of the script that checks for purged posts.
 POSTS_PER_CHECK = 1000
 
 
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     """Consecutive rows in stream order."""
 
     rows: list[ResultRow]
-    #: Position after the rows, including the rows of purged posts, which are left out.
+    #: Place after the rows, including the omitted rows of purged posts.
     place: Place
     ended: bool
     #: Number of results that were trimmed before they could be read; None if unknown.
@@ -49,7 +49,7 @@ class RowReader:
     """A reader of the results stream. Every method raises redis.exceptions.RedisError."""
 
     def __init__(self, redis: Redis, until: float | None = None) -> None:
-        """until: stop before entries written at or after this time (seconds since 1970)."""
+        """Create a reader. until: stop before entries written at or after this time, in seconds since 1970."""
         self._redis = redis
         self._end = "+" if until is None else f"({int(until * 1000)}-0"
 

@@ -26,9 +26,9 @@ FOLLOWED_AT_ONCE = 500
 class Missed:
     """Results that were trimmed before they were read. Times are seconds since 1970."""
 
-    #: Number of trimmed results, without purged ones; None if unknown.
+    #: Number of trimmed results, not counting purged ones; None if unknown.
     count: int | None
-    #: Times of the last entry before the gap, and of the first entry after it.
+    #: The results were written between these times.
     since: float
     until: float
     #: Upper bound on `count`, if posts were purged meanwhile; None if unknown.
@@ -70,7 +70,7 @@ class Follower:
     Its methods, and those of `GroupReader`, raise redis.exceptions.RedisError.
     """
 
-    #: True if unacknowledged items may have been taken over by another member: call `read` again.
+    #: True if another member may have taken over unacknowledged items: call `read` again.
     stale = False
 
     def __init__(

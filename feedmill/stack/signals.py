@@ -1,4 +1,4 @@
-"""Handle signals inside a block."""
+"""Context managers that handle signals inside a block."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Leave out the signals that are ignored: under nohup, closing the terminal must not end the process."""
+    """Return the signals that are not ignored: under nohup, closing the terminal must not end the process."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 

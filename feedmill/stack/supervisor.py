@@ -346,7 +346,7 @@ class Supervisor:
     # The workers' state.
 
     def _poll_statistics(self) -> None:
-        """Request the workers' statistics regularly, on a thread of its own because the answers take time."""
+        """Request the workers' statistics regularly, on a separate thread because the answers take time."""
         app = make_app(self._settings)
         nodes = [worker.node for worker in self._workers]
         while not self._stopping:

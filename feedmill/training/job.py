@@ -1,4 +1,4 @@
-"""Run trainings as Celery tasks: `feedmill.train` does what the command `feedmill train` does.
+"""Run trainings as Celery tasks: `feedmill.train` is the counterpart of the command `feedmill train`.
 
 Each training runs the command as a child process: its memory is released when it exits, and its error messages are the
 same. Progress is published as the task state PROGRESS, in Celery's result backend and in Flower. The task is registered

@@ -7,8 +7,8 @@ from producers.reddit.clock import Clock
 
 #: Maximum requests without a pause after an idle period.
 BURST_REQUESTS = 30
-#: Requests of Reddit's stated budget left unused: for a restarted process, which does not know what the previous one
-#: spent, and for other users of the same credentials.
+#: Requests of Reddit's stated budget that stay unused: for a restarted process, which does not know the previous one's
+#: requests, and for other users of the same credentials.
 RESERVED_REQUESTS = 5
 #: Maximum wait in seconds that Reddit's headers can impose. Its rate-limit windows last ten minutes.
 MAX_WAIT_S = 3600.0

@@ -91,7 +91,7 @@ class Requestor(prawcore.Requestor):
         return _checked(response, body)
 
     def _body(self, response: requests.Response) -> bytes:
-        """Read the body. Raises Fault if it is too large or too slow."""
+        """Read the body. Raises RequestFailed if it is too large or too slow."""
         body = bytearray()
         deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * self._timeout
         # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a time.
@@ -105,7 +105,7 @@ class Requestor(prawcore.Requestor):
 
 
 def _connection_fault(error: requests.RequestException) -> RedditFault:
-    """Return Unreachable if no connection to Reddit can be opened, otherwise Fault."""
+    """Return Unreachable if no connection to Reddit can be opened, otherwise RequestFailed."""
     causes = [error, *error.args, *(getattr(argument, "reason", None) for argument in error.args)]
     nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
     if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):
@@ -352,7 +352,7 @@ def missing_credentials(name: str) -> str:
 
 
 def outage_error(settings: Settings, fault: Outage) -> UserError:
-    """Return the error that tells users about an outage of Reddit."""
+    """Convert an outage of Reddit to an error for users."""
     if isinstance(fault, CredentialsRefused):
         return CredentialsError(refused_credentials(settings))
     where = settings.reddit_url or "Reddit"

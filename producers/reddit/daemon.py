@@ -58,7 +58,7 @@ MAX_HELD_POSTS = 5_000
 FULL_QUEUE_SLOWDOWN = 4
 #: Seconds between updates of the status for `feedmill status`.
 STATUS_INTERVAL_S = 10.0
-#: Pauses in seconds after failures of Reddit and of Redis. Integers, because floats overflow after 1,024 failures.
+#: Pauses in seconds after failures of Reddit and of Redis. Integers: floats would overflow after 1,024 failures.
 REDDIT_BACKOFF, REDIS_BACKOFF = EqualJitterBackoff(cap=600, base=5), EqualJitterBackoff(cap=30, base=5)
 
 
@@ -286,11 +286,11 @@ class Daemon:
         return interval * (FULL_QUEUE_SLOWDOWN if self._pusher.gate.closed else 1)
 
     def _walk(self, feed: Feed, tracks: Sequence[Track], full: bool) -> None:
-        """Walk the subreddits' joint listing and buffer new posts. Raises Fault."""
+        """Walk the subreddits' joint listing and buffer new posts. Raises RedditFault."""
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
         if found.missed and len(tracks) > 1:
-            # A joint listing is too short for them: walk each separately, with a thousand places of its own.
+            # The joint listing is too short for them: walk each subreddit's own listing of a thousand posts.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
                 self._walk(feed, [track], full)
@@ -373,7 +373,7 @@ class Daemon:
 
     @property
     def hindrance(self) -> str:
-        """Return what keeps the daemon from working, for display; "" if nothing does."""
+        """Return the current failure of Redis or Reddit, for display; "" if there is none."""
         return self._redis_trouble or self._reddit_trouble
 
     def status(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ PAGE_SIZE = 100
 UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated"]
 
 
-class RedditFault(Exception):  # noqa: N818 - named after what happened, as its kinds are
+class RedditFault(Exception):  # noqa: N818 - named after the event, like its subclasses
     """Reddit did not return what was requested."""
 
 

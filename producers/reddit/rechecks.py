@@ -54,7 +54,7 @@ class Rechecker:
     def run(self) -> float:
         """Recheck up to a hundred posts; return the seconds until the next run.
 
-        Raises Fault and redis.exceptions.RedisError. Posts not finished then are rechecked on a later run.
+        Raises RedditFault and redis.exceptions.RedisError. A later run rechecks the unfinished posts.
         """
         if self._sending or not (looks := self._state.due(self._clock.time(), PAGE_SIZE)):
             return POLL_INTERVAL_S

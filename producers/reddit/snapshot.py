@@ -106,7 +106,7 @@ class SnapshotReader:
 
 
 def with_retries(ask: Callable[[], Answer], clock: Clock) -> Answer:
-    """Call `ask`, retrying failures with backoff. Raises the last RedditFault; does not retry permanent failures."""
+    """Call `ask`, and retry temporary failures with backoff. Raises the last RedditFault."""
     for failures in range(MAX_ATTEMPTS - 1):
         try:
             return ask()

@@ -72,7 +72,7 @@ def walk(
 
     overlap: seconds to continue below the lowest watermark, for posts that appear late.
     depth: number of posts after which a subreddit without a watermark counts as met.
-    Raises Fault; the walk has no effect then.
+    Raises RedditFault; the walk has no effect then.
     """
     unmet = {track.name.lower(): track for track in tracks}
     lowest = min((track.watermark for track in unmet.values() if track.watermark is not None), default=None)

@@ -1,9 +1,9 @@
-"""Every Lua script, as typed functions: only these modules know a script's keys, arguments and answer.
+"""Every Lua script, as typed functions that hide the script's keys, arguments and reply.
 
-Redis runs a script atomically and answers no one else meanwhile, so each function bounds its work or leaves that to its
-caller. At `maxmemory` Redis rejects a script at its first write that can use memory, but lets it continue after a write
-that cannot. Scripts that must work then start with a deletion, even of nothing. This also makes them fail on keys of
-the wrong type before they change anything.
+Redis runs a script atomically and serves no other client meanwhile, so each function bounds its work or relies on its
+caller to do so. At `maxmemory`, Redis rejects a script whose first write can use memory, but runs all writes after one
+that cannot. Scripts that must work at `maxmemory` therefore start with a deletion, if necessary of a missing field.
+This also makes them fail on keys of the wrong type before they change anything.
 
 All functions raise redis.exceptions.RedisError.
 """
@@ -18,11 +18,11 @@ Answer = TypeVar("Answer")
 
 
 class Script(Generic[Answer]):
-    """A Lua script with an answer of one type. It is sent as its SHA-1, and loaded where Redis does not know it."""
+    """A Lua script, and the type of its reply. Sends only the SHA-1, and the source if Redis does not know it."""
 
     def __init__(self, lua: str) -> None:
         self.lua = lua
-        # In bytes, redis-py needs no client to encode it.
+        # As bytes, because redis-py would need a client to encode text.
         self._script: Any = core.Script(None, lua.encode())  # type: ignore[arg-type]
         self.sha: str = self._script.sha
 
@@ -32,5 +32,5 @@ class Script(Generic[Answer]):
 
 
 def as_text(value: str | bytes) -> str:
-    """Decode a part of an answer, which is bytes for clients without `decode_responses`."""
+    """Decode a part of a reply: bytes, if the client does not set `decode_responses`."""
     return value if isinstance(value, str) else value.decode()

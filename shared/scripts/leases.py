@@ -1,4 +1,4 @@
-"""Scripts for leases: reserve, renew, find expired, return and replace messages, and move undecodable ones.
+"""Scripts for leases: reserve, return and replace messages, renew leases, and set undecodable messages aside.
 
 workers/transport/leases.py describes the keys `reserved`, a hash, and `reserved_index`, a sorted set.
 """
@@ -11,11 +11,11 @@ from redis import Redis
 from shared.scripts import Script, as_text
 
 #:   KEYS[1]  reserved          KEYS[2]  reserved_index     KEYS[3+] lists, in order of delivery
-#:   ARGV[1]  prefix of tags    ARGV[2]  messages, at most  ARGV[3]  bytes after which to stop
+#:   ARGV[1]  prefix of tags    ARGV[2]  maximum messages   ARGV[3]  bytes after which to stop
 #:   ARGV[4+] length of a lease in seconds, one per list; 0 takes messages without a lease
 #:
-#: Answers a flat array (list number, message count, list number, message count, …) of the lists that had any, and the
-#: messages.
+#: Returns a flat array (list number, message count, list number, message count, …) of the lists that had messages, and
+#: the messages.
 _RESERVE: Script[tuple[list[int], list[bytes]]] = Script("""
 redis.call('HDEL', KEYS[1], '')
 redis.call('ZREM', KEYS[2], '')
@@ -43,15 +43,15 @@ for number = 3, #KEYS do
 end
 return {runs, messages}
 """)
-#: A lease that ends further in the future than its own length was made before Redis' clock was set back; it is
-#: shortened to that length.
+#: A lease that ends later than its length from now was made before Redis' clock was set back. It is shortened to its
+#: length.
 #:
 #:   KEYS[1]  reserved_index                   KEYS[2]  reserved
-#:   ARGV[1]  length of a lease, seconds       ARGV[2]  expired leases, at most
-#:   ARGV[3]  time of the last contact         ARGV[4]  maximum seconds since then
+#:   ARGV[1]  length of a lease, seconds       ARGV[2]  maximum expired leases to find
+#:   ARGV[3]  time of the last contact         ARGV[4]  maximum seconds since the last contact
 #:   ARGV[5]  bytes of expired messages after which to stop    ARGV[6+] tags to renew
 #:
-#: Answers the time, the expired tags, and their number if there may be more, else 0.
+#: Returns the time, the tags of expired leases, and their number if more leases may have expired, else 0.
 _RENEW: Script[tuple[str | bytes, list[str | bytes], int]] = Script("""
 redis.call('ZREM', KEYS[1], '')
 local time = redis.call('TIME')
@@ -89,7 +89,7 @@ for number = 3, #KEYS do
 end
 """)
 #:   KEYS[1]  reserved    KEYS[2]  reserved_index    KEYS[3]  undecodable, list
-#:   ARGV[1]  tag         ARGV[2]  the message       ARGV[3]  entries of that list, at most
+#:   ARGV[1]  tag         ARGV[2]  the message       ARGV[3]  maximum entries of that list
 _SET_ASIDE: Script[int] = Script("""
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -165,9 +165,9 @@ class LeaseScripts:
     ) -> tuple[float, list[str], bool]:
         """Renew the leases of these tags for `lease_s` seconds. Then find up to `limit` expired leases, latest first.
 
-        Finds expired leases until their messages reach `max_bytes`, and none if the last contact was more than
-        `max_silence_s` ago: Redis was unreachable, and living workers could not renew. Returns Redis' time, the
-        expired tags, and whether there may be more.
+        Stops when the messages of the expired leases reach `max_bytes`. Finds none if the last `contact`, by Redis'
+        clock, was more than `max_silence_s` ago: Redis was unreachable, and living workers could not renew their
+        leases. Returns Redis' time, the tags of expired leases, and whether more may have expired.
         """
         arguments = [lease_s, limit, contact, max_silence_s, max_bytes, *tags]
         now, expired, more = _RENEW(self._redis, [self._index, self._reserved], arguments)

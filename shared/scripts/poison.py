@@ -5,7 +5,7 @@ from redis import Redis
 from shared.keys import PASSES, poison_key
 from shared.scripts import Script
 
-#: One script costs one round trip less than two commands, and less to build than a pipeline.
+#: A script saves one of the two commands' round trips, and is faster to build than a pipeline.
 #:
 #:   KEYS[1]  feedmill:passes   hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
 #:   ARGV[1]  worker and lane   ARGV[2]  the record    ARGV[3]  ttl, seconds
@@ -13,7 +13,7 @@ _NOTE: Script[None] = Script("""
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 """)
-#:   KEYS[1]  as above    KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
+#:   KEYS[1]  see _NOTE    KEYS[2]  feedmill:suspect:<id>  hash: index of a post -> deaths
 #:   ARGV[1]  digest of the message's id    ARGV[2]  prefix of this worker's records    ARGV[3]  ttl, seconds
 _COUNT: Script[list[str]] = Script("""
 local now = tonumber(redis.call('TIME')[1])
@@ -44,9 +44,10 @@ def note(redis: Redis, name: str, record: str, ttl: int) -> None:
 
 
 def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:
-    """Count the records of dead workers for one message, once, and return the deaths of each of its posts by index.
+    """Count the records of a message that other workers left when they died, and remove those records.
 
-    message: digest of its id. worker: prefix of the names of this worker's own records.
+    Returns the number of deaths by post index. message: digest of the message's id. worker: prefix of the names of this
+    worker's own records.
     """
     found = _COUNT(redis, [PASSES, poison_key(message)], [message, worker, ttl])
     return {int(index): int(deaths) for index, deaths in zip(found[::2], found[1::2], strict=True)}

@@ -7,7 +7,7 @@ from redis import Redis
 from shared.keys import tombstone_key
 from shared.scripts import Script, as_text
 
-#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  when, in seconds since 1970    ARGV[2]  ttl, seconds
+#:   KEYS  feedmill:gone:<id>, string, of each post    ARGV[1]  time, in seconds since 1970    ARGV[2]  ttl, seconds
 _SET_TOMBSTONES: Script[None] = Script("""
 for _, key in ipairs(KEYS) do
   redis.call('DEL', key)
@@ -17,10 +17,10 @@ end
 #: Reads ten entries at a time, because sizes vary widely.
 #:
 #:   KEYS[1]  feedmill:results or feedmill:dead, stream
-#:   ARGV[1]  first id, as XRANGE takes it              ARGV[2]  bytes of entries after which to stop
+#:   ARGV[1]  first id, in XRANGE syntax                 ARGV[2]  bytes of entries after which to stop
 #:   ARGV[3+] ids of the posts
 #:
-#: Answers the first id of the next call, "" after the last entry, and the number of deleted entries.
+#: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
 _SWEEP: Script[tuple[str | bytes, int]] = Script("""
 local wanted, from, bytes, deleted = {}, ARGV[1], 0, 0
 for i = 3, #ARGV do wanted[ARGV[i]] = true end
@@ -39,7 +39,7 @@ repeat
 until from == '' or bytes >= tonumber(ARGV[2])
 return {from, deleted}
 """)
-#: The HDEL in the next three scripts deletes nothing, but lets them continue at `maxmemory`.
+#: The HDEL in the next three scripts deletes nothing, but makes Redis accept the writes after it at `maxmemory`.
 #:
 #:   KEYS[1] list or string    KEYS[2] feedmill:reserved, hash    ARGV[1] the expected value    ARGV[2] the new value
 _REPLACE_WAITING: Script[int] = Script("""
@@ -70,7 +70,7 @@ def set_tombstones(redis: Redis, posts: Sequence[str], at: int, ttl: int) -> Non
 
 
 def sweep(redis: Redis, stream: str, posts: Sequence[str], max_bytes: int) -> int:
-    """Delete the posts' entries from a stream. Return their number. max_bytes: bytes of entries read per call."""
+    """Delete the posts' entries from a stream, and return the number of them. max_bytes: bytes read per call."""
     start, total = "-", 0
     while start:
         following, deleted = _SWEEP(redis, [stream], [start, max_bytes, *posts])

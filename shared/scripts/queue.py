@@ -1,6 +1,6 @@
-"""Scripts for the queue: which posts were sent, and the age of waiting messages.
+"""Scripts for the queue: look up and mark sent posts, and read headers of the next messages.
 
-A pipeline of many small commands costs redis-py two thirds of the publishing time.
+With pipelines of many small commands instead, redis-py would take two thirds of the publishing time.
 """
 
 import json
@@ -27,7 +27,7 @@ for i, mark in ipairs(cjson.decode(ARGV[3])) do
 end
 return found
 """)
-#:   ARGV[1] to ARGV[3]: as above. ARGV[4]: current time. ARGV[5]: TTL in seconds.
+#:   ARGV[1] to ARGV[3]: see _LOOKUP. ARGV[4]: current time. ARGV[5]: TTL in seconds.
 _MARK: Script[None] = Script("""
 for _, mark in ipairs(cjson.decode(ARGV[3])) do
   if redis.call('EXISTS', ARGV[2] .. mark[1]) == 0 then
@@ -58,7 +58,7 @@ def lookup(redis: Redis, marks: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def mark(redis: Redis, marks: Sequence[tuple[str, str]], at: int, ttl: int) -> None:
-    """Mark posts as sent `at` this time, in seconds since 1970, except posts purged in the meantime."""
+    """Mark posts as sent, except posts that were purged meanwhile. at: seconds since 1970. ttl: seconds."""
     _MARK(redis, [], [sent_key(""), tombstone_key(""), json.dumps(marks), at, ttl])
 
 

@@ -11,7 +11,7 @@ from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, dead_letter_key,
 from shared.scripts import Script
 from shared.settings import Settings
 
-#: Field with the latest score, in the hash of a post's classifications. Fingerprints are hex, so none equals it.
+#: Field with the latest score, in the hash of a post's classifications. No fingerprint equals it: they are hex.
 SCORE = "score"
 
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
@@ -100,11 +100,11 @@ def prepare_write(
     hour: int,
     max_labels: int,
 ) -> tuple[Callable[[], tuple[int, int]], int]:
-    """Return a call that writes a micro-batch, and the number of bytes that it sends. It can be repeated.
+    """Return a function that writes a micro-batch and may be called repeatedly, and the number of bytes that it sends.
 
-    It sets each result if absent, and appends new ones to the stream. It skips posts with a tombstone: a worker may
-    have held a post when it was purged. A dead letter is written unless one with its digest is in the stream.
-    The call returns the numbers of new results, and of trimmed dead letters.
+    The function sets each result if absent, and appends new ones to the stream. It skips posts with a tombstone: a
+    worker may have held a post when it was purged. It writes a dead letter unless one with its digest is in the stream.
+    It returns the numbers of new results and of trimmed dead letters.
 
     results: post id, fingerprint, label, classification and post of each, the latter two as JSON. letters: post id,
     digest and JSON of each. hour: hours since 1970, of the counts by label. max_labels: labels counted per hour.
@@ -125,7 +125,7 @@ def prepare_write(
     for post_id, digest, letter in letters:
         keys += [tombstone_key(post_id), dead_letter_key(digest)]
         arguments += [post_id, letter]
-    # Encoded only once, to bytes: a Python string can take four bytes per character.
+    # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
     arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
     return partial(_WRITE, redis, keys, arguments), sum(len(each) for each in arguments[7:])
 
@@ -136,6 +136,6 @@ def find(redis: Redis, wanted: Sequence[tuple[str, str]]) -> list[str | None]:
 
 
 def refresh(redis: Redis, scores: Mapping[str, int], at: float) -> int:
-    """Store the scores of posts that have results. Return how many have. at: time of the scores."""
+    """Store the scores of posts that have results. Return the number of these posts. at: seconds since 1970."""
     keys = [result_key(post_id) for post_id in scores]
     return _REFRESH(redis, keys, [SCORE, *(json.dumps({"score": score, "at": at}) for score in scores.values())])

@@ -20,21 +20,21 @@ from shared.scripts.results import SCORE
 class Place(NamedTuple):
     """A reader's place in the stream, with the counts needed to detect entries that were trimmed unread."""
 
-    #: Id of the last entry read.
+    #: Id of the last entry that was read.
     cursor: str
     #: Number of entries written up to the cursor since the store was created; None if unknown.
     position: int | None = None
-    #: Number of entries trimmed at the time of the last read; and purged, when the position was last known exactly.
+    #: Number of entries trimmed before the last read; and purged before the position was last known exactly.
     trimmed: int = 0
     purged: int = 0
 
     def as_text(self) -> str:
-        """Return the place as the scripts take it."""
+        """Return the place as text, an argument of the scripts."""
         return "" if self.position is None else " ".join(map(str, self))
 
     @classmethod
     def parse(cls, cursor: str, text: str) -> "Place":
-        """Parse a script's answer."""
+        """Parse the cursor and the place in a script's reply."""
         return cls(cursor, *map(int, text.split()[1:]))
 
 
@@ -53,20 +53,21 @@ class StreamState(NamedTuple):
 class Fetched(NamedTuple):
     """Consecutive entries, and the gap before them."""
 
-    #: True if they were delivered to this member before. The cursors, the place and the gap are empty then.
+    #: True if the entries were delivered to this member before. `before`, `place` and the gap are empty then.
     pending: bool
-    #: Id and fields of each, alternating names and values; None as the fields of a deleted entry.
+    #: Id and fields of each entry. Fields are alternating names and values; None for a deleted entry.
     entries: list[tuple[str, list[str] | None]]
     #: Id of the last entry read before this call.
     before: str
     place: Place
-    #: Number of missing entries, -1 if unknown; and of entries purged meanwhile, in the gap or elsewhere.
+    #: Number of missing entries, -1 if unknown; and of entries purged since `position` was last known, in the gap or
+    #: elsewhere.
     gone: int
     purged_meanwhile: int
     stream: StreamState
 
 
-#: The stream's figures.
+#: Reads the numbers of entries stored, trimmed, purged and present.
 #:
 #:   KEYS[1]  feedmill:results  stream    KEYS[2]  feedmill:counters  hash
 _FIGURES = """
@@ -81,8 +82,8 @@ local function by_name(flat)
   return named
 end
 """
-#: Finds the gap after `cursor`, given the `place` that the last call returned for it, or "". Then `place_after` returns
-#: the new place. It consists of an entry's id, and the numbers of entries written up to it, trimmed, and purged.
+#: Finds the gap after `cursor`, given the `place` that the last call returned for it, or "". Defines `place_after`,
+#: which returns the new place: an entry's id, and the numbers of entries written up to it, trimmed, and purged.
 _GAP = """
 local at, position, trimmed_then, purged_then = string.match(place, '^(%S+) (%d+) (%d+) (-?%d+)$')
 if at ~= cursor then position = nil end
@@ -109,11 +110,11 @@ local function place_after(read, last, ended)
 end
 """
 #:   KEYS[1], KEYS[2]  see _FIGURES         KEYS[3]  feedmill:groups  hash
-#:   ARGV[1]  entries, at most              ARGV[2]  the group, or ""           ARGV[3]  its member
+#:   ARGV[1]  maximum entries               ARGV[2]  the group, or ""           ARGV[3]  its member
 #:   without a group: ARGV[4]  the cursor, or "$" for the end of the stream     ARGV[5]  its place, or ""
 #:
 #: A group's member first receives its pending entries: delivered to it, but not acknowledged. A group's place is stored
-#: in KEYS[3]. Answers the fields of Fetched in order.
+#: in KEYS[3]. Returns the fields of Fetched in order.
 _FETCH: Script[list[Any]] = Script(
     _FIGURES
     + """
@@ -159,10 +160,10 @@ return {0, entries, before, cursor, now, gone, meanwhile, first, trimmed, purged
 #:   KEYS[1], KEYS[2]  see _FIGURES
 #:   ARGV[1]  the group           ARGV[2]  the member that takes over
 #:   ARGV[3]  milliseconds after which an entry is taken over
-#:   ARGV[4]  id to start from    ARGV[5]  entries, at most
+#:   ARGV[4]  id to start from    ARGV[5]  maximum entries
 #:   ARGV[6]  milliseconds of inactivity after which a member is removed
 #:
-#: Answers the next id to start from; the ids of deleted entries; and the fields of StreamState.
+#: Returns the next id to start from; the ids of deleted entries; and the fields of StreamState.
 _CLAIM: Script[list[Any]] = Script(
     _FIGURES
     + """
@@ -184,7 +185,7 @@ return {claimed[1], claimed[3] or {}, first, trimmed, purged}
 #:   ARGV[1]  the cursor    ARGV[2]  its place, or ""    ARGV[3]  end of the range, in XRANGE syntax
 #:   ARGV[4]  bytes of entries after which to stop
 #:
-#: Answers a flat list: 1 if no entries are left, else 0; the new cursor; its place; `gone` and `left`; then the texts.
+#: Returns a flat list: 1 if no entries are left, else 0; the new cursor; its place; `gone` and `left`; then the texts.
 _FETCH_ROWS: Script[list[Any]] = Script(
     _FIGURES
     + "local cursor, place = ARGV[1], ARGV[2]\n"
@@ -218,7 +219,7 @@ return '[' .. table.concat(said, ',') .. ']'
 
 
 def fetch(redis: Redis, count: int, place: Place = END, group: str = "", member: str = "") -> Fetched:
-    """Return up to `count` entries after a place; or a member's pending entries, else new ones of its group."""
+    """Return up to `count` entries after a place; for a group's member, its pending entries, or else new ones."""
     arguments = [count, group, member, place.cursor, place.as_text()]
     answer = _FETCH(redis, [RESULTS_STREAM, COUNTERS, GROUPS], arguments)
     pending, entries, before, cursor, text, gone, meanwhile, *state = answer
@@ -231,7 +232,8 @@ def claim(
     """Take over up to `count` entries that another member received and has not acknowledged for `idle_ms`.
 
     Also removes members that have no pending entries and were inactive for `member_ttl_ms`. Returns the id to start
-    from next time, "0-0" at the end, and the ids of deleted entries, which Redis 6.2 takes over instead.
+    from next time ("0-0" at the end), and the ids of entries that were deleted. Redis 6.2 does not report deleted
+    entries, but takes them over.
     """
     arguments = [group, member, idle_ms, start, count, member_ttl_ms]
     next_id, deleted, *state = _CLAIM(redis, [RESULTS_STREAM, COUNTERS], arguments)
@@ -239,10 +241,10 @@ def claim(
 
 
 def fetch_rows(redis: Redis, place: Place, end: str, max_bytes: int) -> tuple[bool, Place, int, int, list[str]]:
-    """Return entries after a place until their texts reach `max_bytes`. end: of the range, in XRANGE syntax.
+    """Return entries after a place until their texts reach `max_bytes`. end: end of the range, in XRANGE syntax.
 
-    Returns whether none are left; the new place; the numbers of missing entries before these, and of entries after
-    these, each -1 if unknown; and id, classification and post of each entry, one after another.
+    Returns whether no entries are left; the new place; the number of entries missing before the returned ones, and of
+    entries after them, each -1 if unknown; and id, classification and post of each entry, in a flat list.
     """
     arguments = [place.cursor, place.as_text(), end, max_bytes]
     ended, cursor, text, gone, left, *texts = _FETCH_ROWS(redis, [RESULTS_STREAM, COUNTERS], arguments)

@@ -1,4 +1,4 @@
-"""results.py on every redis-server of this machine: readers repeat no result and report every missed one."""
+"""feedmill/reading on every redis-server of this machine: readers repeat no result and report every missed one."""
 
 import logging
 import subprocess

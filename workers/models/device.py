@@ -128,7 +128,7 @@ def _device(wanted: str) -> tuple[torch.device, str]:
 
 
 def proc_field(path: Path, name: str) -> str | None:
-    """Return the first field of this name in a file of Linux's /proc, such as "1024 kB"; None if there is none."""
+    """Return the first field of this name in a file of Linux's /proc, such as "1024 kB"; None if absent."""
     lines = path.read_text().splitlines() if path.is_file() else ()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 

@@ -73,7 +73,7 @@ class Repository:
     """One commit of a model's repository: its file sizes in bytes by path, and its folder in the cache.
 
     revision: branch, tag or commit; None is the main branch. offline: use only what is in the cache. first: small files
-    to download at once, if they exist. Raises ModelError, as `fetch` does.
+    that the constructor downloads, if they exist. Raises ModelError, as `fetch` does.
     """
 
     def __init__(self, name: str, revision: str | None, offline: bool, first: Collection[str]) -> None:

@@ -34,7 +34,7 @@ class Computed(NamedTuple):
 
 
 class BatchLoop:
-    """A loop for each lane of the device. hand_over: called with each computed part; may block."""
+    """Compute micro-batches, in one loop per lane of the device. hand_over: called with each part; may block."""
 
     def __init__(
         self, backlog: Backlog, device: Device, context: Context, hand_over: Callable[[Computed], None]

@@ -1,4 +1,4 @@
-"""Everything that the pipeline's parts share, and the interfaces to its owner and to the results store."""
+"""Objects that the pipeline's parts share, and the interfaces to its owner and to the results store."""
 
 import threading
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from workers.pipeline.watch import Watch
 
 
 class Owner:
-    """The side that submits messages. The pipeline calls it on its own threads. Subclasses override what they need."""
+    """The submitter of messages. The pipeline calls these methods on its threads; subclasses override some."""
 
     def admit(self, message: Message) -> bool:  # noqa: ARG002 - for subclasses
         """Return whether a message is still wanted. Called under the backlog's lock, when its first row is taken."""
         return True
 
     def started(self, message: Message) -> None:
-        """Note that the first row of a message enters a forward pass, or that it needs none."""
+        """Handle the start of a message: its first row enters a forward pass, or it needs none."""
 
     def finished(self, message: Message) -> None:
-        """Note that the last post of a message has an outcome and that every result is stored."""
+        """Handle a finished message: all of its posts have an outcome, and all results are stored."""
 
     def recorded(self, message: Message) -> None:
-        """Note that the dead letters of a finished message are stored, too. Called last."""
+        """Handle a finished message whose dead letters are stored, too. Called last."""
 
     def failed(self) -> None:
-        """Note that a thread died or hangs, because of a defect or a broken device."""
+        """Handle a thread that died or hangs, because of a defect or a broken device."""
 
 
 class Store(Protocol):
@@ -51,7 +51,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that the pipeline's parts share."""
+    """Objects that the pipeline's parts share."""
 
     owner: Owner
     store: Store
@@ -59,7 +59,7 @@ class Context:
     poison: PoisonTracker | None
     statistics: Statistics
     watch: Watch
-    #: Ends every wait.
+    #: Set when the pipeline stops. Ends every wait.
     stopping: threading.Event
     #: Seconds after which a forward pass or another call of the classifier counts as hung. Waits for Redis or Celery's
     #: result backend have no limit.

@@ -38,15 +38,15 @@ MAX_FRAMES, MAX_CHAINED_ERRORS = 20, 4
 class State(Enum):
     """A message's state. `TRANSITIONS` lists the states that may follow each."""
 
-    #: None of its rows has entered a forward pass.
+    #: None of the message's rows has entered a forward pass.
     WAITING = auto()
-    #: One of its rows has entered a forward pass, or none needs to.
+    #: One of the message's rows has entered a forward pass, or none needs to.
     STARTED = auto()
-    #: All of its outcomes were reported to the owner.
+    #: All of the message's outcomes were reported to the owner.
     FINISHED = auto()
-    #: Nothing more of it is computed, because it was withdrawn or exceeded a time limit.
+    #: The message's waiting rows are not computed, because it was withdrawn or exceeded a time limit.
     DROPPED = auto()
-    #: Its task was retried as a new message. Its failed posts are then not dead letters yet.
+    #: The message's task was retried as a new message. Failed posts do not become dead letters yet.
     SENT_AGAIN = auto()
 
 
@@ -67,7 +67,7 @@ class Message:
     task_id: Celery's task id, for dead letters.
     priority: 0 (first) to 9 (last).
     redelivered: whether a worker had the message before.
-    pending: anything that the owner needs to reply to it.
+    pending: anything that the owner needs to reply to the message.
     attempts: number of deliveries, including this one.
     queue: the queue it was taken from, if any.
     """
@@ -105,7 +105,7 @@ class Message:
         self.refused: RequestRefused | None = None
         #: Reason why a valid message fails as a whole, such as a timeout.
         self.fault: Exception | None = None
-        #: Until the message is finished or dropped, guarded by the backlog's lock. Then the writer thread's.
+        #: Guarded by the backlog's lock until the message is finished or dropped. Then used only on the writer thread.
         self.state = State.WAITING
 
     def enter(self, state: State) -> bool:

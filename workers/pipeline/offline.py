@@ -1,7 +1,7 @@
 """Classify without a queue: the worker's pipeline with both ends replaced.
 
-Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. Everything in between is
-the worker's own, so results and measurements apply to a worker as well.
+Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. All steps in
+between are the worker's, so results and measurements apply to a worker as well.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finished(Owner):
-    """An owner that collects messages with all their outcomes, and None if the pipeline fails."""
+    """An owner that queues each finished message, and None if the pipeline fails."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

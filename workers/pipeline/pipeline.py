@@ -1,11 +1,11 @@
 """The pipeline: from message to stored result, on tokenizer, device and writer threads that overlap.
 
     submit → [tokenizer] preparation.py: post → rows ─▶ backlog.py: rows wait, sorted by length
-           → [device]    workers/pipeline/batch_loop.py:  next batch, forward, hand over
-           → [writer]    workers/pipeline/recording.py:   outputs → outcomes → stored → finished → recorded
+           → [device]    batch_loop.py:  next batch, forward, hand over
+           → [writer]    recording.py:   outputs → outcomes → stored → finished → recorded
 
-This module connects the parts and monitors them. A hung step (watch.py), such as a forward pass, ends the worker, and
-so does a thread that dies. Independent of Celery: it calls its owner (context.py) on its own threads.
+This module connects the parts and monitors them. The worker ends if a step, such as a forward pass, hangs (watch.py) or
+a thread dies. Independent of Celery: it calls its owner (context.py) on its own threads.
 """
 
 import logging
@@ -87,17 +87,17 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Accept a message. It ends with `Owner.recorded`, unless it is no longer wanted or the pipeline stops."""
+        """Accept a message. Calls `Owner.recorded` at its end, unless it is no longer wanted or the pipeline stops."""
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
         self._preparation.submit(message)
 
     def give_up(self, message: Message, fault: Exception, reason: str) -> bool:
-        """Fail a whole message now. Return False if it is too late for that.
+        """Fail a whole message now. Return False if it is already finished or dropped.
 
-        Nothing more of it is computed, and it ends like other messages, with `fault` as its outcome. Posts without an
-        outcome fail with `reason`. A micro-batch that contains some of its rows completes for the others.
+        The message's waiting rows are not computed, and it ends like other messages, with `fault` as its outcome. Posts
+        without an outcome fail with `reason`. A micro-batch that contains rows of the message completes for the others.
         """
         return self._recording.give_up(message, fault, reason)
 

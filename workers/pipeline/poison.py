@@ -5,7 +5,7 @@ flight before each pass, with one command. When a message is redelivered, record
 posts. These are suspected poison posts, and the pipeline computes each in isolation. Other posts of the message, and
 messages that only waited in the dead worker, are not suspected.
 
-Records outlive their worker. A leftover record does not harm a post that has ended, because it is never redelivered.
+Records outlive their worker. A leftover record does not affect a finished post, because that is never redelivered.
 """
 
 import json
@@ -34,7 +34,7 @@ class PoisonTracker:
     """Record the posts in flight of this worker, and read the records of dead workers. Thread-safe."""
 
     def __init__(self, redis: Redis) -> None:
-        """redis: a client with short timeouts, because the device waits for it."""
+        """Create a tracker. redis: a client with short timeouts, because the device waits for it."""
         self._redis = redis
         self._worker = uuid4().hex
 

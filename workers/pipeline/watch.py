@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """A step that a thread runs."""
+    """A step, such as a forward pass, that a thread runs now."""
 
     thread: int
     what: str
     #: Start time on the watch's clock.
     began: float
-    #: Seconds after which it counts as hung; None for no limit.
+    #: Seconds after which the step counts as hung; None for no limit.
     limit: float | None
 
 

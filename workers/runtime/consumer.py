@@ -1,4 +1,4 @@
-"""Celery's consumer, adapted to a pool that holds many messages at a time: what it fetches and what it reports.
+"""Celery's consumer, adapted to a pool that holds many messages at a time: prefetching, errors and reports.
 
 A message that no task can process becomes a dead letter. Celery alone would discard it.
 

@@ -2,8 +2,8 @@
 
 Relies on these internals of Celery 5.7 and kombu 5.7:
 
-- `Hub.call_soon` is thread-safe since kombu 5.7. Callbacks must run on the consumer's thread: called elsewhere, Celery
-  loses events, and Flower shows tasks that never end.
+- `Hub.call_soon` is thread-safe since kombu 5.7. Callbacks must run on the consumer's thread: on another
+  thread, Celery loses events, and Flower shows tasks that never end.
 - `Hub._pop_ready` returns the acknowledgements that a closing worker has yet to send.
 - `state.should_stop` ends the worker with the given exit status.
 """
@@ -54,9 +54,10 @@ class InFlight(Owner):
         self.pipeline: Pipeline
         #: Celery's event loop, once it runs.
         self.hub: Any = None
-        #: Pending tasks: fetched and not finished. Used only on the consumer's thread.
+        #: Pending tasks: started and not finished. Used only on the consumer's thread.
         self._held: set[PendingTask] = set()
-        #: Pending tasks whose ending failed on Redis, each with the call to repeat. Used only on the consumer's thread.
+        #: Pending tasks that Redis prevented from finishing, each with the call to retry. Used only on the consumer's
+        #: thread.
         self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -77,7 +78,7 @@ class InFlight(Owner):
     def run(self, request: Any) -> Message | None:
         """Start a request: submit its posts to the pipeline, or queue a task that is not micro-batched as a job.
 
-        Return the submitted message, if any.
+        Returns the submitted message; None for a job.
         """
         pending = PendingTask(request)
         self._held.add(pending)
@@ -100,12 +101,12 @@ class InFlight(Owner):
         return pending.message
 
     def run_deliveries(self) -> None:
-        """Run the callbacks that other threads left for this one."""
+        """Run the callbacks that other threads queued for the consumer's thread."""
         while not self._deliveries.empty():
             self._deliveries.get()()
 
     def retry_unended(self) -> None:
-        """Retry the endings that Redis did not accept."""
+        """Retry to finish the requests whose ending failed on Redis."""
         unended, self._unended = self._unended, []
         for pending, ending in unended:
             self._finish(pending, ending)
@@ -116,7 +117,7 @@ class InFlight(Owner):
             pending.request.eventer = eventer
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
-        """Finish the requests in flight while `goes_on()`. Return the others to the queue."""
+        """Finish requests in flight for as long as `goes_on()` is true. The rest need `return_to_queue`."""
         while len(self._held) > len(self._unended) and goes_on():
             try:
                 self._deliveries.get(timeout=0.1)()
@@ -126,7 +127,7 @@ class InFlight(Owner):
         self.retry_unended()
 
     def return_to_queue(self) -> None:
-        """Let go of the requests that are still in flight: they return to the queue when the connection closes."""
+        """Unclaim the requests still in flight, so that they return to the queue when the connection closes."""
         for pending in self._held:
             unclaim(pending.request.message)
         if self._held:
@@ -135,7 +136,7 @@ class InFlight(Owner):
     # Called by the pipeline, on its threads.
 
     def admit(self, message: Message) -> bool:
-        """Return whether a message was neither revoked nor has expired."""
+        """Return whether a message is still wanted: neither revoked nor expired."""
         return self._still_wanted(message.pending)
 
     def started(self, message: Message) -> None:
@@ -178,7 +179,7 @@ class InFlight(Owner):
         self._deliver(lambda: None)
 
     def _still_wanted(self, pending: PendingTask) -> bool:
-        """Return whether a request is still to run. If it was revoked or has expired, have Celery end it."""
+        """Return whether a request is still wanted. If it was revoked or has expired, have Celery end it."""
         if not withdrawn(pending.request):
             return True
         self._deliver(partial(self._finish, pending, partial(announce_withdrawn, pending.request)))
@@ -210,7 +211,7 @@ class InFlight(Owner):
             self._deliver(partial(self._finish, pending, pending.ending))
 
     def _leave_replica(self, fault: BaseException) -> None:
-        """Reconnect Celery's result backend if Redis has become a replica, because the master is elsewhere."""
+        """If Redis has become a replica, disconnect Celery's result backend: a new connection may reach the master."""
         if is_replica(fault) and (client := getattr(self._app.backend, "client", None)):
             client.connection_pool.disconnect(inuse_connections=False)
 
@@ -237,7 +238,7 @@ class InFlight(Owner):
         soft = isinstance(fault, SoftTimeLimitExceeded)
         if not pending.message:
             if not soft and not pending.traced:
-                # A thread cannot be interrupted, so the process exits, as a child process of Celery's does.
+                # A thread cannot be interrupted, so the process exits, as Celery's child processes do.
                 self._finish(pending, partial(pending.request.on_timeout, False, limit))
                 self.pipeline.fail_as_hung(f"{pending.request} has not ended within its time limit of {limit} s")
             return
@@ -246,7 +247,7 @@ class InFlight(Owner):
             pending.request.on_timeout(True, limit)  # logs the soft time limit
 
     def _finish(self, pending: PendingTask, ending: Callable[[], None]) -> None:
-        """Finish a request. If Redis rejects a write, retry later. If Celery fails, return the message to the queue."""
+        """Finish a request. If Redis fails, retry later. If Celery fails for another reason, requeue the message."""
         for timer in pending.timers:
             timer.cancel()
         alone = is_isolated(pending.request.message)
@@ -266,16 +267,16 @@ class InFlight(Owner):
             self._finish_later(pending, ending)
         else:
             self._held.discard(pending)
-            if alone:  # the next message waits for this acknowledgement, and the event loop may sleep until a timer
+            if alone:  # the next message waits for this acknowledgement, and the event loop may sleep for seconds
                 self._acknowledge()
 
     def _finish_later(self, pending: PendingTask, ending: Callable[[], None]) -> None:
         self._unended.append((pending, ending))
 
     def _give_up(self, request: Any) -> None:
-        """Return a message that Celery cannot finish to the queue. After `max_deliveries`, acknowledge it instead.
+        """Requeue a message that Celery cannot finish, or acknowledge it after `max_deliveries` deliveries.
 
-        Its results and dead letters are already stored.
+        The message's results and dead letters are already stored.
         """
         if not request.acknowledged:  # set before the message's own flag, which waits for the event loop
             message = request.message
@@ -283,6 +284,6 @@ class InFlight(Owner):
             request.acknowledged = True
 
     def _acknowledge(self) -> None:
-        """Send the acknowledgements that wait for the event loop."""
+        """Run the acknowledgements that are queued on the event loop."""
         for todo in self.hub._pop_ready() if self.hub else ():
             todo()

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedModel(NamedTuple):
-    """A model on its device. asked: the deployment that asked for it; None for the model of the settings."""
+    """A model on its device. asked: the deployment that requested it; None for the model in the settings."""
 
     classifier: Classifier
     budget: TokenBudget
@@ -26,7 +26,7 @@ class LoadedModel(NamedTuple):
 
 
 def load(settings: Settings, redis: Redis) -> LoadedModel:
-    """Load the model that is wanted for the queue. Raises UserError, DeviceFull and DeviceLost."""
+    """Load the model deployed to the queue, else the one in the settings. Raises UserError, DeviceFull, DeviceLost."""
     selected = device.select_device(settings.device, settings.dtype, settings.engine)
     logger.info("device %s", selected)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def load(settings: Settings, redis: Redis) -> LoadedModel:
 
 
 def _wanted(settings: Settings, redis: Redis) -> RequestedModel | None:
-    """Return the wanted model. None while Redis is unreachable; a later check finds it. Raises UserError."""
+    """Return the queue's deployment, if any; None if Redis is unreachable, until a later check. Raises UserError."""
     try:
         return requested_model(redis, settings.queue)
     except RedisError:

@@ -30,15 +30,15 @@ def read_task_id(message: Any) -> str | None:
 
 
 def delivery_count(message: Any) -> int:
-    """Return how often a kombu message was delivered, including this delivery (workers/transport/leases.py counts)."""
+    """Return how often a kombu message was delivered, including this one, as counted by the transport (decoding.py)."""
     return 1 + delivery_counter(message.delivery_info, "delivery_count")
 
 
 def isolated_death_count(message: Any) -> int:
-    """Return how many workers died while they handled this message in isolation (leases.py counts)."""
+    """Return how many workers died while they handled this message in isolation, as counted by the transport."""
     return delivery_counter(message.delivery_info, "alone_lapse_count")
 
 
 def source_queue(message: Any) -> str | None:
-    """Return the queue that a message came from, or None. Trusts the lease's tag (leases.py), not the sender."""
+    """Return the queue that a message came from, or None. Trusts the lease's tag, not the sender."""
     return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None

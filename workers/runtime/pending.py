@@ -3,9 +3,9 @@
 Relies on these internals of Celery 5.7:
 
 - A pool calls the Request's `on_accepted`, then one of `on_success`, `on_failure` and `on_timeout`. `on_timeout` fails
-  and acknowledges it. If the request was terminated before it was accepted, `on_accepted` ends it.
-- The tracer takes (task name, id, request dict, body, content type, encoding), as from `Request.execute_using_pool`. A
-  content type of None marks the body as decoded (celery/app/trace.py).
+  and acknowledges the request. If it was terminated before it was accepted, `on_accepted` ends it.
+- The tracer's arguments, as in `Request.execute_using_pool`: task name, id, request dict, body, content type, encoding.
+  A content type of None marks the body as decoded (celery/app/trace.py).
 - The tracer handles the task's own errors. It raises only Reject, or errors of the result backend.
 """
 
@@ -35,7 +35,7 @@ class PendingTask:
     """One of Celery's requests while it is in flight."""
 
     request: Any
-    #: Its posts in the pipeline; None for a task that is not micro-batched.
+    #: The request's posts in the pipeline; None for a task that is not micro-batched.
     message: Message | None = None
     #: Callback for the consumer's thread, once all results and dead letters are stored.
     ending: Callable[[], None] = lambda: None

@@ -7,8 +7,8 @@ only decides *when* a request's task runs: once the device has its answer. Celer
 messages and finishes them one by one.
 
 The consumer hands requests to `run` (consumer.py). This module loads the model, decides how much to prefetch, and
-drains the worker; in_flight.py passes requests to the pipeline and back to Celery. Only workers/runtime,
-workers/transport and shared/broker.py depend on Celery.
+drains the worker; in_flight.py passes requests to the pipeline and back to Celery. workers/models and workers/pipeline
+do not depend on Celery.
 
 Relies on these internals of Celery 5.7, beyond `BasePool`: errors raised by `terminate_job`, `grow`, `shrink` and
 `restart` are sent as the reply to the remote command, and a Signal's `lock` guards its receivers.
@@ -110,7 +110,7 @@ class DevicePool(BasePool):
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Schedule the periodic calls. Called at each connection; messages in flight survive a reconnect
-        (workers/transport/reservations.py).
+        (workers/transport/leases.py).
         """
         self._in_flight.hub = loop
         loop.call_soon(self._in_flight.run_deliveries)
@@ -129,8 +129,8 @@ class DevicePool(BasePool):
         self.pipeline.run_on_writer_thread(self._announce)
 
     def _announce(self) -> None:
-        """Register the worker and its model with the served queues (model_routing.py). After a Redis error, retry next
-        period.
+        """Register the worker, and its model for each served queue (shared/model_routing.py). Retry a Redis error after
+        the next interval.
         """
         self._deployer.request_check()
         model = self.pipeline.classifier.weights.name
@@ -180,7 +180,7 @@ class DevicePool(BasePool):
             self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
 
     def room(self) -> int:
-        """Return how many messages to prefetch, so that their posts fit. 0 until a quarter of the room is free."""
+        """Return how many messages to prefetch so that their posts fit; 0 until a quarter of the room is free."""
         most = self.pipeline.max_waiting()
         free = most - self.pipeline.waiting()
         return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0

@@ -1,12 +1,11 @@
 """Celery's Request for Feedmill's tasks: hides posts from events, `inspect` and the log, and corrects the runtime.
 
-Celery shows a message's arguments as described by its sender. Most senders include their beginning, which is a user's
-post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that Celery reports
-is the tracer's, which starts only when the device is done. `Task.Request` is Celery's way to give a task its own
-Request.
+Celery shows a message's arguments as described by its sender. Most senders include the start of the arguments, which is
+a user's post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that
+Celery reports is the tracer's, which starts only when the device is done. `Task.Request` gives a task its own Request.
 
-Relies on these internals of Celery 5.7: `_argsrepr`, `_kwargsrepr` and the headers of the same names are what is shown,
-and every event but task-received goes through `send_event` (celery/worker/request.py, celery/worker/strategy.py).
+Relies on these internals of Celery 5.7: Celery shows `_argsrepr`, `_kwargsrepr` and the headers of the same names, and
+sends every event but task-received with `send_event` (celery/worker/request.py, celery/worker/strategy.py).
 `Request.revoked` both checks for a revocation and announces it. Here `withdrawn` only checks, by the same rules, and
 `announce_withdrawn` announces.
 """

@@ -51,7 +51,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
 
     @property
     def queue(self) -> str | None:
-        """The queue to send to: the setting `queue`; None in Feedmill's own applications, whose default it is."""
+        """The queue to send to: the setting `queue`. None in Feedmill's own applications, where it is the default."""
         return None if isinstance(self.app, Application) else load().queue
 
     def outcomes(self) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         return self._message().result()
 
     def reply(self) -> list[dict[str, Any]] | str:
-        """Return the outcomes, or only a summary for signals, events and Flower if no one reads the result."""
+        """Return the outcomes; if no reader waits for them, only a summary for signals, events and Flower."""
         message, request = self._message(), self.request
         message.check()
         unread = request.ignore_result and not (request.callbacks or request.chain or request.chord)

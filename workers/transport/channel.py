@@ -25,10 +25,9 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
     channel: "Channel"
 
     def room(self) -> int | None:
-        """Return how many messages to reserve next; None if unlimited.
+        """Return the number of messages to reserve next; None if unlimited.
 
-        Returns 0 instead of a small number while enough messages are prefetched: reserving them one by one would be as
-        slow as popping.
+        Returns 0 instead of a small number: reserving a few messages at a time would be as slow as popping them.
         """
         if not self.can_consume():
             return 0
@@ -44,7 +43,7 @@ class QoS(kombu_redis.QoS):  # type: ignore[misc]  # see kombu_redis
         VirtualQoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """Reject a message. A requeued one goes to the end of its list, as in kombu; otherwise it would loop."""
+        """Reject a message. If requeued, it is delivered last, as in kombu: delivered next, it would loop."""
         if requeue:
             self.channel.leases.unclaim(delivery_tag)
             self.channel.leases.return_unclaimed([delivery_tag], command="LPUSH")
@@ -148,7 +147,7 @@ class Channel(ReservingChannel):
 
     @contextmanager
     def _tolerate_full_redis(self, what: str) -> Iterator[None]:
-        """Log the error and continue if Redis is at its memory limit: workers must connect in order to free memory."""
+        """Log an error from a Redis at its memory limit and continue: workers must connect in order to free memory."""
         try:
             yield
         except ResponseError as error:

@@ -8,7 +8,7 @@ from kombu.utils.json import loads
 
 from shared.encoding import MAX_DECODED, MAX_MESSAGE, is_too_large
 
-#: Expired leases after which a message is delivered in isolation. One can be a coincidence: a vanished worker held many
+#: Expired leases after which a message is delivered in isolation. One proves nothing: a vanished worker held many
 #: messages.
 EXPIRIES_BEFORE_ISOLATION = 2
 #: Optional parts of a message, and the types that kombu and Celery assume without checking.
@@ -20,7 +20,7 @@ class UndecodableError(ValueError):
 
 
 def decoded(message: bytes) -> dict[str, Any]:
-    """Parse a message. Raises UndecodableError. Looks for kombu's JSON types only if present, because that is slow."""
+    """Parse a message. Raises UndecodableError. Uses kombu's slow parser only for messages with kombu's JSON types."""
     if len(message) > MAX_MESSAGE:
         raise UndecodableError(f"{len(message):,} bytes exceed the limit of {MAX_MESSAGE:,}")
     if is_too_large(message, MAX_DECODED):
@@ -43,7 +43,7 @@ def decoded(message: bytes) -> dict[str, Any]:
 
 
 def needs_isolation(delivery_info: Mapping[str, Any]) -> bool:
-    """Return whether enough workers vanished while holding this message that it may be the cause."""
+    """Return whether a message must be delivered in isolation: workers that held it vanished repeatedly."""
     return delivery_counter(delivery_info, "lapse_count") >= EXPIRIES_BEFORE_ISOLATION
 
 

@@ -1,4 +1,4 @@
-"""State of a delivered message: claim it, postpone it, end its isolation. Each function takes a kombu message.
+"""Change and read the state of a delivered message: claimed, postponed, isolated. All functions take a kombu message.
 
 A message that kombu's own transport delivered has no lease. It counts as held, and can always be claimed.
 """
@@ -16,7 +16,7 @@ def _leases(message: Any) -> Leases | None:
 def claim(message: Any) -> bool:
     """Hold a delivered message until it is acknowledged, rejected or unclaimed, even if its connection ends.
 
-    Returns False for a message that needs isolation while another one is claimed; try again later.
+    Returns False if the message needs isolation and another message is claimed; the caller tries again later.
     """
     leases, tag = _leases(message), message.delivery_tag
     if leases is None or tag not in leases.held:

@@ -1,4 +1,4 @@
-"""Messages that this process holds: reserved under leases, renewed while it lives, returned when a lease expires.
+"""Leases of the messages that this process holds, and the thread that renews them and returns expired messages.
 
     `reserved`         hash: tag -> the message as it was in its list
     `reserved_index`   sorted set: tag -> expiry of its lease, by Redis' clock
@@ -9,15 +9,14 @@ order of reservation and name the list that the message returns to. A late ackno
 delivery, because that has another tag. The keys differ from kombu's `unacked`: stock workers and Feedmill's workers
 never redeliver each other's messages.
 
-A message is held until it is acknowledged or returned. The lease thread renews leases meanwhile, and returns the
-messages of other processes whose leases expired. When a connection ends, its messages return to their lists, except
-those that are *claimed*: work on them continues, and their acknowledgements are sent over the next connection. The code
-that claims a message must acknowledge it, reject it or drop the claim. References and garbage collection play no
-role.
+A message is held until it is acknowledged or returned. Until then, the lease thread renews its lease. The thread also
+returns messages of other processes whose leases expired. When a connection ends, its messages return to their lists,
+except *claimed* ones: work on them continues, and their acknowledgements are sent over the next connection. The code
+that claims a message must acknowledge it, reject it or drop the claim: garbage collection does none of these.
 
 A returned message is the next to be delivered from its list. Its `delivery_info` then contains `redelivered`, as in
 kombu; `delivery_count`, the number of earlier deliveries; `lapse_count`, the deliveries whose lease expired because the
-process vanished or stalled; and `alone_lapse_count`, those of them that were delivered in isolation
+process vanished or stalled; and `alone_lapse_count`, the deliveries in isolation among those
 (workers/transport/redis_transport.py).
 
 Channels must provide the options listed in workers/transport/redis_transport.py.
@@ -107,8 +106,8 @@ class Leases:
         self._process, self._numbers = uuid4().hex, count()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        #: Time of the next renewal, by the monotonic clock. By Redis' clock: its last answer, and the start of the
-        #: current period without gaps between answers.
+        #: Time of the next renewal, by the monotonic clock. Times of Redis' last answer, and of its first answer after
+        #: the last interruption, by Redis' clock.
         self._renew_at = self._contact = self._since = 0.0
         self._pid = os.getpid()
         atexit.register(self.release)
@@ -258,7 +257,7 @@ class Leases:
     def _restore(
         self, tags: Sequence[str], marked: Callable[[str, bytes], bytes | str], until: float | None, command: str
     ) -> None:
-        """Return messages, each as `marked` returns it, unless their leases end after `until`."""
+        """Put messages back into their lists, changed by `marked`. Skip messages whose leases end after `until`."""
         if tags:
             messages: list[Any] = self.client.hmget(self.reserved, tags)
             restored = [(tag, marked(tag, message or b"")) for tag, message in zip(tags, messages, strict=True)]
@@ -325,7 +324,7 @@ class Leases:
         return more
 
     def _renew(self, tags: Sequence[str], limit: int) -> tuple[float, list[str], bool]:
-        """Renew these leases and find up to `limit` expired ones."""
+        """Renew these leases, and find up to `limit` expired ones. See `LeaseScripts.renew`."""
         return self.scripts.renew(tags, self.seconds, self._contact, 2 * self._interval_s, limit, EXPIRED_BYTES)
 
     def release(self) -> None:

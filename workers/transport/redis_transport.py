@@ -13,8 +13,11 @@ Reserved messages stay in a *reservation buffer* until they are delivered. Deliv
 has expired twice because its worker vanished is delivered in *isolation*: while no other message is claimed, and with
 no further delivery until it is finished. If that worker vanishes too, the message caused it.
 
-A consumer that keeps working on messages after their connection ends must claim each one (`claim`). Unclaimed messages
-return to their queue.
+A consumer that keeps working on messages after their connection ends must claim each one (`claim` in held.py).
+Unclaimed messages return to their queue.
+
+This module contains the transports and the poller; channel.py the channel and its options; reservations.py the
+channel's reservations and deliveries; decoding.py the parser of messages.
 
 Additional options in `broker_transport_options`: the names of the three keys (`reserved_key`, …), `undecodable_limit`,
 `reserve_limit` (messages per reservation), `reserve_bytes` (a reservation ends with the message that reaches it) and

@@ -40,11 +40,11 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
     _tracking = True
     #: Start of the current wait for a notification, by the monotonic clock; None while not waiting.
     _armed_at: float | None = None
-    #: True if tracking was enabled on this connection; and true if Redis knows the script.
+    #: True if this connection has enabled tracking; and if it has loaded the script.
     _tracking_requested = _scripted = False
-    #: True if the last reservation was full: more messages probably wait.
+    #: True if the last reservation reached a limit: more messages probably wait.
     _last_was_full = False
-    #: Messages left in the lists after a reservation; and true if a notification has arrived since.
+    #: Messages left in the lists after a reservation; and whether a notification has arrived since.
     _waiting, _notified = 0, False
     #: kombu's attributes: the connection while a reservation or notification is pending; start of the oldest pending
     #: command; and whether the channel is closing.
@@ -77,7 +77,7 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
     # Sending.
 
     def is_due(self) -> bool:
-        """Return whether anything can be sent now. Raises a connection error if a reply is overdue."""
+        """Return whether there is anything to send or deliver now. Raises a connection error if a reply is overdue."""
         if self._expected:
             silent = monotonic() - (self._brpop_sent_at or monotonic())
             connection = self.client.connection
@@ -260,7 +260,7 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
             queue, tag, message, found = self._buffer[0]
             alone = queue in self.connection._callbacks and needs_isolation(found["properties"]["delivery_info"])
             if alone:
-                self.leases.begin_isolation(tag, message)  # raises if Redis is unreachable; the message stays buffered
+                self.leases.begin_isolation(tag, message)  # may raise; the message then stays buffered
             self._buffer.popleft()
             if queue not in self.connection._callbacks:  # the consumer was cancelled
                 self.leases.return_unclaimed([tag])

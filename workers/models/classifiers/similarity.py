@@ -84,7 +84,7 @@ class Similarity(Classifier):
         """Return the scores of rows that share one label set: [rows, labels]."""
         if label_set.on_device is None:
             sentences: list[list[Tokens]] | None = label_set.prepared  # by label
-            if sentences is None:  # another lane has just embedded them
+            if sentences is None:  # another lane embedded them meanwhile
                 return self._scores(embeddings, label_set)
             rows = list(chain.from_iterable(sentences))
             pieces = [
