@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from http.client import HTTPException
 from urllib.request import urlopen
 
 #: Versions of Python that the tests ran with.
@@ -84,7 +85,7 @@ def torch_index(build: str, index: str) -> "tuple[str | None, str]":
             return index, (
                 f"no NVIDIA driver found: installing torch's CPU build from {index}; TORCH=cuda selects pip's index"
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return None, (
             f"no NVIDIA driver found, but {index} does not answer ({error}): installing torch from pip's index, which "
             "may include gigabytes of CUDA libraries. TORCH_INDEX=ADDRESS selects another index of CPU builds"
