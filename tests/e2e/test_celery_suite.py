@@ -1,7 +1,8 @@
 """Behaviour that Celery's own integration tests check, for micro-batched tasks. See docs/celery-suite.md.
 
-A number is a post with it for its id. `add` has such posts classified and returns them, each with so much more, so that
-one can follow another (tests/fakes/suite_tasks.py). The client is plain Celery, and knows the tasks by their names.
+The tasks (tests/fakes/suite_tasks.py) do arithmetic: a number is encoded as the id of a post. `add` classifies posts
+and returns them with their numbers increased, so that tasks can be chained. The client is plain Celery and calls tasks
+by name.
 """
 
 import csv
@@ -21,7 +22,7 @@ from celery.result import AsyncResult, GroupResult, ResultSet, result_from_tuple
 
 from tests.support import Feedmill, RedisServer, running, wait_until
 
-#: Celery's own: of a default that it may change, and of a command of Redis' that it uses.
+# Celery itself causes these warnings: about a default that may change, and about a Redis command.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:task_allow_error_cb_on_chord_header:PendingDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
@@ -67,7 +68,7 @@ def si(name: str, *args: Any, **kwargs: Any) -> Signature:
 
 
 def add(value: int, more: int = 1) -> Signature:
-    """It begins with a number of its own, whatever comes before."""
+    """Return a signature that adds `more` to `value` and ignores the previous result."""
     return si("add", number(value), top_k=more)
 
 
@@ -76,7 +77,7 @@ def plus(more: int = 1) -> Signature:
 
 
 def fail() -> Signature:
-    """Refused; whatever comes before."""
+    """Return a signature that always fails, because its labels are empty."""
     return si("add", number(1), labels="")
 
 
@@ -97,7 +98,7 @@ def after(header: list[Signature] | Any, body: Any) -> Any:
 
 
 def numbers(found: Any) -> Any:
-    """Posts as the numbers that they stand for."""
+    """Decode posts into numbers."""
     if isinstance(found, dict):
         return int(found["id"])
     read = [numbers(each) for each in found]
@@ -105,7 +106,7 @@ def numbers(found: Any) -> Any:
 
 
 def settle() -> None:
-    """Return when what was sent before this has long been done."""
+    """Wait until the worker is done with everything sent so far, by sending two messages one after the other."""
     for _ in range(2):
         assert numbers(add(1).apply_async().get(timeout=SECONDS)) == 2
 
@@ -326,7 +327,7 @@ def test_a_nested_shape_through_json(outer: str, inner: str) -> None:
 
 
 def _unrolled(values: list[Any]) -> list[int]:
-    """A group in a group is one group."""
+    """Flatten nested groups, as Celery does."""
     return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
@@ -470,7 +471,7 @@ def test_no_subscription_is_left(redis: Any) -> None:
     late.revoke()
     late.forget()
     channels = {f"celery-task-meta-{task_id}" for task_id in ids}
-    wait_until(lambda: not channels & set(redis.pubsub_channels()), "nothing is subscribed to")
+    wait_until(lambda: not channels & set(redis.pubsub_channels()), "the client is subscribed to no result")
 
 
 def test_many_threads_send() -> None:
@@ -510,7 +511,7 @@ def test_callbacks_of_a_group_and_of_its_parts(redis: Any) -> None:
     whole = together(add(1), add(2))
     whole.link(calls())
     whole.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: int(redis.get("calls")) == 9, "a group's is its first part's")
+    wait_until(lambda: int(redis.get("calls")) == 9, "Celery attached the group's callback to its first part")
     settle()
     assert redis.get("calls") == "9"
 
@@ -549,7 +550,7 @@ def test_errbacks_of_a_group_of_which_many_fail(redis: Any) -> None:
     whole.link_error(calls())
     with pytest.raises(Exception, match="name at least one label"):
         whole.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: redis.get("calls") == "9", "one for each")
+    wait_until(lambda: redis.get("calls") == "9", "the errback was called for each failed part")
     settle()
     assert redis.get("calls") == "9"
 
@@ -560,11 +561,11 @@ def test_errbacks_of_the_parts(redis: Any) -> None:
     for canvas in (together(*(part.clone() for _ in range(5))), chain(add(1), part, plus(), app=app)):
         with pytest.raises(Exception, match="name at least one label"):
             canvas.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: redis.get("calls") == "6", "one for each")
+    wait_until(lambda: redis.get("calls") == "6", "the errback was called for each failed part")
 
 
 def test_an_errback_that_retries() -> None:
-    """It is a task as any other; one that is micro-batched gets the message's id where posts are expected."""
+    """A micro-batched task as an errback runs and retries like any other task."""
     sent = fail().apply_async(link_error=si("retry_once", number(1)))
     with pytest.raises(Exception, match="name at least one label"):
         sent.get(timeout=SECONDS)
@@ -590,7 +591,7 @@ FAILING: dict[str, Callable[[], Any]] = {
 
 
 def chord_fails(sent: Any) -> None:
-    """Its body does, with the reason. (`get` raises that of the first part that failed, where it knows the parts.)"""
+    """Assert that the chord's body failed with a ChordError that names the reason."""
     error = sent.get(timeout=SECONDS, propagate=False)
     assert isinstance(error, ChordError), repr(error)
     assert "RequestRefused('labels: name at least one label, and at most 256')" in str(error)
@@ -598,7 +599,6 @@ def chord_fails(sent: Any) -> None:
 
 @pytest.mark.parametrize("what", FAILING)
 def test_a_chords_header_fails(what: str) -> None:
-    """The body fails with it, and says why."""
     chord_fails(FAILING[what]().apply_async())
 
 
@@ -629,7 +629,7 @@ def test_errbacks_of_a_chord_whose_body_fails(redis: Any, body: str, style: str)
 
 
 def test_a_chord_in_a_chords_header_fails(redis: Any) -> None:
-    """The outer errback is called once, its body never. (It has no result either; nor has it on a stock worker.)"""
+    """The outer chord's errback is called once, and its body never."""
     inner = after([add(1), fail()], total())
     outer = after([inner, add(2)], si("called", key="inner"))
     outer.link_error(calls())
@@ -641,7 +641,7 @@ def test_a_chord_in_a_chords_header_fails(redis: Any) -> None:
 
 
 def test_a_chain_in_a_chords_header_that_would_end_in_a_chord() -> None:
-    """Its first task fails: what waits for the chord hears of it."""
+    """The chain's first task fails, so the inner chord never starts. The outer chord must fail, not wait for it."""
     inner = chain(fail(), together(add(2), add(3)), total(), app=app)
     with pytest.raises(Exception, match="name at least one label"):
         chain(together(add(1), inner), total(), app=app).apply_async().get(timeout=SECONDS)
@@ -658,7 +658,7 @@ def test_a_chord_of_which_many_fail(redis: Any) -> None:
 
 @pytest.mark.parametrize(("flag", "expected"), [(False, "1"), (True, "3")])
 def test_a_chords_errback_for_its_header(redis: Any, flag: bool, expected: str) -> None:
-    """`task_allow_error_cb_on_chord_header`, the sender's setting: each failing part calls it, and the body."""
+    """With the sender's setting `task_allow_error_cb_on_chord_header`, each failing part calls the errback, too."""
     app.conf.task_allow_error_cb_on_chord_header = flag
     try:
         canvas = after([add(1), fail(), fail()], total())
@@ -694,7 +694,7 @@ def test_a_task_adds_to_its_chord() -> None:
 
 
 def test_chords_that_leave_nothing(redis: Any) -> None:
-    """No counter or list of a chord that is done is left in Redis."""
+    """A finished chord leaves no counter or list without an expiry in Redis."""
     after([add(1), add(2)], total()).apply_async().get(timeout=SECONDS)
     settle()
     left = [key for key in redis.scan_iter("chord-*") if redis.ttl(key) < 0]
@@ -724,7 +724,7 @@ def test_replaced_with_errbacks(redis: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [2, 13])
 def test_a_part_replaced_with_links(redis: Any, top_k: int) -> None:
-    """In a chain and in a group."""
+    """Links of a replaced task run in a chain and in a group."""
     part = si("replaced_by_chain_with_links", number(1), top_k=top_k)
     part.link(calls())
     part.link_error(calls())
@@ -766,7 +766,7 @@ def test_stamps(shape: str) -> None:
 
 
 def test_stamps_of_a_link() -> None:
-    """One that is given as a dictionary as well."""
+    """A link is stamped both as a signature and as a dictionary."""
     known = si("request", number(1)).set(task_id="stamped-link")
     for form in (known, json.loads(json.dumps(known.set(task_id="stamped-link-2")))):
         first = add(1)
@@ -865,7 +865,6 @@ def test_what_is_called_around_a_task(redis: Any) -> None:
 
 
 def test_a_task_that_sends_a_canvas() -> None:
-    """It is the root of what it sends."""
     first, second = si("starts_chord").apply_async().get(timeout=SECONDS).split()
     assert numbers(AsyncResult(second, app=app).get(timeout=SECONDS)) == 6
     assert first != second
@@ -899,7 +898,7 @@ HERE = Path(__file__).parent
 
 
 def test_the_list_names_existing_tests() -> None:
-    """celery_suite.csv names the test here for each of Celery's tests; the page explains those without one."""
+    """celery_suite.csv names an existing test for each of Celery's tests; docs/celery-suite.md explains the others."""
     with (HERE / "celery_suite.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert f"reproduces {len(rows)} of the 246 tests" in PAGE.read_text()

@@ -117,7 +117,7 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
 def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     with working(redis, tmp_path, "one") as one, working(redis, tmp_path, "two") as two:
-        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both are registered")
+        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both workers are registered")
         one.process.send_signal(signal.SIGSTOP)
         said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
         seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)

@@ -1,6 +1,6 @@
-"""A complete stack with every secret: none is readable by others, and nothing that is sent gets executed.
+"""A complete stack with every secret set: other users can read no secret, and code in messages is never executed.
 
-After a purge, none of a post's text is left in its folder: not in Redis' files, in logs or in a new export.
+After a purge, the stack's folder contains none of the post's text: not in Redis' files, in logs or in a new export.
 """
 
 import json

@@ -64,7 +64,7 @@ def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatc
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
-    """Even if killed: no process survives, and the next `feedmill up` has its data."""
+    """After a kill -9, no process survives, and the next `feedmill up` has the data."""
     posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
@@ -98,7 +98,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
 
 @contextmanager
 def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Run `feedmill up` with a readable pipe as its error output; yield it and its line about Flower."""
+    """Run `feedmill up` with a pipe as standard error; yield the process and its line about Flower."""
     command = subprocess.Popen(
         [FEEDMILL, "up"], stderr=subprocess.PIPE, text=True, cwd=folder,
         env=os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | environment,

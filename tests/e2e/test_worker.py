@@ -141,7 +141,7 @@ def test_worker_reports_pool_statistics(client: Celery) -> None:
     assert pool["token_budget"] == 2048
     assert pool["recent"]["posts"] >= 2
     assert 0 < pool["recent"]["device_busy"] <= 1
-    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
+    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "no task is active")
 
 
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
