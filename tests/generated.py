@@ -39,7 +39,7 @@ FOLDERS = {
     "docs": "How it works, a page for each subject, a reference, runnable examples",
     "docker": "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana",
 }
-#: In the order in which a post passes through them, then the package around them.
+#: Packages in the order in which a post passes through them, then the package that contains them.
 PACKAGES = ("producers", "shared", "workers", "feedmill")
 #: Metrics by the process that serves them.
 FIGURES = {
@@ -216,7 +216,7 @@ def described_key(make: Callable[[str], str]) -> str:
 
 
 def limit(bound: str, writer: str) -> str:
-    """Return a key's bound with its settings as variables, and its writer's constants as their values."""
+    """Return a key's bound, with settings replaced by their variables and the writer's constants by their values."""
     module = import_module(writer.removesuffix(".py").replace("/", ".")) if writer.endswith(".py") else None
     bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
     return re.sub(
