@@ -340,7 +340,7 @@ def test_status_without_workers_names_the_command(redis: RedisServer, tmp_path: 
 
 
 def test_packages_named_like_ours_in_the_working_folder(tmp_path: Path) -> None:
-    """The installed command ignores such packages. `python -m` searches the folder first, fails and names both paths."""
+    """The installed command ignores the packages; `python -m` finds them first, fails and names both paths."""
     for name in ("shared", "workers", "producers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")

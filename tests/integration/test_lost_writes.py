@@ -102,7 +102,7 @@ def test_lost_results_of_acknowledged_messages_are_rewritten(owner: Owner, redis
 
 
 def test_lost_results_that_answered_a_message_are_rewritten(owner: Owner, redis: Losing, store: ResultsStore) -> None:
-    """The worker that computed them is gone."""
+    """The worker that computed the results is gone, so the worker that answered from them must rewrite them."""
     redis.mark()
     other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
     other.results("the same")
