@@ -51,7 +51,7 @@ def test_extracts_commands_from_a_shell_line(line: str, commands: list[tuple[str
 
 
 def test_documented_commands_parse() -> None:
-    """Parse arguments, flags and their values, too."""
+    """Arguments, flags and flag values must parse, too."""
     for page, words, whole in shown("feedmill"):
         error = parse_error(words)
         accepted = error in (None, "Exit") or (error in INCOMPLETE_ERRORS and not whole)

@@ -329,7 +329,7 @@ def names_in(expression: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Return every name that PromQL may use."""
+    """Return the names of all time series, for use in PromQL."""
     suffixes = {MetricType.HISTOGRAM: ("_bucket", "_count", "_sum"), MetricType.SUMMARY: ("_count", "_sum")}
     return {figure.name + suffix for figure in FIGURES for suffix in suffixes.get(figure.kind, ("",))}
 
@@ -413,7 +413,7 @@ def test_promtool_accepts_the_configuration(check: tuple[str, ...], file: str) -
 
 
 def test_promtool_accepts_the_kubernetes_configuration(tmp_path: Path) -> None:
-    """Leave out service discovery, because Debian's promtool is built without Kubernetes."""
+    """The test leaves out service discovery, because Debian's promtool is built without Kubernetes."""
     configuration = yaml.safe_load((ALERTS.parent / "kubernetes.yml").read_text())
     assert configuration.pop("rule_files") == [ALERTS.name]
     del configuration["scrape_configs"][0]["kubernetes_sd_configs"]

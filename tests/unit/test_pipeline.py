@@ -302,7 +302,7 @@ class ThreeRows(StandIn):
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 256])
 def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
-    """However the rows are batched, and although each row of the poison post fails."""
+    """A post has one outcome however its rows are batched, even the poison post, whose rows all fail."""
     owner = Owner(ThreeRows(), batch_rows=batch_rows)
     try:
         found = owner.results("a good one", "poison", "another good one of some length")

@@ -114,7 +114,7 @@ def test_runtime_starts_at_the_first_forward_pass(monkeypatch: pytest.MonkeyPatc
     made.send_event(ending, runtime=0.001)
     made.send_event("task-rejected")
     assert [(name, fields.get("runtime")) for name, fields in events] == [
-        (ending, 0.001),  # never started, so Celery's own runtime
+        (ending, 0.001),  # the task never started, so Celery's runtime is used
         ("task-started", None),
         (ending, 2.5),
         ("task-rejected", None),

@@ -216,7 +216,7 @@ def test_rejects_pooling_without_the_prompt(tmp_path: Path) -> None:
 
 
 def test_recipe_depends_on_pooling_and_dense_layers(tmp_path: Path) -> None:
-    """The transformer's weights are equal in all models."""
+    """The models differ only in pooling and dense layers; their transformers have the same weights."""
     recipes = set()
     for number, (pooling, dense) in enumerate([("mean", 0), ("max", 0), ("mean", 16), ("mean", 8)]):
         folder = make_sentence_model(tmp_path / str(number), pooling={"pooling_mode": pooling}, dense=dense)

@@ -46,7 +46,7 @@ def test_reports_rates_per_interval() -> None:
 
 
 def test_rates_are_never_negative_across_threads() -> None:
-    """One thread reads its clock just before another thread ends the first interval."""
+    """One thread may read the clock just before another one ends the first interval."""
 
     def make() -> tuple[Callable[[], Rates], Callable[[], object]]:
         statistics = Statistics(interval=60.0, now=100.0)
