@@ -78,5 +78,5 @@ def end(processes: set[int]) -> None:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     for process in processes:
-        with suppress(ChildProcessError):  # its own parent has reaped it
+        with suppress(ChildProcessError):  # the process's own parent has reaped it
             os.waitpid(process, 0)
