@@ -120,7 +120,7 @@ class Ledger:
 
 
 class Chaos:
-    """One run, with its processes' files in the folder. given: the command's arguments."""
+    """A run of the test. given: the command's arguments; folder: for the files of all processes."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder

@@ -179,7 +179,7 @@ def listening(app: Celery, sendings: Sequence[Sending]) -> Iterator[EventLog]:
 
 @dataclass
 class Side:
-    """One worker and everything that it left behind."""
+    """One of the two workers, with the events and the Redis content that it left behind."""
 
     name: str
     redis: RedisServer

@@ -149,7 +149,7 @@ def settings() -> str:
 
 
 def default(value: Any) -> str:
-    """Return a default as it is written in the environment."""
+    """Format a default value as in an environment variable."""
     if value is None or value == ():
         return ""
     if isinstance(value, int) and value and value % DAY_S == 0:
@@ -227,7 +227,7 @@ def limit(bound: str, writer: str) -> str:
 
 
 def error_classes() -> str:
-    """Return each error class with its meaning (the first paragraph of its docstring) and its effect (the rest)."""
+    """Return each error class with its meaning and effect: the first and the other paragraphs of its docstring."""
     rows = []
     for name, error in vars(errors).items():
         if isinstance(error, type) and issubclass(error, errors.FeedmillError) and error is not errors.FeedmillError:

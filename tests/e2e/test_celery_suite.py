@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 from celery.canvas import Signature, StampingVisitor  # type: ignore[attr-defined]  # the stubs are older
-from celery.exceptions import ChordError, TimeoutError  # noqa: A004 - Celery's own
+from celery.exceptions import ChordError, TimeoutError  # noqa: A004 - Celery's TimeoutError
 from celery.result import AsyncResult, GroupResult, ResultSet, result_from_tuple
 
 from tests.support import Feedmill, RedisServer, running, wait_until
@@ -370,14 +370,14 @@ def test_a_groups_results() -> None:
     assert numbers(rebuilt.get(timeout=SECONDS)) == [1, 2, 3, 4, 5]
 
 
-def test_a_groups_results_as_they_come() -> None:
+def test_get_passes_a_groups_results_to_its_callback() -> None:
     sent = together(*(add(value) for value in range(5))).apply_async()
     seen: list[Any] = []
     sent.get(timeout=SECONDS, callback=lambda _, value: seen.append(numbers(value)))
     assert sorted(seen) == [1, 2, 3, 4, 5]
 
 
-def test_a_group_that_is_saved() -> None:
+def test_a_saved_group() -> None:
     sent = together(add(1), add(2)).apply_async()
     sent.save()
     restored = GroupResult.restore(sent.id, app=app)
@@ -386,7 +386,7 @@ def test_a_group_that_is_saved() -> None:
     assert GroupResult.restore(sent.id, app=app) is None
 
 
-def test_a_group_of_which_one_fails() -> None:
+def test_a_group_with_one_failure() -> None:
     sent = together(add(1), fail(), add(2)).apply_async()
     with pytest.raises(Exception, match="name at least one label"):
         sent.get(timeout=SECONDS)
@@ -396,7 +396,7 @@ def test_a_group_of_which_one_fails() -> None:
     assert (numbers(first), type(error).__name__, numbers(last)) == (2, "RequestRefused", 3)
 
 
-def test_a_group_of_none() -> None:
+def test_an_empty_group() -> None:
     assert together().apply_async().get(timeout=SECONDS) == []
 
 
@@ -442,19 +442,19 @@ def test_a_failure_in_full() -> None:
         sent.maybe_throw()
 
 
-def test_get_calls_back_and_waits_no_longer_than_it_is_told() -> None:
+def test_get_calls_its_callback_and_obeys_its_timeout() -> None:
     told: list[Any] = []
     add(1).apply_async().get(timeout=SECONDS, callback=lambda task_id, value: told.append((task_id, numbers(value))))
     assert [value for _, value in told] == [2]
     with pytest.raises(TimeoutError):
-        AsyncResult("nobody-sent-it", app=app).get(timeout=0.1)
+        AsyncResult("never-sent", app=app).get(timeout=0.1)
     late = add(1).apply_async(countdown=600)
     with pytest.raises(TimeoutError):
         late.get(timeout=0.1)
     late.revoke()
 
 
-def test_a_result_that_is_ignored(redis: Any) -> None:
+def test_an_ignored_result(redis: Any) -> None:
     alone = add(1).apply_async(ignore_result=True)
     settle()
     assert (alone.get(timeout=SECONDS), redis.exists(f"celery-task-meta-{alone.id}")) == (None, 0)
@@ -518,7 +518,7 @@ def test_callbacks_of_a_group_and_of_its_parts(redis: Any) -> None:
 
 @pytest.mark.parametrize("style", ["errback_old", "errback_new"])
 def test_errbacks_of_a_chain(redis: Any, style: str) -> None:
-    """Only the errback of the failing task runs, not those of later tasks."""
+    """The chain's errback runs once, for the failing task, and not again for the later task."""
     sent = chain(add(1), fail(), plus(), app=app)
     sent.link_error(task(style))
     result: Any = sent.apply_async()
@@ -545,7 +545,7 @@ def test_errbacks_of_a_group(redis: Any, style: str, place: int) -> None:
     assert redis.get("errbacks") == "1"
 
 
-def test_errbacks_of_a_group_of_which_many_fail(redis: Any) -> None:
+def test_errbacks_of_a_group_with_many_failures(redis: Any) -> None:
     whole = together(*(add(1) for _ in range(4)), *(fail() for _ in range(9)))
     whole.link_error(calls())
     with pytest.raises(Exception, match="name at least one label"):
@@ -572,7 +572,7 @@ def test_an_errback_that_retries() -> None:
     settle()
 
 
-def test_an_errback_for_later(redis: Any) -> None:
+def test_a_delayed_errback(redis: Any) -> None:
     sent = chain(fail(), plus(), app=app)
     sent.link_error(task("errback_old").set(countdown=0.1))
     with pytest.raises(Exception, match="name at least one label"):
@@ -647,7 +647,7 @@ def test_a_chain_in_a_chords_header_that_would_end_in_a_chord() -> None:
         chain(together(add(1), inner), total(), app=app).apply_async().get(timeout=SECONDS)
 
 
-def test_a_chord_of_which_many_fail(redis: Any) -> None:
+def test_a_chord_with_many_failures(redis: Any) -> None:
     canvas = after([add(1), *(fail() for _ in range(7))], total())
     canvas.link_error(calls())
     chord_fails(canvas.apply_async())
@@ -693,7 +693,7 @@ def test_a_task_adds_to_its_chord() -> None:
     assert sorted(numbers(canvas.apply_async().get(timeout=SECONDS))) == [6, 8]
 
 
-def test_chords_that_leave_nothing(redis: Any) -> None:
+def test_finished_chords_leave_no_keys(redis: Any) -> None:
     """A finished chord leaves no counter or list without an expiry in Redis."""
     after([add(1), add(2)], total()).apply_async().get(timeout=SECONDS)
     settle()
@@ -794,7 +794,7 @@ def test_stamps_stay_with_a_retry() -> None:
     assert (seen["retries"], seen["stamps"]["who"] in ("T1", ["T1"])) == (1, True)
 
 
-def test_stamps_leave_the_rest_alone() -> None:
+def test_stamps_keep_other_options() -> None:
     sent = si("request", number(1)).set(priority=3)
     sent.stamp(visitor=Stamps())
     seen = sent.apply_async(headers={"ticket": "T7"}, time_limit=70).get(timeout=SECONDS)
@@ -804,7 +804,7 @@ def test_stamps_leave_the_rest_alone() -> None:
 # One task.
 
 
-def test_what_a_task_sees_of_its_message() -> None:
+def test_request_attributes_of_a_task() -> None:
     sent = si("request", number(1))
     seen = sent.apply_async(priority=6, soft_time_limit=60, time_limit=90, headers={"ticket": "T1"})
     assert seen.get(timeout=SECONDS) == {
@@ -813,12 +813,12 @@ def test_what_a_task_sees_of_its_message() -> None:
     assert sent.apply_async().get(timeout=SECONDS)["timelimit"] == [None, None]
 
 
-def test_what_the_sender_says_goes_before_what_the_task_says() -> None:
+def test_sender_options_override_task_options() -> None:
     sent = si("limited", number(1)).apply_async(time_limit=50, soft_time_limit=40, app_id="1234")
     assert sent.get(timeout=SECONDS) == [50, 40, "1234"]
 
 
-def test_a_retry_keeps_what_its_sender_said() -> None:
+def test_a_retry_keeps_the_senders_options() -> None:
     seen = si("retry_once", number(1)).apply_async(priority=6, time_limit=90, headers={"ticket": "T1"}, expires=600)
     assert seen.get(timeout=SECONDS) == {
         "priority": 6, "timelimit": [90, None], "ticket": "T1", "stamps": {}, "retries": 1
@@ -830,7 +830,7 @@ def test_priorities_in_a_chain() -> None:
     assert sent.get(timeout=SECONDS)["priority"] == 9
 
 
-def test_arguments_that_are_wrong() -> None:
+def test_invalid_arguments() -> None:
     for args, kwargs, words in (
         ([number(1)], {"posts": number(1)}, "got multiple values for argument 'posts'"),
         ([number(1)], {"lables": "a"}, "lables: extra inputs are not permitted"),
@@ -847,7 +847,7 @@ def test_texts_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("name", ["fails_oddly", "retries_oddly"])
-def test_an_exception_that_cannot_be_made_again(name: str) -> None:
+def test_an_exception_that_cannot_be_recreated(name: str) -> None:
     sent = si(name, number(1)).apply_async()
     error = sent.get(timeout=SECONDS, propagate=False)
     assert sent.state == "FAILURE"
@@ -856,7 +856,7 @@ def test_an_exception_that_cannot_be_made_again(name: str) -> None:
     settle()
 
 
-def test_what_is_called_around_a_task(redis: Any) -> None:
+def test_task_handlers_are_called(redis: Any) -> None:
     sent = si("hooked", number(1)).apply_async()
     assert sent.get(timeout=SECONDS) == 1
     wait_until(lambda: redis.llen(f"hooks:{sent.id}") == 5, "all were called")
@@ -873,7 +873,7 @@ def test_a_task_that_sends_a_canvas() -> None:
 # The worker.
 
 
-def test_inspect_what_the_worker_is() -> None:
+def test_inspect_commands_describe_the_worker() -> None:
     inspect: Any = app.control.inspect(timeout=1.0)
     (name,) = inspect.ping()
     assert name.startswith("suite@")
@@ -883,7 +883,7 @@ def test_inspect_what_the_worker_is() -> None:
     assert inspect.stats()[name]["pool"]["implementation"] == "workers.runtime.pool:DevicePool"
 
 
-def test_many_commands_that_are_refused(worker: Feedmill) -> None:
+def test_many_rejected_commands(worker: Feedmill) -> None:
     for _ in range(12):
         app.control.broadcast("pool_grow", arguments={"n": 1})
     assert app.control.ping(timeout=2.0)

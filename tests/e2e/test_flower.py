@@ -1,4 +1,4 @@
-"""Flower in a real browser and through its API, and what it must not show."""
+"""Flower in a real browser and through its API. It must never show the text of posts."""
 
 import base64
 import json
@@ -58,7 +58,7 @@ class Visitor:
             self.headers["Authorization"] = f"Basic {credentials}"
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own
+        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own server
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
                 return answer.status, answer.read().decode()
@@ -333,7 +333,7 @@ def test_queue_length_counts_all_priorities(redis: RedisServer, tmp_path: Path) 
 
 
 def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
-    """docker/users.conf has no user for Flower: it has exactly the permissions of a worker's user."""
+    """docker/users.conf has no user for Flower, so Flower must work with exactly the permissions of a worker's user."""
     authority = Authority(tmp_path)
     redis = SecureRedis(
         tmp_path, authority.certificate("server"), authority.file, users=rules(worker="x", producer="y", reader="z")

@@ -116,7 +116,7 @@ def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
 
 
 def test_metrics_and_flower_show_no_secret(up: Up) -> None:
-    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own
+    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own server
         shown = [answer.read().decode()]
     visitor = up.flower()
     assert up.app.control.inspect(timeout=5).ping()

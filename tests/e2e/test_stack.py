@@ -146,7 +146,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 def tasks(stack: Stack) -> list[dict[str, Any]]:
     credentials = base64.b64encode(f"feedmill:{stack.flower_password}".encode()).decode()
-    request = urllib.request.Request(f"{stack.flower_url}/api/tasks?limit=10000")  # noqa: S310 - our own
+    request = urllib.request.Request(f"{stack.flower_url}/api/tasks?limit=10000")  # noqa: S310 - our own server
     request.add_header("Authorization", f"Basic {credentials}")
     with urllib.request.urlopen(request) as answer:  # noqa: S310
         return list(json.load(answer).values())

@@ -31,7 +31,7 @@ IDLE = "import signal, sys; print('begun', sys.argv[-1], flush=True); signal.pau
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + IDLE
 #: The first worker fails at once.
 ONE_BREAKS = "import sys; 'cpu:0' in sys.argv[-1] and sys.exit('it broke')\n" + IDLE
-#: The first worker exits because of a wrong setting; the other would continue.
+#: The first worker exits because of a wrong setting; the second would continue.
 ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too many'), sys.exit(2))\n" + IDLE
 
 

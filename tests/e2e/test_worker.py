@@ -184,7 +184,7 @@ def test_draining_finishes_held_messages(redis: RedisServer, settings: Settings,
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
-    # Whole messages: begun ones are finished, the others are back in the queue.
+    # The worker finishes each message that it has begun, and returns all others to the queue.
     assert store.counters().stored + 32 * waiting == 320
 
 

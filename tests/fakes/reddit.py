@@ -384,7 +384,7 @@ class _Server(ThreadingHTTPServer):
         self._mistakes = mistakes
         super().__init__(address, handler)
 
-    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class's
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - an override
         """Record an exception, unless it only shows that the client has disconnected."""
         error = sys.exception()
         if error and not isinstance(error, OSError):

@@ -54,7 +54,7 @@ class Done:
 
 
 class StandIn:
-    """One row per post, with one token per four characters; every post gets the first of two labels."""
+    """A classifier without a model: one row per post, one token per four characters, the same scores for every post."""
 
     kind = "stand-in"
     packed = False

@@ -17,7 +17,7 @@ from workers.models.classifiers import Row
 
 
 class TurnByTurn(StandIn):
-    """A model that waits for a turn before each forward pass."""
+    """A stand-in model. Each forward pass waits until the test releases `turns`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -288,7 +288,7 @@ def test_purges_many_celery_results(
 def test_rereads_results_changed_by_a_concurrent_purge(
     client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two concurrent purges that change one result, neither restores an outcome that the other has removed."""
+    """Two purges that change one result at the same time do not restore each other's removed outcomes."""
     app.backend.mark_as_done("m", [classification(name).model_dump() for name in ("one", "two", "kept")])
     fetch = purging._fetch
     others = [["two"], []]

@@ -203,7 +203,7 @@ class Ended(Exception):  # noqa: N818 - named after what happened
 
 
 def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: RedisServer) -> None:
-    """Posts pushed before the interruption are queued; pushing again sends the rest."""
+    """Posts pushed before the interruption are queued; pushing again sends the remaining posts."""
     small = settings.model_copy(update={"queue_limit": 4, "queue_resume": 3, "posts_per_message": 10})
     waits: list[float] = []
 

@@ -123,7 +123,7 @@ class TwoLanes(Device):
 
 
 class Watched(StandIn):
-    """Records the posts of each pass, when it begins and when it ends."""
+    """A stand-in model that records the posts of each pass twice: when the pass begins and when it ends."""
 
     device = TwoLanes(torch.device("meta"), torch.float32, "for a test")
 

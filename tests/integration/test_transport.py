@@ -1,6 +1,6 @@
 """The reserving transport: no message is lost or duplicated, and stock Celery clients and workers interoperate.
 
-Tests marked each_redis run on every redis-server of this machine. Debian 12 has no Valkey to test with.
+Tests marked each_redis run on every redis-server of this machine. Valkey is not tested: Debian 12 has no package of it.
 """
 
 import gc
@@ -121,7 +121,7 @@ def waiting(server: RedisServer) -> int:
 
 
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
-    """Reserve messages as a worker that is then killed would; return how many it had reserved."""
+    """Reserve messages, like a worker that is killed before it acknowledges any. Return their number."""
     prefix = f"{uuid4().hex}-000000000000"
     reservation = Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, count, 10**6)
     return len(reservation.reserve(server.client))

@@ -48,7 +48,7 @@ class Done:
 
 
 class StandIn:
-    """One row per post, one token per word. Posts that contain "poison" fail their forward pass."""
+    """A stand-in classifier: one row per post, one token per word. Posts that contain "poison" fail a forward pass."""
 
     kind = "stand-in"
     packed = False
@@ -239,7 +239,7 @@ def test_messages_share_a_forward_pass(owner: Owner) -> None:
 
 
 class TwoCores(StandIn):
-    """Two lanes. Record each forward pass' share of the device, and make passes of several rows wait for another."""
+    """A stand-in with two lanes. It records each pass's share of the device; passes of several rows run in parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_poison_post_fails_without_others(owner: Owner) -> None:
 
 
 class ThreeRows(StandIn):
-    """Three rows per post, as for three labels. The last row finishes the post."""
+    """A stand-in with three rows per post, as for three labels. The last row finishes the post."""
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         self.missing: dict[int, int] = {}

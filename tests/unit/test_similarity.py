@@ -133,7 +133,7 @@ def test_half_precision_scores_match(classifier: Similarity) -> None:
 
 @pytest.mark.parametrize("way", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 def test_embeddings_match_sentence_transformers(tmp_path: Path, way: str) -> None:
-    """Each pooling, in old and new configurations, with and without a dense layer and a prompt."""
+    """Compare each pooling, in old and new configurations, with and without a dense layer and a prompt."""
     old = {"weightedmean": "pooling_mode_weightedmean_tokens", "lasttoken": "pooling_mode_lasttoken"}
     name = old.get(
         way, f"pooling_mode_{way}{'' if way.endswith('tokens') else '_token' if way == 'cls' else '_tokens'}"

@@ -16,7 +16,7 @@ from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve
 
 
 class TwoRows(Device):
-    """Two rows per post, as entailment has for two labels. Records the lengths in each batch."""
+    """A device with two rows per post, like entailment with two labels. It records the row lengths of each batch."""
 
     def __init__(self) -> None:
         super().__init__(best=1024)
