@@ -177,7 +177,7 @@ def warm(store: ResultsStore, following: Following) -> None:
             break
         if time.monotonic() > deadline:
             raise StackError(f"the reader has read {len(following.read_at)} results, fewer than {WARM_UP}.")
-    # The last results may still be on their way.
+    # The reader may not have read the last results yet.
     written = len(following.read_at)
     time.sleep(0.5)
     while len(following.read_at) != written:

@@ -193,7 +193,7 @@ class FeedmillVariant:
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]
         labels = [self._store.get(post.id)[-1].label for post in self._posts]
-        # The next round would otherwise find these results instead of computing them.
+        # Otherwise, the next round would find these results instead of computing its own.
         for start in range(0, len(self._posts), 1000):
             self._redis.unlink(*(result_key(post.id) for post in self._posts[start : start + 1000]))
         return labels

@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server shared by all test processes. It imports modules while they collect tests."""
+    """Start the fork server shared by all test processes. The server's imports run while the tests are collected."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         server = ForkServer()
         os.environ[FORK_SERVER] = server.address

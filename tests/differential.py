@@ -2,8 +2,8 @@
 
 Both workers run the same application, tasks and model on the same messages, each with its own Redis. The stock prefork
 worker classifies one message after another; Feedmill's worker forms micro-batches. The test compares everything that
-they leave behind: Celery's results of messages and callbacks, the callbacks' arguments, events, stored results and
-dead letters.
+the workers leave behind: Celery's results of messages and callbacks, the callbacks' arguments, events, stored results
+and dead letters.
 
 The last line is JSON: messages, posts, seed, differing (failed comparisons), incomplete_event_logs, by_state (messages
 by Celery state), and seconds of each worker. Exits 1 if anything differs, after printing the first differences.

@@ -1,8 +1,8 @@
 """Simulate eight hours of polling Reddit and watch the daemon's memory (`python -m tests.soak_hours`).
 
-The daemon's process runs on a simulated clock, which waiting advances at once. The loopback Reddit in this process
-shares the clock and publishes posts as it advances. PRAW, Redis and the requests are real. The daemon's memory may grow
-until its bounded state is full, and must be constant after that.
+The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The loopback
+Reddit in this process shares the clock and publishes posts as time advances. PRAW, Redis and the requests are real. The
+daemon's memory may grow until its bounded state is full, and must be constant after that.
 
 The last line is JSON: hours, polls, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
 each hour), growth (of the last hour relative to hour `--filled`). Exits 1 if a post is missing, memory grew or the

@@ -200,7 +200,7 @@ class Forking(Child):
 
 
 class Feedmill:
-    """One run of the installed `feedmill` command."""
+    """A running `feedmill` command and its output."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"

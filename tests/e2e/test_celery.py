@@ -1,8 +1,8 @@
 """Check every cell of the table in docs/celery.md: Celery's semantics for each message of a micro-batch.
 
 Each row of the table is a function in this module. It tries a Celery feature on a real worker and returns the cell's
-text. It runs on three workers: Feedmill's, a stock prefork worker that runs the same task on one message at a time, and
-one that batches with celery-batches.
+text. Every row runs on three workers: Feedmill's, a stock prefork worker that runs the same task on one message at a
+time, and one that batches with celery-batches.
 """
 
 import json

@@ -239,7 +239,7 @@ SHAPES: dict[str, Shape] = {
     "chord of groups and chains with a group at the end": lambda: (
         after([together(add(1), add(2) | together(plus(), plus(2)))], total()), 11
     ),
-    # Replaced, when they are classified.
+    # Tasks that are replaced after their posts are classified.
     "replaced": lambda: (si("replaced", number(1), top_k=3), 4),
     "replaced twice": lambda: (si("replaced_twice", number(1), top_k=3) | plus(), 5),
     "replaced by a chain": lambda: (si("replaced_by_chain", number(42), top_k=1), 44),
@@ -335,7 +335,7 @@ def _unrolled(values: list[Any]) -> list[int]:
 
 
 def test_parents_and_children() -> None:
-    """Each result of a chain links to its parent, and its id equals the id in the task."""
+    """Each result of a chain links to its parent, and the tasks see the same root and parent ids."""
     sent: Any = chain(*(si("ids", number(value)) for value in range(6)), app=app).apply_async()
     found = [sent]
     while found[-1].parent:
@@ -461,7 +461,7 @@ def test_an_ignored_result(redis: Any) -> None:
 
 
 def test_no_subscription_is_left(redis: Any) -> None:
-    """The client unsubscribes once it has a result or forgot it."""
+    """The client unsubscribes from a result that it has received or forgotten."""
     whole: Any = together(*(add(value) for value in range(3))).apply_async()
     summed: Any = after([add(1), add(2)], total()).apply_async()
     late = add(1).apply_async(countdown=600)
@@ -724,7 +724,7 @@ def test_replaced_with_errbacks(redis: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [2, 13])
 def test_a_part_replaced_with_links(redis: Any, top_k: int) -> None:
-    """Links of a replaced task run in a chain and in a group."""
+    """The callback or errback of a replaced task runs, in a chain as in a group."""
     part = si("replaced_by_chain_with_links", number(1), top_k=top_k)
     part.link(calls())
     part.link_error(calls())

@@ -226,7 +226,7 @@ def test_watch_in_a_dumb_terminal_prints_blocks(served: RedisServer, tmp_path: P
 
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
-    """Run the command as a shell would; return its status, its output if PIPE, and its errors."""
+    """Run the command with its output redirected; return its status, its output if `output` is PIPE, and its errors."""
     said = subprocess.run(
         [FEEDMILL, *arguments],
         cwd=cwd,

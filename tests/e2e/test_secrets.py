@@ -140,7 +140,7 @@ def test_metrics_listen_only_on_loopback(up: Up) -> None:
 
 
 class Evil:
-    """Creates a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

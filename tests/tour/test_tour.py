@@ -129,7 +129,7 @@ def test_7_the_window_forms_a_micro_batch(classifier: Similarity, post: Post) ->
             for row in rows:
                 window.add(row)
     batch = window.take(token_budget=100, row_limit=8)
-    assert len(batch) == 3  # the long row waits, because the others would need padding
+    assert len(batch) == 3  # the long row waits: in the same batch, all other rows would need padding
     assert len(window) == 1
 
 

@@ -76,7 +76,7 @@ def test_documented_make_targets_exist() -> None:
 
 
 def test_documented_python_modules_have_the_flags() -> None:
-    """Check modules of this repository only."""
+    """The test covers only modules of this repository."""
     found = [
         one for one in shown("python") if one.words[1:2] == ("-m",) and (ROOT / one.words[2].split(".")[0]).is_dir()
     ]

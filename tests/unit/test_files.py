@@ -169,7 +169,7 @@ def test_derives_missing_ids_from_the_text(tmp_path: Path) -> None:
 
 
 def test_name_column_is_not_an_id(tmp_path: Path) -> None:
-    """Two posts by one person have different ids."""
+    """A column `name` may name a person, so two posts with the same name have different ids."""
     first, other = posts(tmp_path, "name,title\nJo,x\nJo,y\n")
     assert first.id != other.id
     assert first.id.startswith("text-")
@@ -282,7 +282,7 @@ def test_skips_overlong_records(tmp_path: Path) -> None:
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]
 
 
-#: Reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
+#: Code that reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
 READS = """
 import re, sys
 from producers.files import Source

@@ -53,7 +53,7 @@ class StandIn:
     kind = "stand-in"
     packed = False
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
-    #: Not a CPU, so one lane.
+    #: A device other than a CPU has one lane.
     device = Device(torch.device("meta"), torch.float32, "for a test")
 
     def __init__(self) -> None:
@@ -727,7 +727,7 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     first = owner.results("one", "two")
     computed = owner.pipeline.statistics.totals.rows
     again = owner.send("one", "another", "two")
-    # A post's id here is its place in the message: only the first post is the same in all messages.
+    # In this test, a post's id is its index in the message, so only the first post is the same in all messages.
     wait_until(lambda: again in owner.finished, "the second message is finished", 10)
     assert again.result()[0] == first[0]
     assert owner.pipeline.statistics.totals.rows - computed == 2
@@ -754,7 +754,7 @@ def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, 
 
 
 def test_posts_waiting_is_never_negative(owner: Owner) -> None:
-    """The metrics thread reads two counts while the consumer and tokenizer threads increase them."""
+    """The metrics thread may read two counts while the consumer and tokenizer threads increase them."""
     preparation = owner.pipeline._preparation
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Replacing the pipeline's model: each row is computed by the model that it was prepared for."""
+"""Replacement of the pipeline's model: the model that prepared a row also computes it."""
 
 import gc
 import threading

@@ -13,7 +13,7 @@ from shared.replay import LOSABLE_S, Connections, Replay
 
 
 class Server:
-    """A server that records writes. `connect` makes a new connection of its client."""
+    """A server that records writes, and its client. `connect` opens a new connection."""
 
     def __init__(self) -> None:
         self.now = 0.0

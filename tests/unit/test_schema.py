@@ -198,7 +198,7 @@ def documented() -> Iterator[tuple[str, dict[str, Any]]]:
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.keyword) and node.arg == "kwargs":
-                with suppress(ValueError):  # it holds variables
+                with suppress(ValueError):  # arguments that contain variables
                     yield "messages.md", ast.literal_eval(node.value)
     for path in (DOCS / "examples").glob("*.*"):
         for text in re.findall(r"'(\{.*\})'", path.read_text()):
