@@ -4,8 +4,8 @@
 
 Results are written through ResultsStore, as workers do, to a private Redis at random times (Poisson). A latency runs
 from just before the write until this process has read the result's line from the reader's standard output. The first
-part writes single results, the second as many in micro-batches of 32, at the same times. With --group, the reader is a
-member of a consumer group and acknowledges results. The last line is JSON.
+part writes one result at a time; the second writes the same number in micro-batches of 32, at the same rate of writes.
+With --group, the reader is a member of a consumer group and acknowledges results. The last line is JSON.
 """
 
 import argparse
@@ -42,14 +42,14 @@ BATCH = 32
 WARM_UP, MIN_RESULTS = 20, 2
 #: Seconds without a result after which the benchmark aborts.
 STALL_TIMEOUT_S = 60.0
-#: Text of every post, and its number of scores: that of the default topics.
+#: Title and body of every post, and the number of its scores: one for each default topic.
 TITLE, BODY, TOPICS = "A title of the usual length, which is some sixty characters long", "word " * 100, 16
 
 console = Console(soft_wrap=True, highlight=False)
 
 
 class Following:
-    """The reader's process, with the time at which each of its lines was read."""
+    """A running `feedmill results --follow`, with the time at which this process read each of its output lines."""
 
     def __init__(self, settings: Settings, arguments: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -177,7 +177,7 @@ def warm(store: ResultsStore, following: Following) -> None:
             break
         if time.monotonic() > deadline:
             raise StackError(f"the reader has read {len(following.read_at)} results, fewer than {WARM_UP}.")
-    # The last results may still be on their way.
+    # The reader may not have read the last results yet.
     written = len(following.read_at)
     time.sleep(0.5)
     while len(following.read_at) != written:

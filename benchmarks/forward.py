@@ -37,7 +37,7 @@ from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights, locate
 from workers.pipeline.window import Window
 
-#: Tokens per batch; row lengths, in tokens, of the batches of one length.
+#: Tokens per batch, and the row lengths (in tokens) of the batches whose rows have equal lengths.
 TOKENS, LENGTHS = 2048, (16, 32, 64, 128, 256)
 #: Batches to take from a full window of posts.
 BATCHES = 8
@@ -79,7 +79,7 @@ def engines(weights: Weights, chosen: Device, compiled: bool) -> dict[str, Forwa
 
 
 def shapes(settings: Settings, chosen: Device, path: str | None) -> dict[str, list[TokenBatch]]:
-    """Return the batches by the name of their shape."""
+    """Return batches of each shape, by the shape's name."""
     source = random.Random(7)
     found: dict[str, list[TokenBatch]] = {
         f"{TOKENS // length} × {length}": [
@@ -108,7 +108,7 @@ def seconds(forward: Forward, batches: Sequence[TokenBatch]) -> float:
 
 
 def measure(chosen: Device, by_shape: dict[str, list[TokenBatch]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the shares of the ceiling in one precision, by shape and engine. Each round measures the ceiling, too."""
+    """Measure the ceiling and all engines in each round. Return the shares of the ceiling by shape and engine."""
     weights = locate(load().model)
     config = json.loads((weights.folder / "config.json").read_text())
     compared = engines(weights, chosen, arguments.compile)

@@ -1,4 +1,4 @@
-"""Describe the machine and measure its ceiling. Benchmarks print both first, to put their figures into context."""
+"""Describe the machine and measure its ceiling, its peak rate of matrix products. Benchmarks print both first."""
 
 import platform
 import time

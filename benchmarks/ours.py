@@ -31,16 +31,16 @@ STALL_TIMEOUT_S = 120.0
 
 
 class Ideal:
-    """Feedmill's model code without a queue: it tokenizes all posts, sorts them by length and cuts by a token budget.
+    """Feedmill's model code without a queue: tokenize all posts, sort rows by length, cut batches by a token budget.
 
-    It is an upper bound: a system that receives posts over time has to pad more, or wait. `tune` finds its best token
+    This is an upper bound: a system that receives posts over time has to pad more, or wait. `tune` finds the best token
     budget and number of lanes.
     """
 
     def __init__(self, job: BenchmarkJob) -> None:
         self._job = job
         self._budgets = CPU_BUDGETS if job.device.torch.type == "cpu" else GPU_BUDGETS
-        #: Token budget and lanes: the fastest pair after `tune`, middle values before.
+        #: Token budget and number of lanes: defaults until `tune` sets the fastest pair.
         self.token_budget = self._budgets[len(self._budgets) // 2 - 1]
         self.lanes = job.device.lanes
         self._classifier: Classifier | None = None
@@ -65,9 +65,9 @@ class Ideal:
         return [row.length for row in rows]
 
     def tune(self, sample: Sequence[Post]) -> None:
-        """Set the fastest token budget and number of lanes: one lane with all cores, or one lane per share of them.
+        """Set the fastest pair of token budget and number of lanes (one lane, or the device's number).
 
-        Each pair is measured twice, because the machine may be shared.
+        Each pair is measured twice, because other processes may slow the machine down.
         """
         pairs = list(product(self._budgets, sorted({1, self._job.device.lanes})))
         seconds: dict[tuple[int, int], float] = {}
@@ -193,7 +193,7 @@ class FeedmillVariant:
         self._device_seconds_before = pool["device_seconds"]
         self.padding_efficiency = pool["padding_efficiency"]
         labels = [self._store.get(post.id)[-1].label for post in self._posts]
-        # The next round would otherwise find these results instead of computing them.
+        # Otherwise, the next round would find these results instead of computing its own.
         for start in range(0, len(self._posts), 1000):
             self._redis.unlink(*(result_key(post.id) for post in self._posts[start : start + 1000]))
         return labels

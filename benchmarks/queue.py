@@ -2,11 +2,10 @@
 
     python -m benchmarks.queue [--messages 20000] [--rounds 5] [--samples 300] [--kills 0] [--redis PATH]
 
-Messages have 400 bytes. `transport`: a consumer without Celery that acknowledges at once. `worker`: a complete Celery
-worker with a no-op task, late acknowledgement and the solo pool, which runs tasks in the consumer thread and so adds
-nothing but Celery and the transport; with and without task events. Rates are measured between 10% and 90% of the
-messages. `latency`: milliseconds from publishing until an idle consumer has the message. kombu's own transport gets a
-fifth of the messages.
+Messages have 400 bytes. `transport` is a consumer without Celery that acknowledges at once. `worker` is a complete
+Celery worker with a no-op task, late acknowledgement and the solo pool (which adds no processes or threads), with and
+without task events. Rates are measured between 10% and 90% of the messages. `latency` is the time in milliseconds from
+publishing until an idle consumer has the message. kombu's own transport gets a fifth of the messages.
 
 --kills N kills N busy workers of each transport with SIGKILL. A message is missing if it is neither done, nor queued,
 nor in flight. `back` is the time until all messages of the dead worker are back in the queue.

@@ -135,14 +135,14 @@ class Installation:
         return False
 
     def posts(self, count: int) -> list[Post]:
-        """Return the next `count` posts: the source's, repeated, with unique ids."""
+        """Return the next `count` posts of an endless repetition of the source's posts, with unique ids."""
         self._number += count
         numbers = range(self._number - count, self._number)
         found = zip(numbers, cycle(self._source), strict=False)
         return [Post.model_validate(post.model_dump() | {"id": f"p{number}"}) for number, post in found]
 
     def fill(self, count: int, size: int) -> None:
-        """Fill the list ASIDE with `count` posts, `size` per message. Do not check whether they were sent before."""
+        """Fill the list ASIDE with `count` posts, `size` per message. Skip the check for posts sent before."""
         for start in range(0, count, 1000 * size):
             posts = self.posts(min(1000 * size, count - start))
             publish(self.app, [posts[at : at + size] for at in range(0, len(posts), size)], ClassifyOptions())
@@ -192,7 +192,7 @@ class Installation:
         return int(self.redis.hget(COUNTERS, "stored") or 0)
 
     def pace(self, count: int, children: Sequence[Child] = ()) -> Pace:
-        """Measure the storing of the next `count` posts by these workers, without the first and the last tenth."""
+        """Measure throughput while the workers store the next `count` posts, without the first and the last tenth."""
         before = self.stored()
         marks = []
         for share in (BEGIN, END):

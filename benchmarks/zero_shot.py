@@ -209,7 +209,7 @@ def _save(config: Any, folder: Path) -> None:
     torch.manual_seed(7)
     model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
-        if "classif" in name and parameter.ndim == 2:  # default weights would leave only rounding between the scores
+        if "classif" in name and parameter.ndim == 2:  # with default weights, scores would differ only by rounding
             torch.nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(folder)
 

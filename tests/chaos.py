@@ -72,7 +72,7 @@ UNSYNCED_S = 1.0
 CLOSED_PORT = 1
 #: Celery's log line of a worker that is ready.
 READY = " ready."
-#: Share of ended posts by which all faults are done. The rest shows the recovery from the last fault.
+#: Share of ended posts by which all faults are done. The remaining posts show the recovery from the last fault.
 FAULT_SHARE = 0.9
 #: Messages in the queue at which the producer waits, and posts per push.
 QUEUE_LIMIT, PUSH_SIZE = 400, 320
@@ -120,7 +120,7 @@ class Ledger:
 
 
 class Chaos:
-    """One run, with its processes' files in the folder. given: the command's arguments."""
+    """A run of the test. given: the command's arguments; folder: for the files of all processes."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder
@@ -159,7 +159,7 @@ class Chaos:
         #: Time of each fault, and the number of faults of each kind.
         self._faults: list[float] = []
         self._done: Counter[str] = Counter()
-        #: Seconds until each successor was ready.
+        #: Seconds from each restarted worker's end until its successor was ready.
         self._starts: list[float] = []
         #: Process -> its sampled memory in MB.
         self._memory: dict[str, list[float]] = {}
@@ -206,7 +206,7 @@ class Chaos:
         return found
 
     def _produce(self) -> None:
-        """Send all posts, and retry while Redis refuses them."""
+        """Send all posts. Retry while Redis is unreachable or rejects them."""
         pusher = self._make_pusher()
         posts = self._posts()
         while (some := list(islice(posts, PUSH_SIZE))) and not self._stopping.is_set():
@@ -289,7 +289,7 @@ class Chaos:
         self._signal(CLOCK)
 
     def _rolling_restart(self) -> None:
-        """Restart all workers by SIGTERM, each after its predecessor's successor is ready."""
+        """Restart the workers one at a time by SIGTERM. Wait until one is replaced before stopping the next."""
         self._roll(deque(sorted(self._workers())))
 
     def _roll(self, names: deque[str]) -> None:
@@ -326,7 +326,7 @@ class Chaos:
         path, size = next(
             ((path, size) for at, path, size in reversed(self._written) if at <= moment), self._written[0][1:]
         )
-        if path == self._log():  # a rewrite since then has synced it
+        if path == self._log():  # otherwise, a rewrite has synced the file since then
             os.truncate(path, size)
         if proxy := self._proxy:
             proxy.server_port = CLOSED_PORT
@@ -409,7 +409,7 @@ class Chaos:
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
-        """Inject faults until all posts have ended or progress stops. Return whether that was within the time limit."""
+        """Inject faults until all posts have ended or progress stops. Return false if the time limit is reached."""
         plan, given = self._plan(), self._given
         self._note_log()
         sampled, ended, since = 0.0, 0, time.monotonic()

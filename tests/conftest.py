@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server shared by all test processes. It imports modules while they collect tests."""
+    """Start the fork server shared by all test processes. The server's imports run while the tests are collected."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         server = ForkServer()
         os.environ[FORK_SERVER] = server.address
@@ -106,7 +106,7 @@ def _no_log_handlers_of_others() -> Iterator[None]:
 
 
 def _path(kind: str | None) -> str:
-    """Return the redis-server from this source, by default the first available one."""
+    """Return the path of the redis-server from this source, by default of the first available one."""
     servers = redis_servers()
     if not servers:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
@@ -148,7 +148,7 @@ def redis_server(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> I
 def served(redis_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A redis-server with a worker, separate from the server that tests empty."""
     server = RedisServer(redis_path, tmp_path_factory.mktemp("redis"))
-    # A single statistics interval, so that tests read the totals since the start.
+    # A statistics interval longer than the tests, so that they read totals since the start.
     with working(server, tmp_path_factory.mktemp("worker"), FEEDMILL_STATISTICS_INTERVAL="100000"):
         yield server
     server.stop()

@@ -2,8 +2,8 @@
 
 Both workers run the same application, tasks and model on the same messages, each with its own Redis. The stock prefork
 worker classifies one message after another; Feedmill's worker forms micro-batches. The test compares everything that
-they leave behind: Celery's results of messages and callbacks, the callbacks' arguments, events, stored results and
-dead letters.
+the workers leave behind: Celery's results of messages and callbacks, the callbacks' arguments, events, stored results
+and dead letters.
 
 The last line is JSON: messages, posts, seed, differing (failed comparisons), incomplete_event_logs, by_state (messages
 by Celery state), and seconds of each worker. Exits 1 if anything differs, after printing the first differences.
@@ -76,17 +76,17 @@ COMPARED_FIELDS = {
     "task-revoked": ("terminated", "signum", "expired"),
     "task-rejected": ("requeue",),
 }
-#: The result of a message with ignore_result. Events shorten other results, which contain times, so those are compared
-#: in Celery's result backend instead.
+#: The result in the events of a message with ignore_result. Other results contain times, and events shorten them, so
+#: they are compared in Celery's result backend instead.
 SUMMARY = re.compile(r"'\d+ of \d+ posts classified'")
 #: Tasks whose events show shortened arguments. The arguments that they record are compared instead.
 CALLBACKS = ("differential.record", "differential.breaks")
 #: Random ids of groups of callbacks, drawn by Celery.
 RANDOM_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-#: A chord's body and its error callback. Their parent and root are whichever header message finished last. If the body
-#: fails because of the header, Celery records that message's children as the body's.
+#: Ids of a chord's body and its errback. Their parent and root are the header message that happens to finish last. If
+#: the body fails because of the header, Celery records that message's children as the body's.
 BODY = re.compile(r"-body(-error)?$")
-#: A message's complete event sequence without arrivals, in LETTERS; "b" is a requeued message.
+#: A complete sequence of a message's events except task-received, in LETTERS; "b" stands for a requeue.
 COMPLETE = re.compile(r"(st|sb)*(sS|sF|sFJ|sJF|s|V)")
 LETTERS = {"started": "s", "retried": "t", "succeeded": "S", "failed": "F", "revoked": "V", "rejected": "J"}
 END_EVENTS = ("task-succeeded", "task-failed", "task-revoked")
@@ -142,11 +142,11 @@ class EventLog:
         return [event for event in self.events.get(task_id, []) if event["type"] == "task-received"]
 
     def others(self, task_id: str) -> list[dict[str, Any]]:
-        """Return a task's events except arrivals. A retry may arrive before Celery announces it."""
+        """Return a task's events except task-received, which may precede the task-retried of the previous attempt."""
         return [event for event in self.events.get(task_id, []) if event["type"] != "task-received"]
 
     def is_complete(self, task_id: str) -> bool:
-        """Return whether each start has an arrival before it and an end after it."""
+        """Return whether each task-started follows a task-received and precedes an event that ends the attempt."""
         arrived = started = 0
         for event in self.events.get(task_id, []):
             arrived += event["type"] == "task-received"
@@ -157,7 +157,7 @@ class EventLog:
             "b" if event.get("requeue") else LETTERS[event["type"].removeprefix("task-")]
             for event in self.others(task_id)
         )
-        revoked = letters.endswith("V")  # before its arrival, or while it waited for its ETA
+        revoked = letters.endswith("V")  # revoked before it was received, or while it waited for its ETA
         return bool(COMPLETE.fullmatch(letters)) and started <= arrived <= started + revoked
 
 
@@ -179,7 +179,7 @@ def listening(app: Celery, sendings: Sequence[Sending]) -> Iterator[EventLog]:
 
 @dataclass
 class Side:
-    """One worker and everything that it left behind."""
+    """One of the two workers, with the events and the Redis content that it left behind."""
 
     name: str
     redis: RedisServer
@@ -205,7 +205,7 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
     worker.wait_until(lambda: " ready." in worker.output())
     app = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     app.conf.task_default_queue = "feedmill"
-    # Do not subscribe to each result: nothing here waits for one.
+    # Do not subscribe to results, because this process never waits for one.
     app.backend.result_consumer.consume_from = lambda _: None  # type: ignore[attr-defined]  # not in the stub
     (stats,) = (app.control.inspect(timeout=30, limit=1).stats() or {}).values()
     if stats["pool"]["implementation"] != POOLS[worker.name]:
@@ -225,7 +225,7 @@ def work(worker: Forking, redis: RedisServer, sendings: Sequence[Sending], limit
 
 
 def send(app: Celery, log: EventLog, sendings: Sequence[Sending]) -> None:
-    """Send the messages that must wait to be revoked, revoke them, and send the rest."""
+    """Send the messages that are revoked while they wait, revoke them, and send the other messages."""
     calls = [call for sending in sendings for call in sending.calls]
     revoke(app, [call.id for call in calls if call.fate == "revoked"])
     header, stamp = REVOKED_STAMP
@@ -252,7 +252,7 @@ def revoke(app: Celery, ids: Sequence[str]) -> None:
 
 
 def all_done(worker: Forking, redis: RedisServer, log: EventLog, sendings: Sequence[Sending]) -> Callable[[], bool]:
-    """Return a check for whether all messages are done, which writes progress to standard error."""
+    """Return a function that checks whether all messages are done, and writes progress to standard error."""
     first = [call.id for each in sendings for call in (each.calls[:1] if each.kind == "chain" else each.calls)]
     began = reported = time.monotonic()
 
@@ -448,7 +448,7 @@ def _compare_events(comparison: Comparison, task_id: str, stock: EventLog, feedm
 
 
 def run(messages: int, largest: int, seed: int, folder: Path) -> tuple[dict[str, Any], list[Difference]]:
-    """Run the test. Return the figures of the last line, and the differences."""
+    """Run the test. Return the figures to print as JSON, and the differences."""
     drawn = Draw(seed, messages, largest)
     sendings = list(drawn.sendings())
     sys.stderr.write(f"seed {seed}: {messages} messages of {drawn.posts} posts in {len(sendings)} sendings\n")

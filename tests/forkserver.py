@@ -3,9 +3,9 @@
     server = ForkServer()
     process = Forks(server.address).start([sys.executable, "-m", "feedmill", "worker"], cwd, environment, stdin, …)
 
-Imports cost a worker four seconds of CPU time and a command one second, and the tests start hundreds. A forked process
-has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three ways: when
-modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
+Imports take a worker four seconds of CPU time and a command one second, and the tests start hundreds of them. A forked
+process has its own memory, connections, signals, files and exit status. It differs from a new interpreter in three
+ways: when modules are imported, its command line, and that Feedmill's task is registered in every Celery application.
 tests/e2e/test_starting.py and test_demo.py start new interpreters, as users do.
 """
 
@@ -142,7 +142,7 @@ class Forks:
 
 
 def _listen(listener: socket.socket) -> list[str]:
-    """Fork a process to serve each client, without end. In the requested processes, return their command."""
+    """Fork a process to serve each client. Return only in the processes that clients request, with their command."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the serving processes
     while True:
         requests, _ = listener.accept()
@@ -154,9 +154,9 @@ def _listen(listener: socket.socket) -> list[str]:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork for each request of a client. In the requested processes, return their command.
+    """Fork a process for each request of a client. Return only in these processes, with their command.
 
-    A fork takes 20 ms because of the imported modules.
+    The fork itself takes 20 ms, because of the memory of the imported modules.
     """
     waited = selectors.DefaultSelector()
     waited.register(requests, selectors.EVENT_READ)
@@ -184,7 +184,7 @@ def _serve(requests: socket.socket) -> list[str]:
                 os.close(key.fd)
                 pid, client = key.data
                 _, status = os.waitpid(pid, 0)
-                with client, contextlib.suppress(OSError):  # the client has gone
+                with client, contextlib.suppress(OSError):  # the client has disconnected
                     client.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 

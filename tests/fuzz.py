@@ -11,8 +11,8 @@ Fates of a message:
 - `dead`: a dead letter has its id
 - `stored`: its classification is stored
 - `waits`: it waits for its ETA
-- `told`: the worker logged a dead letter, because the message has no id or its posts already have a dead letter
-- `unnamed`: its id or `ignore_result` was changed, so it cannot be found
+- `logged`: the worker logged a dead letter, because the message has no id or its posts already have a dead letter
+- `untraceable`: its id or `ignore_result` was changed, so its fate cannot be found
 
 Any other message has vanished. The last line is JSON. Exits 1 if a message vanished.
 """
@@ -76,7 +76,7 @@ def generate(messages: int, number: int, take: Callable[[Hostile], object]) -> N
 
 
 def read(element: bytes) -> str:
-    """Decode an element like a worker, up to its dead letters. Return how far that got. Any exception is a bug."""
+    """Decode an element like a worker, up to its dead letters. Return the outcome. Any exception is a bug."""
     count_delivery(element, lapse=True)
     try:
         found = decoded(element)
@@ -120,7 +120,7 @@ class Served:
         self.vanished: list[str] = []
 
     def revoke_a_stamp(self) -> None:
-        """Revoke a stamp, because the worker reads messages' stamps only after that."""
+        """Revoke a stamp. Only then does the worker read the stamps of messages."""
         assert self._app.control.revoke_by_stamped_headers({"user": "revoked"}, reply=True, timeout=5, limit=1)
 
     def take(self, batch: Sequence[Hostile]) -> None:
@@ -139,13 +139,13 @@ class Served:
         lost = []
         for task_id, fate in self._fates(written):
             if fate or logged_dead[task_id]:
-                self.fates[fate or "told"] += 1
+                self.fates[fate or "logged"] += 1
             elif not _is_named(written[task_id], task_id):
-                self.fates["unnamed"] += 1
+                self.fates["untraceable"] += 1
             else:
                 lost.append(f"{elements[task_id].kind}: {written[task_id][:2000]!r}")
         nameless = min(logged_dead["None"], len(lost))
-        self.fates["told"] += nameless
+        self.fates["logged"] += nameless
         self.vanished += lost[nameless:]
         self._redis.delete(TRANSPORT_KEYS["undecodable_key"], DEAD_LETTERS)
 
@@ -217,7 +217,7 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 def run(messages: int, number: int, folder: Path) -> dict[str, Any]:
-    """Run the test with hypothesis. Return the figures of the last line."""
+    """Run the test with hypothesis. Return the figures to print as JSON."""
     to_worker = max(1, messages // 10)
     outcomes: Counter[str] = Counter()
     generate(messages - to_worker, number, lambda each: outcomes.update([read(each.element("h000000000"))]))

@@ -12,7 +12,7 @@ with atheris.instrument_imports(include=["shared", "workers"]):
 
 
 def each(data: bytes) -> None:
-    """Decode data as an element or, after an initial "!", as the body of a good message."""
+    """Decode data as an element. If it begins with "!", decode the remaining bytes as the body of a valid message."""
     if data.startswith(b"!"):
         data = json.dumps(good() | {"body": base64.b64encode(data[1:]).decode()}).encode()
     read(data)

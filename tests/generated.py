@@ -39,7 +39,7 @@ FOLDERS = {
     "docs": "How it works, a page for each subject, a reference, runnable examples",
     "docker": "Images, compose file, Kubernetes, systemd, Redis' configuration, Prometheus and Grafana",
 }
-#: In the order in which a post passes through them, then the package around them.
+#: Packages in the order in which a post passes through them, then the package that contains them.
 PACKAGES = ("producers", "shared", "workers", "feedmill")
 #: Metrics by the process that serves them.
 FIGURES = {
@@ -149,7 +149,7 @@ def settings() -> str:
 
 
 def default(value: Any) -> str:
-    """Return a default as it is written in the environment."""
+    """Format a default value as in an environment variable."""
     if value is None or value == ():
         return ""
     if isinstance(value, int) and value and value % DAY_S == 0:
@@ -216,7 +216,7 @@ def described_key(make: Callable[[str], str]) -> str:
 
 
 def limit(bound: str, writer: str) -> str:
-    """Return a key's bound with its settings as variables, and its writer's constants as their values."""
+    """Return a key's bound, with settings replaced by their variables and the writer's constants by their values."""
     module = import_module(writer.removesuffix(".py").replace("/", ".")) if writer.endswith(".py") else None
     bound = re.sub(r"\b[A-Z_]{4,}\b", lambda name: f"{getattr(module, name[0]):,}", bound)
     return re.sub(
@@ -227,7 +227,7 @@ def limit(bound: str, writer: str) -> str:
 
 
 def error_classes() -> str:
-    """Return each error class with its meaning (the first paragraph of its docstring) and its effect (the rest)."""
+    """Return each error class with its meaning and effect: the first and the other paragraphs of its docstring."""
     rows = []
     for name, error in vars(errors).items():
         if isinstance(error, type) and issubclass(error, errors.FeedmillError) and error is not errors.FeedmillError:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 #: Maximum size of the wheel and its dependencies with bytecode, in bytes.
 MAX_INSTALLED_BYTES = 60 * 10**6
-#: Imports the whole command and prints the large packages that were imported with it.
+#: Code that imports the whole command and prints which large packages that imported.
 PRINT_LARGE_IMPORTS = (
     "import sys, feedmill.cli.main; print(*{'torch', 'transformers', 'praw', 'flower'} & set(sys.modules))"
 )

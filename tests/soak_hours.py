@@ -1,8 +1,8 @@
 """Simulate eight hours of polling Reddit and watch the daemon's memory (`python -m tests.soak_hours`).
 
-The daemon's process runs on a simulated clock, which waiting advances at once. The loopback Reddit in this process
-shares the clock and publishes posts as it advances. PRAW, Redis and the requests are real. The daemon's memory may grow
-until its bounded state is full, and must be constant after that.
+The daemon runs in its own process on a simulated clock, which advances at once when the daemon waits. The loopback
+Reddit in this process shares the clock and publishes posts as time advances. PRAW, Redis and the requests are real. The
+daemon's memory may grow until its bounded state is full, and must be constant after that.
 
 The last line is JSON: hours, polls, published, sent, missing (posts), gaps, budget_exceeded, rss_mib (at the end of
 each hour), growth (of the last hour relative to hour `--filled`). Exits 1 if a post is missing, memory grew or the
@@ -43,7 +43,7 @@ MAX_GROWTH = 0.05
 
 
 class SharedClock(SimulatedClock):
-    """A simulated clock that the other process can read."""
+    """A simulated clock that several processes can read."""
 
     def __init__(self, shared: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SharedClock(SimulatedClock):
 
 
 def poll(settings: dict[str, Any], shared: Any, hours: int, connection: Connection) -> None:
-    """Run the daemon. Send its memory and status at the end of each hour, and its final status."""
+    """Run the daemon in this process. Send its memory and status at the end of each hour, and its final status."""
     clock = SharedClock(shared)
     chosen = Settings.model_validate(settings)
     redis = connect(chosen)
@@ -71,7 +71,7 @@ def poll(settings: dict[str, Any], shared: Any, hours: int, connection: Connecti
         gc.collect()
         connection.send({"hour": hour, "rss_mib": _resident() / 2**20, **daemon.status()})
     connection.send(None)
-    connection.recv()  # the last posts are published by now
+    connection.recv()  # all posts have been published by now
     for _ in range(10):
         while daemon.step() == 0:
             pass

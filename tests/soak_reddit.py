@@ -47,7 +47,7 @@ WORDS = (
 
 
 class Soak:
-    """One run. seconds: the time over which posts are published."""
+    """A run of the test. seconds: the time over which posts are published."""
 
     def __init__(self, posts: int, kills: int, bursts: int, seconds: float, seed: int, folder: Path) -> None:
         self._random = random.Random(seed)

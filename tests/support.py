@@ -147,7 +147,7 @@ class Restartable:
 
 
 class Authority:
-    """A certificate authority. `file` is its certificate in PEM; `other` belongs to an unrelated authority."""
+    """A certificate authority. `file`: its certificate in PEM; `other`: the certificate of an unrelated authority."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -200,7 +200,7 @@ class Forking(Child):
 
 
 class Feedmill:
-    """One run of the installed `feedmill` command."""
+    """A running `feedmill` command and its output."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.output = cwd / f"feedmill-{time.monotonic_ns()}.log"
@@ -256,14 +256,14 @@ def working(redis: RedisServer, cwd: Path, name: str = "worker", **environment: 
 
 
 def feedmill(*arguments: str, cwd: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `feedmill` to its end."""
+    """Run `feedmill` until it exits."""
     return run([FEEDMILL, *arguments], cwd, _environment(cwd, COLUMNS="200") | environment, stdin)
 
 
 def run(
     command: Sequence[str], cwd: Path, environment: dict[str, str], stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run any command to its end."""
+    """Run a command until it exits."""
     pipes = [os.pipe() for _ in range(3)]
     (given, stdin_pipe), (stdout_pipe, output), (stderr_pipe, errors) = [
         (os.fdopen(reader), os.fdopen(writer, "w")) for reader, writer in pipes
@@ -330,7 +330,7 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def shapes(words: str) -> list[bytes]:
-    """Return the words in plain text and in Base64 at each of its three alignments."""
+    """Return the byte strings by which to find the words: as plain text, and as Base64 at each of three alignments."""
     encoded = (b64encode(b"-" * shift + words.encode())[4 * bool(shift) : -4] for shift in range(3))
     return [words.encode(), *encoded]
 

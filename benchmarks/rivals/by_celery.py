@@ -1,7 +1,7 @@
 """Rivals on Celery. Each uses a private redis-server for its queue and results; a task classifies one post.
 
-Plain `send_task` publishes one post per message. Results are stored in a Redis database of their own, so that DBSIZE
-counts them. That is cheaper than Celery's `get`, which subscribes to each result.
+Plain `send_task` publishes one post per message. Results are stored in a separate Redis database, so that DBSIZE counts
+them. DBSIZE is cheaper than Celery's `get`, which subscribes to each result.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Rivals without a queue: a library classifies the whole list in this process.
 
-They neither wait for messages nor acknowledge or store anything, so they do less work than Feedmill. They show the
-libraries' throughput on the same posts.
+These rivals neither wait for messages nor acknowledge or store anything, so they do less work than Feedmill. They show
+the libraries' throughput on the same posts.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """A typical classifier with transformers alone: posts in arrival order, padded to the longest of the batch.
 
-The rivals without model code of their own share it. It does not use Feedmill's classifiers.
+The rivals that need hand-written model code share this module. It does not use Feedmill's classifiers.
 """
 
 import os

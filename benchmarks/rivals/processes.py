@@ -30,7 +30,7 @@ class Processes:
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
             self._before = descendants(os.getpid())
             self.folder.mkdir(exist_ok=True)
-        # If this process is killed, SIGTERM lets the children stop their own children.
+        # If this process is killed, the children get SIGTERM, so that they can stop their own children.
         child = Child(name, command, self.folder, {**os.environ, **environment}, signal.SIGTERM, stdin)
         self._children.insert(0, child)
         return child
@@ -78,5 +78,5 @@ def end(processes: set[int]) -> None:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     for process in processes:
-        with suppress(ChildProcessError):  # its own parent has reaped it
+        with suppress(ChildProcessError):  # the process's own parent has reaped it
             os.waitpid(process, 0)

@@ -18,7 +18,7 @@ from benchmarks.rivals.plain_model import Answer, PlainModel, cores
 from shared.settings import Settings, load
 from workers.models import device
 
-#: Seconds to wait for a batch to fill. This is Ray's default; it has no effect while the clients keep batches full.
+#: Seconds to wait for a batch to fill: Ray's default, without effect while the clients keep batches full.
 BATCH_WAIT_S = 0.01
 #: Maximum number of requests in the replica. The default of 5 would limit every batch to 5.
 MAX_ONGOING = 1024

@@ -50,7 +50,7 @@ def system_server() -> str:
 
 
 class Guarded(RedisServer):
-    """A Redis with these users, whose worker has stored the results of POSTS posts from its producer."""
+    """A Redis with the users of docker/users.conf, after a producer has sent POSTS posts and a worker stored them."""
 
     def as_user(self, user: str) -> str:
         return f"redis://{user}:{user}-secret@127.0.0.1:{self.port}/0"
@@ -107,7 +107,7 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
     app.send_task("feedmill.classify", kwargs={"posts": [{"id": "later", "title": "x"}]}, countdown=3600)
     wait_until(lambda: queue_depth(redis, settings.queue).held == 1, "the worker holds the message for later")
     assert purge(redis, settings, ["later"]).messages == 1
-    # The same commands on a list, which is always empty because the worker reserves everything at once.
+    # A purge rewrites waiting messages with these commands. Here none waits, because the worker reserves all at once.
     assert redis.lpos("feedmill", "x") is None
     with pytest.raises(ResponseError, match="no such key"):
         redis.lset("feedmill", 0, "x")

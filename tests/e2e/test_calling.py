@@ -1,6 +1,6 @@
-"""Using the task without a queue (called, `apply`, `task_always_eager`), and sending it from another application.
+"""The task without a queue (called directly, `apply`, `task_always_eager`), and sent from another application.
 
-Each test runs it in a separate process, as an application would; without Redis where none is needed.
+The calls run in a separate process, like an application's, and without Redis where none is needed.
 """
 
 import json
@@ -18,7 +18,8 @@ import pytest
 from feedmill.stack.processes import free_port
 from tests.support import RedisServer, working
 
-#: Runs one program per line; answers with the program's `said`, or the exception that it raised.
+#: Code of the application's process. It runs one program per line of input, and prints the program's variable `said`
+#: or its exception.
 CALLER = """
 import json, sys
 names = {}
@@ -82,7 +83,7 @@ class Caller:
         return raised, said
 
     def run(self, program: str) -> Any:
-        """Run the program and return its `said`."""
+        """Run the program and return its variable `said`."""
         raised, said = self._ask(program)
         assert raised is None, f"{raised}: {said}\n{self.errors.read_text()}"
         return said
@@ -286,7 +287,7 @@ def test_invalid_settings_are_named_in_the_error(here: Caller, variable: str, va
 
 
 def test_sends_from_another_application(redis: RedisServer, tmp_path: Path) -> None:
-    """Messages go to FEEDMILL_QUEUE, not to the application's own default queue, unless `queue` is given. No torch."""
+    """Messages go to FEEDMILL_QUEUE, not to the application's default queue, unless `queue` is given."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     settings = {"FEEDMILL_QUEUE": "labelled", "FEEDMILL_REDIS_URL": redis.url}

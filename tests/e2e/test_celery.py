@@ -1,7 +1,8 @@
-"""Celery's semantics for each message of a micro-batch: docs/celery.md's table, cell by cell.
+"""Check every cell of the table in docs/celery.md: Celery's semantics for each message of a micro-batch.
 
-Each row is a function here that tries it on a real worker and says in a few words what happened: on Feedmill's, on a
-stock prefork worker that runs the same task one message at a time, and on one that batches with celery-batches.
+Each row of the table is a function in this module. It tries a Celery feature on a real worker and returns the cell's
+text. Every row runs on three workers: Feedmill's, a stock prefork worker that runs the same task on one message at a
+time, and one that batches with celery-batches.
 """
 
 import json
@@ -34,23 +35,23 @@ NUMBERS = count()
 
 
 def post(name: str = "good") -> dict[str, Any]:
-    """A post that no message has held before: what is stored would be answered without the device."""
+    """Return a new post. A post that was sent before would be answered from the store, without the device."""
     return {"id": f"{name}-{next(NUMBERS)}", "title": "The keeper saved two penalties in the final"}
 
 
 def slow(gate: str) -> dict[str, Any]:
-    """One whose forward pass ends when the gate is opened."""
+    """Return a post whose forward pass lasts until the gate opens."""
     return {"id": gate, "title": f"slow {gate}"}
 
 
 class Scene:
-    """A worker of one kind on a Redis of its own, and another application that sends to it and listens."""
+    """A worker of one kind on a private Redis, and another application that sends messages and records events."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.redis = RedisServer(next(iter(redis_servers().values())), folder)
         self.app = Celery("elsewhere", broker=self.redis.url, backend=self.redis.url, set_as_current=False)
-        self._control: Any = self.app.control  # the stubs take too little for an answer
+        self._control: Any = self.app.control  # the stubs declare too narrow types for replies
         self.app.conf.task_default_queue = "feedmill"
         self.app.conf.broker_transport_options = {"visibility_timeout": 600}
         self.events: dict[str, list[dict[str, Any]]] = {}
@@ -66,25 +67,25 @@ class Scene:
             "FEEDMILL_TOKEN_BUDGET": "2048",
             "FEEDMILL_CACHE_FOLDER": str(folder / "cache"),
             "FAKE_REDIS_URL": self.redis.url,
-            "OMP_NUM_THREADS": "1",  # one lane: what holds the device holds it alone
+            "OMP_NUM_THREADS": "1",  # one lane, so that one message can keep the device busy
             "PYTHONPATH": str(ROOT),
         }
         celery = [sys.executable, "-m", "celery", "--app", "workers.app", "worker", "--hostname", "worker@test"]
-        # "processes" is prefork; by that name Celery takes it for no choice, and runs the pool that is configured.
+        # "processes" means prefork. Celery treats the name "prefork" as the default and runs the configured pool.
         command = {
             "Feedmill": [*celery],
             "stock prefork": [*celery, "--pool", "processes", "--concurrency", "1"],
             "celery-batches": [sys.executable, "-m", "tests.fakes.batches_worker"],
         }[kind]
-        if kind == "celery-batches":  # another Celery
+        if kind == "celery-batches":  # needs another Celery version
             ours |= {"PYTHONPATH": f"{BATCHES}{os.pathsep}{ROOT}", "NEW_INTERPRETER": "1"}
         self.log = folder / "worker.log"
         with self.log.open("wb") as log:
             self.worker = start(command, ROOT, clean | ours, log)
 
     def wait_for_worker(self) -> None:
-        wait_until(self._hears.is_set, f"the worker is there: {self.kind}")
-        wait_until(lambda: self._inspect().ping(), f"the worker answers: {self.kind}")
+        wait_until(self._hears.is_set, f"the {self.kind} worker sends events")
+        wait_until(lambda: self._inspect().ping(), f"the {self.kind} worker replies to ping")
         self.send(post()).get(timeout=60)  # the stock worker loads its model with the first message
 
     def _listen(self) -> None:
@@ -101,11 +102,11 @@ class Scene:
         return self.app.control.inspect(timeout=5.0, limit=1)
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """The worker's answer to an inspect command."""
+        """Return the worker's reply to an inspect command."""
         return next(iter((getattr(self._inspect(), what)(*arguments) or {}).values()), None)
 
     def order(self, command: str, **arguments: Any) -> str:
-        """The worker's answer to a control command."""
+        """Return the worker's reply to a control command."""
         (answer,) = self._control.broadcast(command, arguments=arguments, reply=True, timeout=5.0, limit=1)
         (said,) = answer.values()
         return str(said.get("ok") or said.get("error") if isinstance(said, dict) else said)
@@ -118,7 +119,7 @@ class Scene:
 
     @contextmanager
     def gate(self) -> Iterator[str]:
-        """A gate that is shut in here."""
+        """Yield a gate that stays closed during the block."""
         key = f"gate-{next(NUMBERS)}"
         self.redis.client.set(key, "1")
         try:
@@ -128,38 +129,38 @@ class Scene:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While in here the device, or the process, is busy with something else: what is sent waits."""
+        """Keep the worker busy during the block, so that messages sent in it wait."""
         with self.gate() as gate:
             self.app.send_task("own.hold", [gate])
-            wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the worker is held")
+            wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the worker is busy")
             yield
 
-    def has_its_model(self) -> None:
-        """A stock worker's child that was killed is replaced by one that loads it: no part of what is measured."""
+    def load_model(self) -> None:
+        """Make a restarted child of a stock worker load its model, so that loading is not part of a measurement."""
         self.send(post("before")).get(timeout=60)
 
     def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
-        """A message whose forward pass has begun, and ends when the gate is opened."""
-        self.has_its_model()
+        """Send a message whose forward pass lasts until the gate opens. Return once the pass has begun."""
+        self.load_model()
         sent: AsyncResult[Any] = self.send(slow(gate), **options)
-        wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "its forward pass has begun")
+        wait_until(lambda: self.redis.client.get(f"{gate}:begun"), "the forward pass has begun")
         return sent
 
     def received(self, *sent: AsyncResult[Any]) -> None:
-        """Return once the worker has them in hand."""
-        wait_until(lambda: all("received" in self._signals(each) for each in sent), "they are received")
+        """Wait until the worker has received the messages."""
+        wait_until(lambda: all("received" in self._signals(each) for each in sent), "the messages are received")
 
     def parted(self, *sent: AsyncResult[Any]) -> bool:
-        """Return whether celery-batches' timer, which flushes every 0.1 s, put them into different batches."""
+        """Return whether celery-batches' timer, which flushes every 0.1 s, split the messages into several batches."""
         return len({self.redis.client.get(f"batch:{each.id}") for each in sent}) > 1
 
     def _types(self, sent: AsyncResult[Any]) -> list[str]:
         return [event["type"] for event in self.events.get(sent.id, ())]
 
     def settled(self, *sent: AsyncResult[Any]) -> None:
-        """Return once they have results; or when what was sent long after them has been answered twice.
+        """Wait until the messages have results, at most until two later messages have results or time out.
 
-        What celery-batches makes a batch of with a message that fails is never answered.
+        The limit is needed because celery-batches never answers a batch with a failing message.
         """
         for seconds in (3, 60) if self.kind == "celery-batches" else (60, 60):
             if not all(each.ready() for each in sent):
@@ -167,7 +168,7 @@ class Scene:
                     self.send(post("other")).get(timeout=seconds)
 
     def state(self, *sent: AsyncResult[Any]) -> str:
-        """The state in which they ended, and which nothing has changed since."""
+        """Return the messages' final state, after a later message has been answered."""
         self.settled(*sent)
         with suppress(NotYet):
             self.send(post("other")).get(timeout=3 if self.kind == "celery-batches" else 60)
@@ -175,14 +176,14 @@ class Scene:
         return " and ".join(sorted(found))
 
     def told(self, sent: AsyncResult[Any], last: str) -> str:
-        """The events of a message, up to one of this type; that of another message sent later stands for none."""
+        """Return a message's events, once it has an event of type `last` or a later message has succeeded."""
         self.settled(sent)
         later = self.send(post("other"))
         later.get(timeout=60)
-        if self.kind != "celery-batches":  # which sends none
+        if self.kind != "celery-batches":  # celery-batches sends no events
             wait_until(
                 lambda: f"task-{last}" in self._types(sent) or "task-succeeded" in self._types(later),
-                "events are there",
+                f"task-{last} or a later message's task-succeeded is received",
             )
         return ", ".join(_once(name.removeprefix("task-") for name in self._types(sent))) or "none"
 
@@ -191,7 +192,7 @@ class Scene:
         later = self.send(post("other"))
         later.get(timeout=60)
         if self.kind != "celery-batches":
-            wait_until(lambda: last in self._signals(sent) or "postrun" in self._signals(later), "signals are there")
+            wait_until(lambda: last in self._signals(sent) or "postrun" in self._signals(later), f"{last} is recorded")
         return ", ".join(_once(self._signals(sent))) or "none"
 
     def _signals(self, sent: AsyncResult[Any]) -> list[str]:
@@ -206,7 +207,7 @@ class Scene:
 
 
 def _once(told: Iterable[str]) -> Iterator[str]:
-    """Without the `received` of a message's further tries: it may be told before that the try before it has ended."""
+    """Leave out `received` of retries, which can come before the end of the previous attempt."""
     for number, name in enumerate(told):
         if name != "received" or not number:
             yield name
@@ -214,7 +215,7 @@ def _once(told: Iterable[str]) -> Iterator[str]:
 
 Row = Callable[[Scene], str]
 ROWS: dict[str, Row] = {}
-#: What one cannot ask of a task whose body gets many requests at once.
+#: Rows that need a task body for each message, which celery-batches does not have.
 OWN_BODY: set[str] = set()
 
 
@@ -412,7 +413,7 @@ def _(scene: Scene) -> str:
     scene.order("revoke", task_id=sent.id)
     wait_until(lambda: datetime.now(UTC) > due, "it is due")
     found = scene.state(sent)
-    # It ran all the same in some runs, and not in others.
+    # With celery-batches, the result varies between runs.
     return "SUCCESS or REVOKED" if scene.kind == "celery-batches" and found in ("SUCCESS", "REVOKED") else found
 
 
@@ -453,11 +454,11 @@ def _(scene: Scene) -> str:
 
 
 def _failed_in_time(scene: Scene, gate: str, sent: AsyncResult[Any]) -> str:
-    """While the forward pass has not ended."""
+    """Wait until the message has failed, and return its state. Its forward pass must still be running."""
     if scene.kind == "celery-batches":
         scene.redis.client.delete(gate)
         return scene.state(sent)
-    wait_until(sent.ready, "it has failed")
+    wait_until(sent.ready, "the message has failed")
     assert scene.redis.client.exists(gate)
     return f"{sent.state}: {type(sent.result).__name__}"
 
@@ -482,7 +483,8 @@ def _(scene: Scene) -> str:
     sent = []
     with scene.held():
         for priority in (9, 0):
-            # Too many tokens for one micro-batch; and received before the next is sent, else the queue sorts them.
+            # Each message has too many tokens to share a micro-batch with another. The worker must receive the first
+            # one before the second is sent, because the queue would sort them by priority.
             sent.append(scene.send(*({**post(), "body": "word " * 300} for _ in range(12)), priority=priority))
             scene.received(sent[-1])
     later, sooner = sent
@@ -493,7 +495,7 @@ def _(scene: Scene) -> str:
 
 @row("`rate_limit`")
 def _(scene: Scene) -> str:
-    scene.has_its_model()
+    scene.load_model()
     scene.order("rate_limit", task_name="feedmill.classify", rate_limit="1/s")
     sent = [scene.send(post()) for _ in range(4)]
     scene.settled(*sent)
@@ -509,7 +511,7 @@ def _(scene: Scene) -> str:
     with scene.gate() as gate:
         sent = scene.running(gate)
         with suppress(AssertionError):
-            wait_until(sent.ready, "it has failed", 5)
+            wait_until(sent.ready, "the message has failed", 5)
     scene.order("time_limit", task_name="feedmill.classify", soft=None, hard=None)
     scene.settled(sent)
     return "applied" if sent.failed() else "not applied before a restart"
@@ -530,8 +532,8 @@ def _held_while_running(scene: Scene, task: str) -> str:
     wait_until(lambda: not scene.redis.client.hlen(key), "nothing is held")
     with scene.gate() as gate:
         sent = scene.running(gate, task=task)
-        wait_until(lambda: sent.state == "STARTED" or scene.kind == "celery-batches", "it has started")
-        wait_until(lambda: "task-started" in scene._types(sent) or scene.kind == "celery-batches", "it has started")
+        wait_until(lambda: sent.state == "STARTED" or scene.kind == "celery-batches", "the state is STARTED")
+        wait_until(lambda: "task-started" in scene._types(sent) or scene.kind == "celery-batches", "the event arrives")
         held = int(scene.redis.client.hlen(key))
     scene.settled(sent)
     return "held" if held else "acknowledged at its start"
@@ -587,7 +589,7 @@ def _(scene: Scene) -> str:
     sent = scene.send(post(), countdown=2)
     scene.received(sent)
     found = [scheduled["request"]["id"] for scheduled in scene.ask("scheduled")]
-    sent.get(timeout=30)  # nothing is left for later
+    sent.get(timeout=30)  # leave no scheduled message to the next row
     return "shown" if sent.id in found else "not shown"
 
 
@@ -603,7 +605,7 @@ def _(scene: Scene) -> str:
     scene.order("add_consumer", queue="second")
     found = labels(scene.send(post(), queue="second").get(timeout=30))
     scene.order("cancel_consumer", queue="second")
-    wait_until(lambda: len(scene.ask("active_queues")) == 1, "it has let go of the queue")
+    wait_until(lambda: len(scene.ask("active_queues")) == 1, "the worker serves one queue again")
     left = scene.send(post(), queue="second")
     scene.send(post("other")).get(timeout=30)
     assert scene.redis.client.llen("second") == 1
@@ -656,7 +658,7 @@ def _(scene: Scene) -> str:
 
 
 def table() -> dict[tuple[str, str], str]:
-    """The cells of docs/celery.md's table."""
+    """Return the cells of the table in docs/celery.md."""
     cells = {}
     for line in (ROOT / "docs" / "celery.md").read_text().splitlines():
         parts = [part.strip() for part in line.strip().strip("|").split(" | ")]
@@ -666,7 +668,7 @@ def table() -> dict[tuple[str, str], str]:
 
 
 class Scenes:
-    """The running worker of each kind."""
+    """Workers of each kind, started on first use."""
 
     def __init__(self, new_folder: Callable[[], Path]) -> None:
         self._new_folder = new_folder
@@ -699,7 +701,7 @@ def test_each_feedmill_cell(scenes: Scenes, name: str) -> None:
 
 
 # Celery's own workers have races: when a killed child's pipe is reused, a message may reach the new child before it
-# is revoked, and torch may refuse a thread pool in a forked child. The table states what they usually do.
+# is revoked, and torch may refuse a thread pool in a forked child. The table states the usual outcome.
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "`shutdown`"])
 def test_each_other_cell_within_three_new_workers(scenes: Scenes, name: str, kind: str) -> None:
@@ -723,7 +725,7 @@ def test_the_table_has_no_other_rows() -> None:
 
 
 def main() -> None:
-    """Prints the table as it is measured."""
+    """Measure the table and print it."""
     import tempfile  # noqa: PLC0415
 
     found: dict[str, list[str]] = {name: [name] for name in ROWS}

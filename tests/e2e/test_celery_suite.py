@@ -1,7 +1,8 @@
 """Behaviour that Celery's own integration tests check, for micro-batched tasks. See docs/celery-suite.md.
 
-A number is a post with it for its id. `add` has such posts classified and returns them, each with so much more, so that
-one can follow another (tests/fakes/suite_tasks.py). The client is plain Celery, and knows the tasks by their names.
+The tasks (tests/fakes/suite_tasks.py) do arithmetic: a number is encoded as the id of a post. `add` classifies posts
+and returns them with their numbers increased, so that tasks can be chained. The client is plain Celery and calls tasks
+by name.
 """
 
 import csv
@@ -16,12 +17,12 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 from celery.canvas import Signature, StampingVisitor  # type: ignore[attr-defined]  # the stubs are older
-from celery.exceptions import ChordError, TimeoutError  # noqa: A004 - Celery's own
+from celery.exceptions import ChordError, TimeoutError  # noqa: A004 - Celery's TimeoutError
 from celery.result import AsyncResult, GroupResult, ResultSet, result_from_tuple
 
 from tests.support import Feedmill, RedisServer, running, wait_until
 
-#: Celery's own: of a default that it may change, and of a command of Redis' that it uses.
+# Celery itself causes these warnings: about a default that may change, and about a Redis command.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:task_allow_error_cb_on_chord_header:PendingDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
@@ -67,7 +68,7 @@ def si(name: str, *args: Any, **kwargs: Any) -> Signature:
 
 
 def add(value: int, more: int = 1) -> Signature:
-    """It begins with a number of its own, whatever comes before."""
+    """Return a signature that adds `more` to `value` and ignores the previous result."""
     return si("add", number(value), top_k=more)
 
 
@@ -76,7 +77,7 @@ def plus(more: int = 1) -> Signature:
 
 
 def fail() -> Signature:
-    """Refused; whatever comes before."""
+    """Return a signature that always fails, because its labels are empty."""
     return si("add", number(1), labels="")
 
 
@@ -97,7 +98,7 @@ def after(header: list[Signature] | Any, body: Any) -> Any:
 
 
 def numbers(found: Any) -> Any:
-    """Posts as the numbers that they stand for."""
+    """Decode posts into numbers."""
     if isinstance(found, dict):
         return int(found["id"])
     read = [numbers(each) for each in found]
@@ -105,7 +106,7 @@ def numbers(found: Any) -> Any:
 
 
 def settle() -> None:
-    """Return when what was sent before this has long been done."""
+    """Wait until the worker is done with everything sent so far, by sending two messages one after the other."""
     for _ in range(2):
         assert numbers(add(1).apply_async().get(timeout=SECONDS)) == 2
 
@@ -238,7 +239,7 @@ SHAPES: dict[str, Shape] = {
     "chord of groups and chains with a group at the end": lambda: (
         after([together(add(1), add(2) | together(plus(), plus(2)))], total()), 11
     ),
-    # Replaced, when they are classified.
+    # Tasks that are replaced after their posts are classified.
     "replaced": lambda: (si("replaced", number(1), top_k=3), 4),
     "replaced twice": lambda: (si("replaced_twice", number(1), top_k=3) | plus(), 5),
     "replaced by a chain": lambda: (si("replaced_by_chain", number(42), top_k=1), 44),
@@ -326,7 +327,7 @@ def test_a_nested_shape_through_json(outer: str, inner: str) -> None:
 
 
 def _unrolled(values: list[Any]) -> list[int]:
-    """A group in a group is one group."""
+    """Flatten nested groups, as Celery does."""
     return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
@@ -334,7 +335,7 @@ def _unrolled(values: list[Any]) -> list[int]:
 
 
 def test_parents_and_children() -> None:
-    """Each result of a chain links to its parent, and its id equals the id in the task."""
+    """Each result of a chain links to its parent, and the tasks see the same root and parent ids."""
     sent: Any = chain(*(si("ids", number(value)) for value in range(6)), app=app).apply_async()
     found = [sent]
     while found[-1].parent:
@@ -369,14 +370,14 @@ def test_a_groups_results() -> None:
     assert numbers(rebuilt.get(timeout=SECONDS)) == [1, 2, 3, 4, 5]
 
 
-def test_a_groups_results_as_they_come() -> None:
+def test_get_passes_a_groups_results_to_its_callback() -> None:
     sent = together(*(add(value) for value in range(5))).apply_async()
     seen: list[Any] = []
     sent.get(timeout=SECONDS, callback=lambda _, value: seen.append(numbers(value)))
     assert sorted(seen) == [1, 2, 3, 4, 5]
 
 
-def test_a_group_that_is_saved() -> None:
+def test_a_saved_group() -> None:
     sent = together(add(1), add(2)).apply_async()
     sent.save()
     restored = GroupResult.restore(sent.id, app=app)
@@ -385,7 +386,7 @@ def test_a_group_that_is_saved() -> None:
     assert GroupResult.restore(sent.id, app=app) is None
 
 
-def test_a_group_of_which_one_fails() -> None:
+def test_a_group_with_one_failure() -> None:
     sent = together(add(1), fail(), add(2)).apply_async()
     with pytest.raises(Exception, match="name at least one label"):
         sent.get(timeout=SECONDS)
@@ -395,7 +396,7 @@ def test_a_group_of_which_one_fails() -> None:
     assert (numbers(first), type(error).__name__, numbers(last)) == (2, "RequestRefused", 3)
 
 
-def test_a_group_of_none() -> None:
+def test_an_empty_group() -> None:
     assert together().apply_async().get(timeout=SECONDS) == []
 
 
@@ -441,26 +442,26 @@ def test_a_failure_in_full() -> None:
         sent.maybe_throw()
 
 
-def test_get_calls_back_and_waits_no_longer_than_it_is_told() -> None:
+def test_get_calls_its_callback_and_obeys_its_timeout() -> None:
     told: list[Any] = []
     add(1).apply_async().get(timeout=SECONDS, callback=lambda task_id, value: told.append((task_id, numbers(value))))
     assert [value for _, value in told] == [2]
     with pytest.raises(TimeoutError):
-        AsyncResult("nobody-sent-it", app=app).get(timeout=0.1)
+        AsyncResult("never-sent", app=app).get(timeout=0.1)
     late = add(1).apply_async(countdown=600)
     with pytest.raises(TimeoutError):
         late.get(timeout=0.1)
     late.revoke()
 
 
-def test_a_result_that_is_ignored(redis: Any) -> None:
+def test_an_ignored_result(redis: Any) -> None:
     alone = add(1).apply_async(ignore_result=True)
     settle()
     assert (alone.get(timeout=SECONDS), redis.exists(f"celery-task-meta-{alone.id}")) == (None, 0)
 
 
 def test_no_subscription_is_left(redis: Any) -> None:
-    """The client unsubscribes once it has a result or forgot it."""
+    """The client unsubscribes from a result that it has received or forgotten."""
     whole: Any = together(*(add(value) for value in range(3))).apply_async()
     summed: Any = after([add(1), add(2)], total()).apply_async()
     late = add(1).apply_async(countdown=600)
@@ -470,7 +471,7 @@ def test_no_subscription_is_left(redis: Any) -> None:
     late.revoke()
     late.forget()
     channels = {f"celery-task-meta-{task_id}" for task_id in ids}
-    wait_until(lambda: not channels & set(redis.pubsub_channels()), "nothing is subscribed to")
+    wait_until(lambda: not channels & set(redis.pubsub_channels()), "the client is subscribed to no result")
 
 
 def test_many_threads_send() -> None:
@@ -510,14 +511,14 @@ def test_callbacks_of_a_group_and_of_its_parts(redis: Any) -> None:
     whole = together(add(1), add(2))
     whole.link(calls())
     whole.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: int(redis.get("calls")) == 9, "a group's is its first part's")
+    wait_until(lambda: int(redis.get("calls")) == 9, "Celery attached the group's callback to its first part")
     settle()
     assert redis.get("calls") == "9"
 
 
 @pytest.mark.parametrize("style", ["errback_old", "errback_new"])
 def test_errbacks_of_a_chain(redis: Any, style: str) -> None:
-    """Only the errback of the failing task runs, not those of later tasks."""
+    """The chain's errback runs once, for the failing task, and not again for the later task."""
     sent = chain(add(1), fail(), plus(), app=app)
     sent.link_error(task(style))
     result: Any = sent.apply_async()
@@ -544,12 +545,12 @@ def test_errbacks_of_a_group(redis: Any, style: str, place: int) -> None:
     assert redis.get("errbacks") == "1"
 
 
-def test_errbacks_of_a_group_of_which_many_fail(redis: Any) -> None:
+def test_errbacks_of_a_group_with_many_failures(redis: Any) -> None:
     whole = together(*(add(1) for _ in range(4)), *(fail() for _ in range(9)))
     whole.link_error(calls())
     with pytest.raises(Exception, match="name at least one label"):
         whole.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: redis.get("calls") == "9", "one for each")
+    wait_until(lambda: redis.get("calls") == "9", "the errback was called for each failed part")
     settle()
     assert redis.get("calls") == "9"
 
@@ -560,18 +561,18 @@ def test_errbacks_of_the_parts(redis: Any) -> None:
     for canvas in (together(*(part.clone() for _ in range(5))), chain(add(1), part, plus(), app=app)):
         with pytest.raises(Exception, match="name at least one label"):
             canvas.apply_async().get(timeout=SECONDS)
-    wait_until(lambda: redis.get("calls") == "6", "one for each")
+    wait_until(lambda: redis.get("calls") == "6", "the errback was called for each failed part")
 
 
 def test_an_errback_that_retries() -> None:
-    """It is a task as any other; one that is micro-batched gets the message's id where posts are expected."""
+    """A micro-batched task as an errback runs and retries like any other task."""
     sent = fail().apply_async(link_error=si("retry_once", number(1)))
     with pytest.raises(Exception, match="name at least one label"):
         sent.get(timeout=SECONDS)
     settle()
 
 
-def test_an_errback_for_later(redis: Any) -> None:
+def test_a_delayed_errback(redis: Any) -> None:
     sent = chain(fail(), plus(), app=app)
     sent.link_error(task("errback_old").set(countdown=0.1))
     with pytest.raises(Exception, match="name at least one label"):
@@ -590,7 +591,7 @@ FAILING: dict[str, Callable[[], Any]] = {
 
 
 def chord_fails(sent: Any) -> None:
-    """Its body does, with the reason. (`get` raises that of the first part that failed, where it knows the parts.)"""
+    """Assert that the chord's body failed with a ChordError that names the reason."""
     error = sent.get(timeout=SECONDS, propagate=False)
     assert isinstance(error, ChordError), repr(error)
     assert "RequestRefused('labels: name at least one label, and at most 256')" in str(error)
@@ -598,7 +599,6 @@ def chord_fails(sent: Any) -> None:
 
 @pytest.mark.parametrize("what", FAILING)
 def test_a_chords_header_fails(what: str) -> None:
-    """The body fails with it, and says why."""
     chord_fails(FAILING[what]().apply_async())
 
 
@@ -629,7 +629,7 @@ def test_errbacks_of_a_chord_whose_body_fails(redis: Any, body: str, style: str)
 
 
 def test_a_chord_in_a_chords_header_fails(redis: Any) -> None:
-    """The outer errback is called once, its body never. (It has no result either; nor has it on a stock worker.)"""
+    """The outer chord's errback is called once, and its body never."""
     inner = after([add(1), fail()], total())
     outer = after([inner, add(2)], si("called", key="inner"))
     outer.link_error(calls())
@@ -641,13 +641,13 @@ def test_a_chord_in_a_chords_header_fails(redis: Any) -> None:
 
 
 def test_a_chain_in_a_chords_header_that_would_end_in_a_chord() -> None:
-    """Its first task fails: what waits for the chord hears of it."""
+    """The chain's first task fails, so the inner chord never starts. The outer chord must fail, not wait for it."""
     inner = chain(fail(), together(add(2), add(3)), total(), app=app)
     with pytest.raises(Exception, match="name at least one label"):
         chain(together(add(1), inner), total(), app=app).apply_async().get(timeout=SECONDS)
 
 
-def test_a_chord_of_which_many_fail(redis: Any) -> None:
+def test_a_chord_with_many_failures(redis: Any) -> None:
     canvas = after([add(1), *(fail() for _ in range(7))], total())
     canvas.link_error(calls())
     chord_fails(canvas.apply_async())
@@ -658,7 +658,7 @@ def test_a_chord_of_which_many_fail(redis: Any) -> None:
 
 @pytest.mark.parametrize(("flag", "expected"), [(False, "1"), (True, "3")])
 def test_a_chords_errback_for_its_header(redis: Any, flag: bool, expected: str) -> None:
-    """`task_allow_error_cb_on_chord_header`, the sender's setting: each failing part calls it, and the body."""
+    """With the sender's setting `task_allow_error_cb_on_chord_header`, each failing part calls the errback, too."""
     app.conf.task_allow_error_cb_on_chord_header = flag
     try:
         canvas = after([add(1), fail(), fail()], total())
@@ -693,8 +693,8 @@ def test_a_task_adds_to_its_chord() -> None:
     assert sorted(numbers(canvas.apply_async().get(timeout=SECONDS))) == [6, 8]
 
 
-def test_chords_that_leave_nothing(redis: Any) -> None:
-    """No counter or list of a chord that is done is left in Redis."""
+def test_finished_chords_leave_no_keys(redis: Any) -> None:
+    """A finished chord leaves no counter or list without an expiry in Redis."""
     after([add(1), add(2)], total()).apply_async().get(timeout=SECONDS)
     settle()
     left = [key for key in redis.scan_iter("chord-*") if redis.ttl(key) < 0]
@@ -724,7 +724,7 @@ def test_replaced_with_errbacks(redis: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [2, 13])
 def test_a_part_replaced_with_links(redis: Any, top_k: int) -> None:
-    """In a chain and in a group."""
+    """The callback or errback of a replaced task runs, in a chain as in a group."""
     part = si("replaced_by_chain_with_links", number(1), top_k=top_k)
     part.link(calls())
     part.link_error(calls())
@@ -766,7 +766,7 @@ def test_stamps(shape: str) -> None:
 
 
 def test_stamps_of_a_link() -> None:
-    """One that is given as a dictionary as well."""
+    """A link is stamped both as a signature and as a dictionary."""
     known = si("request", number(1)).set(task_id="stamped-link")
     for form in (known, json.loads(json.dumps(known.set(task_id="stamped-link-2")))):
         first = add(1)
@@ -794,7 +794,7 @@ def test_stamps_stay_with_a_retry() -> None:
     assert (seen["retries"], seen["stamps"]["who"] in ("T1", ["T1"])) == (1, True)
 
 
-def test_stamps_leave_the_rest_alone() -> None:
+def test_stamps_keep_other_options() -> None:
     sent = si("request", number(1)).set(priority=3)
     sent.stamp(visitor=Stamps())
     seen = sent.apply_async(headers={"ticket": "T7"}, time_limit=70).get(timeout=SECONDS)
@@ -804,7 +804,7 @@ def test_stamps_leave_the_rest_alone() -> None:
 # One task.
 
 
-def test_what_a_task_sees_of_its_message() -> None:
+def test_request_attributes_of_a_task() -> None:
     sent = si("request", number(1))
     seen = sent.apply_async(priority=6, soft_time_limit=60, time_limit=90, headers={"ticket": "T1"})
     assert seen.get(timeout=SECONDS) == {
@@ -813,12 +813,12 @@ def test_what_a_task_sees_of_its_message() -> None:
     assert sent.apply_async().get(timeout=SECONDS)["timelimit"] == [None, None]
 
 
-def test_what_the_sender_says_goes_before_what_the_task_says() -> None:
+def test_sender_options_override_task_options() -> None:
     sent = si("limited", number(1)).apply_async(time_limit=50, soft_time_limit=40, app_id="1234")
     assert sent.get(timeout=SECONDS) == [50, 40, "1234"]
 
 
-def test_a_retry_keeps_what_its_sender_said() -> None:
+def test_a_retry_keeps_the_senders_options() -> None:
     seen = si("retry_once", number(1)).apply_async(priority=6, time_limit=90, headers={"ticket": "T1"}, expires=600)
     assert seen.get(timeout=SECONDS) == {
         "priority": 6, "timelimit": [90, None], "ticket": "T1", "stamps": {}, "retries": 1
@@ -830,7 +830,7 @@ def test_priorities_in_a_chain() -> None:
     assert sent.get(timeout=SECONDS)["priority"] == 9
 
 
-def test_arguments_that_are_wrong() -> None:
+def test_invalid_arguments() -> None:
     for args, kwargs, words in (
         ([number(1)], {"posts": number(1)}, "got multiple values for argument 'posts'"),
         ([number(1)], {"lables": "a"}, "lables: extra inputs are not permitted"),
@@ -847,7 +847,7 @@ def test_texts_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("name", ["fails_oddly", "retries_oddly"])
-def test_an_exception_that_cannot_be_made_again(name: str) -> None:
+def test_an_exception_that_cannot_be_recreated(name: str) -> None:
     sent = si(name, number(1)).apply_async()
     error = sent.get(timeout=SECONDS, propagate=False)
     assert sent.state == "FAILURE"
@@ -856,7 +856,7 @@ def test_an_exception_that_cannot_be_made_again(name: str) -> None:
     settle()
 
 
-def test_what_is_called_around_a_task(redis: Any) -> None:
+def test_task_handlers_are_called(redis: Any) -> None:
     sent = si("hooked", number(1)).apply_async()
     assert sent.get(timeout=SECONDS) == 1
     wait_until(lambda: redis.llen(f"hooks:{sent.id}") == 5, "all were called")
@@ -865,7 +865,6 @@ def test_what_is_called_around_a_task(redis: Any) -> None:
 
 
 def test_a_task_that_sends_a_canvas() -> None:
-    """It is the root of what it sends."""
     first, second = si("starts_chord").apply_async().get(timeout=SECONDS).split()
     assert numbers(AsyncResult(second, app=app).get(timeout=SECONDS)) == 6
     assert first != second
@@ -874,7 +873,7 @@ def test_a_task_that_sends_a_canvas() -> None:
 # The worker.
 
 
-def test_inspect_what_the_worker_is() -> None:
+def test_inspect_commands_describe_the_worker() -> None:
     inspect: Any = app.control.inspect(timeout=1.0)
     (name,) = inspect.ping()
     assert name.startswith("suite@")
@@ -884,7 +883,7 @@ def test_inspect_what_the_worker_is() -> None:
     assert inspect.stats()[name]["pool"]["implementation"] == "workers.runtime.pool:DevicePool"
 
 
-def test_many_commands_that_are_refused(worker: Feedmill) -> None:
+def test_many_rejected_commands(worker: Feedmill) -> None:
     for _ in range(12):
         app.control.broadcast("pool_grow", arguments={"n": 1})
     assert app.control.ping(timeout=2.0)
@@ -899,7 +898,7 @@ HERE = Path(__file__).parent
 
 
 def test_the_list_names_existing_tests() -> None:
-    """celery_suite.csv names the test here for each of Celery's tests; the page explains those without one."""
+    """celery_suite.csv names an existing test for each of Celery's tests; docs/celery-suite.md explains the others."""
     with (HERE / "celery_suite.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert f"reproduces {len(rows)} of the 246 tests" in PAGE.read_text()

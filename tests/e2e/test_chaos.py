@@ -23,7 +23,7 @@ def test_every_post_ends_once_under_faults(tmp_path: Path) -> None:
 
 
 def test_power_cuts_lose_only_waiting_posts(tmp_path: Path) -> None:
-    """Nothing is sent again, which would hide results lost by workers."""
+    """The test does not send posts again, because that would hide results that workers lost."""
     cuts = "--power-cuts 3 --appendfsync everysec --row-ms 5 --batch-rows 8"
     found = chaos.Chaos(chaos.parse(f"--posts 1500 --workers 2 --limit 120 --seed 3 {cuts}".split()), tmp_path).run()
     assert found["finished"]

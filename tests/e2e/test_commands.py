@@ -47,7 +47,7 @@ def test_enqueue_reports_and_skips_bad_lines(redis: RedisServer, tmp_path: Path)
 
 def test_truncated_file_sends_all_posts_before_the_cut(redis: RedisServer, tmp_path: Path) -> None:
     path = tmp_path / "posts.jsonl.gz"
-    # Each post is a gzip member of its own, so that only the last one is cut.
+    # Each post is a separate gzip member, so that only the last one is cut.
     packed = [gzip.compress(as_jsonl([post]).encode()) for post in make_posts(101)]
     path.write_bytes(b"".join(packed)[:-10])
     said = feedmill("enqueue", str(path), cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
@@ -162,7 +162,7 @@ def test_enqueue_sends_with_queue_and_priority(redis: RedisServer, tmp_path: Pat
 
 @pytest.fixture
 def frames() -> list[bytes]:
-    """Four posts in a frame each, incompressible; the first is larger than the part that identifies a file."""
+    """Return four incompressible posts, each in its own frame. The first exceeds the part that identifies a file."""
     texts = [random.Random(number).randbytes(49_000).hex() for number in range(4)]
     records = [{"id": f"p{number}", "title": "x", "body": text} for number, text in enumerate(texts)]
     records[0]["preview"] = random.Random(4).randbytes(49_000).hex()
@@ -340,7 +340,7 @@ def test_status_without_workers_names_the_command(redis: RedisServer, tmp_path: 
 
 
 def test_packages_named_like_ours_in_the_working_folder(tmp_path: Path) -> None:
-    """The installed command ignores them; `python -m`, which puts the folder first, fails and names both paths."""
+    """The installed command ignores the packages; `python -m` finds them first, fails and names both paths."""
     for name in ("shared", "workers", "producers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
@@ -355,7 +355,6 @@ def test_packages_named_like_ours_in_the_working_folder(tmp_path: Path) -> None:
 
 
 def test_worker_without_torch_names_the_extra(tmp_path: Path) -> None:
-    """Without torch, the error names the package extra to install."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     said = feedmill("worker", cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
     assert said.returncode == 2

@@ -35,7 +35,7 @@ class House:
         self.store, self.dead = ResultsStore(redis.client, Settings()), DeadLetters(redis.client)
 
     def keep(self, *letters: DeadLetter) -> list[str]:
-        """Store these dead letters; return the names of all that exist."""
+        """Store these dead letters; return the names of all dead letters in Redis."""
         self.store.write([], letters)
         return [each.name for each in self.dead.all()]
 

@@ -33,7 +33,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def app(worker: Feedmill, redis_server: RedisServer) -> Iterator[Celery]:
-    """A sender in another process. After the test, the same worker must still serve what it sends."""
+    """A client of the worker. After each test, the worker must still be running and answer the client's message."""
     app = make_app(Settings.model_validate({"redis_url": redis_server.url}))
     yield app
     (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=30)

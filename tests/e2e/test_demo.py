@@ -19,7 +19,7 @@ def hostile(folder: Path) -> Path:
 
 
 def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
-    """Started from such a folder, the demo works and cleans up when interrupted."""
+    """The working folder contains such packages. The demo works nevertheless, and cleans up when interrupted."""
     folder = hostile(tmp_path)
     with running("demo", "--all", "--json", "--keep", cwd=folder, TMPDIR=str(folder), NEW_INTERPRETER="1") as demo:
         wait_until(lambda: demo.says("Ctrl-C"), "the demo stays up")
@@ -32,7 +32,7 @@ def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
     summary = json.loads(told)
     assert list(summary) == ["posts", "classified", "correct", "posts_per_s", "padding_efficiency", "seconds"]
     assert summary["posts"] == summary["classified"] == 160
-    # Random labels would agree on 10; the embedded model does on well over half.
+    # Random labels would be correct for 10 posts; the embedded model's are correct for well over half.
     assert summary["correct"] >= 80
     assert 0.5 < summary["padding_efficiency"] <= 1
     assert f"{summary['correct']} of 160 " in demo.text()

@@ -37,7 +37,7 @@ def stored(redis: RedisServer) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[RedisServer]:
-    """A redis-server separate from the house's."""
+    """A redis-server without a worker, separate from that of the fixture `house`."""
     server = RedisServer(next(iter(redis_servers().values())), tmp_path)
     yield server
     server.stop()

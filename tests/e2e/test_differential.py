@@ -81,11 +81,11 @@ def test_labels_with_equal_scores_may_swap() -> None:
     [
         ("received started succeeded", True),
         ("received started retried received started failed", True),
-        ("received received started retried started failed", True),  # the retry arrives before its task-retried event
+        ("received received started retried started failed", True),  # retry received before task-retried
         ("received started failed rejected", True),
         ("received revoked", True),
         ("revoked", True),
-        ("received started", True),  # Ignore; the stock worker's log shows whether it is expected
+        ("received started", True),  # a task that raised Ignore
         ("started received succeeded", False),
         ("received succeeded", False),
         ("received started succeeded succeeded", False),

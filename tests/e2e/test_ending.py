@@ -52,7 +52,7 @@ def stored(redis: RedisServer) -> int:
 
 
 def finish(redis: RedisServer, folder: Path) -> None:
-    """Let another worker process the rest; check that each result is stored exactly once."""
+    """Let another worker process the remaining messages; check that each result is stored exactly once."""
     with standin(redis, folder, "next") as worker:
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         worker.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Flower in a real browser and through its API, and what it must not show."""
+"""Flower in a real browser and through its API. It must never show the text of posts."""
 
 import base64
 import json
@@ -58,7 +58,7 @@ class Visitor:
             self.headers["Authorization"] = f"Basic {credentials}"
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own
+        request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own server
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
                 return answer.status, answer.read().decode()
@@ -142,7 +142,7 @@ def test_browser_lists_messages_with_their_outcomes(stack: Stack, tmp_path: Path
     assert f"{{'posts': <{POSTS} posts: s001, s002, s003, …>" in page
     assert (
         page.count(f"{WORKER_NODE[:-12]} {WORKER_NODE[-12:]}") == MESSAGES + 1
-    )  # Flower separates the last characters
+    )  # Flower's page splits off the last twelve characters
     assert re.search(r"RECEIVED \{'posts': <1 post: t3_one>, 'labels': <2 labels: food, sports>\}", page)
     failed = visitor.see("/tasks?state=FAILURE", tmp_path)
     assert "Showing 1 to 1 of 1 tasks" in failed
@@ -275,7 +275,7 @@ def test_state_survives_restarts(redis: RedisServer, tmp_path: Path) -> None:
     for seen in (1, 2):
         with flower(redis, tmp_path) as (command, visitor):
             tell(redis, "task-received", uuid=f"message-{seen}", **RECEIVED)
-            wait_until(lambda seen=seen, visitor=visitor: len(visitor.tasks()) == seen, "Flower has seen it")  # type: ignore[misc]
+            wait_until(lambda seen=seen, visitor=visitor: len(visitor.tasks()) == seen, "Flower lists the message")  # type: ignore[misc]
             assert {task["kwargs"] for task in visitor.tasks()} == {RECEIVED["kwargs"]}
             # A second Flower in the same folder does not use the state file.
             if seen == 1:
@@ -288,7 +288,7 @@ def test_state_survives_restarts(redis: RedisServer, tmp_path: Path) -> None:
     # Flower continues with the tasks it had seen before.
     with flower(redis, tmp_path) as (_, visitor):
         tell(redis, "task-succeeded", uuid="message-1", result="'fine'", runtime=0.5)
-        wait_until(lambda: "SUCCESS" in {task["state"] for task in visitor.tasks()}, "Flower has seen it succeed")
+        wait_until(lambda: "SUCCESS" in {task["state"] for task in visitor.tasks()}, "Flower shows the success")
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"workers": [], "tasks": [{}], "counter": {}}'])
@@ -309,7 +309,7 @@ def test_drops_unsafe_arguments_of_foreign_events(redis: RedisServer, tmp_path: 
         tell(redis, "task-sent", uuid="another model's", queue="not-known-yet", **sent)
         tell(redis, "task-sent", uuid="one's own", queue="feedmill-other", **sent | {"name": "careful"})
         tell(redis, "task-sent", uuid="theirs", queue="theirs", **sent | {"name": "their.task"})
-        wait_until(lambda: len(visitor.tasks()) == 4, "Flower has seen all")
+        wait_until(lambda: len(visitor.tasks()) == 4, "Flower lists all messages")
         shown = {task["uuid"]: task["kwargs"] for task in visitor.tasks()}
         assert shown == {"ours": None, "another model's": None, "one's own": None, "theirs": sent["kwargs"]}
 
@@ -333,7 +333,7 @@ def test_queue_length_counts_all_priorities(redis: RedisServer, tmp_path: Path) 
 
 
 def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
-    """docker/users.conf has no user for Flower: it has exactly the permissions of a worker's user."""
+    """docker/users.conf has no user for Flower, so Flower must work with exactly the permissions of a worker's user."""
     authority = Authority(tmp_path)
     redis = SecureRedis(
         tmp_path, authority.certificate("server"), authority.file, users=rules(worker="x", producer="y", reader="z")

@@ -117,7 +117,7 @@ def test_health_prints_text_or_json(served: RedisServer, redis: RedisServer, tmp
 def test_health_names_a_stopped_worker(redis: RedisServer, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     with working(redis, tmp_path, "one") as one, working(redis, tmp_path, "two") as two:
-        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both are registered")
+        wait_until(lambda: redis.client.hlen(WORKERS) == 2, "both workers are registered")
         one.process.send_signal(signal.SIGSTOP)
         said = feedmill("health", "--check", "workers", cwd=tmp_path, **url)
         seen = last_json(feedmill("status", "--json", cwd=tmp_path, **url).stdout)
@@ -226,7 +226,7 @@ def test_watch_in_a_dumb_terminal_prints_blocks(served: RedisServer, tmp_path: P
 
 
 def redirected(output: IO[Any] | int, *arguments: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
-    """Run the command as a shell would; return its status, its output if PIPE, and its errors."""
+    """Run the command with its output redirected; return its status, its output if `output` is PIPE, and its errors."""
     said = subprocess.run(
         [FEEDMILL, *arguments],
         cwd=cwd,

@@ -46,7 +46,7 @@ def test_hostile_messages_neither_stop_the_worker_nor_vanish(tmp_path: Path) -> 
     assert set(found["read"]) >= {"undecodable", "refused", "refused by us", "good"}
 
 
-#: Changes to a good message's headers, and to the links that Celery sends when it ends.
+#: Changes to a valid message's headers, and to the errbacks that Celery sends when the message fails.
 SPOILT: tuple[dict[str, Any], ...] = (
     {"stamped_headers": ["user"], "stamps": {"user": [{"a": 1}]}},
     {"stamped_headers": ["other"], "stamps": {"other": [{"a": 1}]}},
@@ -127,7 +127,7 @@ def test_an_odd_reply_queue_does_not_stop_the_worker(
 def test_results_wait_at_redis_memory_limit(
     redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Neither stored results nor Celery's are lost; the worker continues once there is memory."""
+    """Feedmill's and Celery's results are both kept until Redis has memory again, and the worker continues."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app = make_app(settings)
     Pusher(app, connect(settings), settings, ClassifyOptions()).push(make_posts(400))
@@ -165,7 +165,7 @@ def test_results_wait_at_redis_memory_limit(
 def test_expired_messages_end_after_the_memory_limit_is_lifted(
     redis: RedisServer, settings: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """One message has expired on arrival, the other when its turn comes: Celery stores this before acknowledging."""
+    """Celery stores REVOKED before it acknowledges: for a message that expired in the queue, and one in the worker."""
     request.addfinalizer(lambda: redis.client.config_set("maxmemory", 0))
     app, names = make_app(settings), count()
 
@@ -197,7 +197,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
 
 
 def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Each is rejected before its objects are created, or decoded while no other message is held."""
+    """The worker rejects a bomb before it creates the bomb's objects, or decodes it while it holds no other message."""
     app = make_app(settings)
     hostile: tuple[list[Any], ...] = ([{}] * 15_000_000, [[0] * 1_000_000, {"id": "x", "title": "A good post"}])
     for posts in hostile:
@@ -217,7 +217,7 @@ def test_decompression_bombs_do_not_exhaust_memory(redis: RedisServer, settings:
 
 
 def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Scheduled messages are counted separately and bounded, however large or many they are."""
+    """A worker counts scheduled messages separately and limits them, so that many or large ones do not block others."""
     app = make_app(settings)
     large = [{"id": "e", "title": "x", "body": "a" * 40_000_000}]
     for _ in range(4):
@@ -233,7 +233,7 @@ def test_scheduled_messages_do_not_delay_due_ones(redis: RedisServer, settings: 
 
 
 def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """Before its first message a worker cannot know how many posts they hold, so it bounds their bytes."""
+    """Before its first message, a worker does not know how many posts messages contain, so it limits their bytes."""
     Pusher(make_app(settings), connect(settings), settings, ClassifyOptions()).push(make_posts(64 * 32))
     with standing_in(redis, tmp_path, STANDIN_ROW_SECONDS="0.01"):
         wait_until(lambda: redis.client.hlen("feedmill:reserved"), "the worker has reserved messages")
@@ -244,7 +244,7 @@ def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, setting
 def test_a_message_that_kills_workers_early_is_dead_lettered(
     redis: RedisServer, settings: Settings, tmp_path: Path, eta: str | None
 ) -> None:
-    """The message is dead-lettered after five deliveries, the last three in isolation. The others are classified."""
+    """The message is dead-lettered after five deliveries, the last three in isolation; others are classified."""
     app = make_app(settings)
     titles = [*(f"Post {number}" for number in range(20)), KILLS_EARLY, *(f"Post {number}" for number in range(20, 40))]
     sent = [
@@ -273,7 +273,7 @@ def test_a_message_that_kills_workers_early_is_dead_lettered(
 
 @contextmanager
 def standing_in(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """Run a worker until it is ready; yield it and a function that reads its log. It must survive the test."""
+    """Start a worker that must survive the test. Once it is ready, yield it and a function that reads its log."""
     with standin(redis, folder, **environment) as (worker, said):
         wait_until(lambda: " ready." in said(), "the worker is ready")
         yield worker, said

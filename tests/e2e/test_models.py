@@ -29,7 +29,7 @@ def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_worker_classifies_by_entailment(redis: RedisServer, tmp_path: Path, engine: str) -> None:
-    """Three rows per post, two posts in two messages, one bad post; scores equal the transformers pipeline's."""
+    """Scores equal those of the transformers pipeline. Each post has three rows; one post is invalid."""
     folder = make_model("bart", tmp_path / "model", NLI)
     with working(
         redis, tmp_path, FEEDMILL_MODEL=str(folder), FEEDMILL_DTYPE="float32", FEEDMILL_ENGINE=engine
@@ -60,7 +60,6 @@ def test_worker_classifies_with_a_fine_tuned_model(redis: RedisServer, tmp_path:
 
 
 def test_worker_downloads_a_model_that_then_works_offline(redis: RedisServer, tmp_path: Path) -> None:
-    """The model is downloaded, then used offline after the hub is gone."""
     folder = make_model("bert", tmp_path / "model", NLI)
     where = {"HF_HOME": str(tmp_path / "home"), "FEEDMILL_MODEL": "someone/small-nli"}
     with Hub({"someone/small-nli": folder}) as hub:

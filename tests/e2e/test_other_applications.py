@@ -20,7 +20,7 @@ from shared.schema import FOLDER
 from shared.settings import Settings
 from tests.support import RedisServer, body_of, make_posts, wait_until
 
-#: The first test installs packages.
+# The first test installs packages, which may take minutes.
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parent.parent.parent

@@ -1,6 +1,6 @@
-"""A user's own tasks on Feedmill's worker: one at a time, between micro-batches, so that neither starves the other.
+"""A user's own Celery tasks on Feedmill's worker (tests/fakes/own_tasks.py), loaded with `--include`.
 
-They are plain Celery tasks in a module (tests/fakes/own_tasks.py) that the worker loads with `--include`.
+The worker runs one task at a time between micro-batches, so that neither tasks nor posts starve.
 """
 
 import os
@@ -112,7 +112,7 @@ def test_inspect_shows_tasks_as_usual(app: Celery, redis_server: RedisServer) ->
 
 
 def test_own_tasks_share_a_canvas_with_classify(app: Celery) -> None:
-    """One worker runs every part, so none may wait for itself."""
+    """A single worker runs every task of the canvas, without a deadlock."""
     classify = app.signature("feedmill.classify", [POSTS])
     note = app.signature("own.note", [5], immutable=True)
     assert chain(classify, note, app=app).apply_async().get(timeout=60) == 5
@@ -122,7 +122,7 @@ def test_own_tasks_share_a_canvas_with_classify(app: Celery) -> None:
 
 
 def test_own_tasks_can_call_classify_directly(app: Celery) -> None:
-    """The task computes in the worker's process with its own model; the device thread waits for it."""
+    """The task classifies on the device thread, with a second pipeline in the worker's process."""
     sent = app.send_task("own.classifies", [POSTS])
     other = app.send_task("feedmill.classify", [POSTS])
     assert sent.get(timeout=60) == ["sports", "food"]
@@ -130,7 +130,7 @@ def test_own_tasks_can_call_classify_directly(app: Celery) -> None:
 
 
 def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisServer, tmp_path: Path) -> None:
-    """Threads cannot be interrupted: all other messages go back to the queue for the next worker."""
+    """A thread cannot be interrupted, so the worker exits. Its other messages go back to the queue."""
     redis, app = redis_server, _app(redis_server)
     app.conf.task_default_queue = "limits"
     redis.client.delete("ran")
@@ -147,7 +147,7 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         redis.client.set("gate", "1")
         long = app.send_task("own.hold", ["gate"], time_limit=1000)
-        wait_until(lambda: worker.says(f"own.hold[{long.id}] has kept the device thread for "), "it is logged")
+        wait_until(lambda: worker.says(f"own.hold[{long.id}] has kept the device thread for "), "the delay is logged")
         redis.client.delete("gate")
         assert long.get(timeout=60) == "gate"
         redis.client.set("gate", "1")

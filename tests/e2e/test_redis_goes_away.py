@@ -19,7 +19,7 @@ from tests.support import Restartable, make_posts, running, wait_until, working
 
 pytestmark = pytest.mark.each_redis
 
-#: Seconds; the setting's minimum.
+#: Seconds until a lease expires: the minimum of FEEDMILL_VISIBILITY_TIMEOUT.
 LEASE = 3
 #: Short leases, and early first results.
 QUICK = {"FEEDMILL_VISIBILITY_TIMEOUT": str(LEASE), "FEEDMILL_BATCH_ROWS": "8"}

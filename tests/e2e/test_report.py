@@ -26,7 +26,7 @@ EVIL = (
     "</title></style></section><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'"
 )
 LONG = "W" * 90
-#: Shows a page at a phone's width; reports which elements overflow, which scripts run, and which sections exist.
+#: A page that shows the report at a phone's width, and lists overflowing elements, executed scripts and sections.
 HARNESS = """<!doctype html><body style="margin:0"><iframe style="width:390px;height:2000px;border:0" srcdoc="{page}">
 </iframe><pre id="found"></pre><script>
 const frame = document.querySelector("iframe");

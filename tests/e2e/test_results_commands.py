@@ -161,7 +161,7 @@ def test_a_group_resumes_where_it_stopped(redis: RedisServer, tmp_path: Path) ->
 
 
 def test_unwritten_results_are_redelivered(redis: RedisServer, tmp_path: Path) -> None:
-    """A reader killed while its output blocks has acknowledged none of it."""
+    """A reader that is killed while its output blocks has not acknowledged the unwritten results."""
     ids = [str(number) for number in range(90)]
     ResultsStore(redis.client, Settings()).write(
         [Result(Post(id=post_id, title="t" * 4000), result(post_id).classification) for post_id in ids]

@@ -1,6 +1,6 @@
-"""A complete stack with every secret: none is readable by others, and nothing that is sent gets executed.
+"""A complete stack with every secret set: other users can read no secret, and code in messages is never executed.
 
-After a purge, none of a post's text is left in its folder: not in Redis' files, in logs or in a new export.
+After a purge, the stack's folder contains none of the post's text: not in Redis' files, in logs or in a new export.
 """
 
 import json
@@ -116,7 +116,7 @@ def test_worker_inspect_replies_contain_no_secret(up: Up, what: str) -> None:
 
 
 def test_metrics_and_flower_show_no_secret(up: Up) -> None:
-    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own
+    with urlopen(up.metrics, timeout=10) as answer:  # noqa: S310 - our own server
         shown = [answer.read().decode()]
     visitor = up.flower()
     assert up.app.control.inspect(timeout=5).ping()
@@ -140,7 +140,7 @@ def test_metrics_listen_only_on_loopback(up: Up) -> None:
 
 
 class Evil:
-    """Creates a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

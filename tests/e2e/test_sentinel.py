@@ -64,7 +64,7 @@ class Watched:
         return load(**self.flags)
 
     def masters(self) -> set[int]:
-        """Return the ports of the masters that the Sentinels name; a single one once they agree."""
+        """Return the ports of all masters named by a Sentinel. Once the Sentinels agree, there is only one."""
         found: list[Any] = []
         for port in self.sentinels:
             with Redis(port=port, password=SENTINELS_PASSWORD, decode_responses=True) as client:

@@ -51,7 +51,7 @@ def house(served: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     flags = ("--model", model, "--queue", "feedmill-moods", "--name", "other")
     with running("worker", *flags, cwd=folder, **url) as worker:
         wait_until(lambda: worker.says(" ready."), "the other worker is ready")
-        wait_until(lambda: re.search("WARNING.*queue feedmill-moods.*yesterday's model", worker.text()), "it warns")
+        wait_until(lambda: re.search("WARNING.*queue feedmill-moods.*yesterday's model", worker.text()), "a warning")
         wait_until(lambda: "feedmill" in known_queues(served.client), "the first worker's model is known, too")
         yield house
         assert worker.end() == 0
@@ -71,7 +71,10 @@ def _send_backlog(house: House) -> None:
 
 
 def test_an_urgent_post_overtakes_a_backlog(house: House) -> None:
-    """The urgent post is sent last. Micro-batches hold one row here, and a CPU computes several in parallel."""
+    """The urgent post is sent last, and classified before the last posts of the backlog.
+
+    Micro-batches have one row here, and a CPU computes several micro-batches in parallel.
+    """
     wait_until(lambda: len(house.results(f"p{BACKLOG - 2}")) == 1, "the backlog is processed")
     entries: Any = house.redis.client.xrange(RESULTS_STREAM)
     mine = [fields["id"] for _, fields in entries if house.model in fields["classification"]]

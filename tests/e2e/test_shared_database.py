@@ -1,8 +1,8 @@
 """Feedmill's worker and another application's stock worker on one Redis database; and results by `rpc`.
 
-Each worker restores abandoned messages by its own timeout. In each scene one of them has the short timeout: a second,
-against ten minutes. The other holds messages for longer than that while this one sweeps. An abandoned message placed
-in Redis shows that it has swept.
+Each worker restores abandoned messages after its own timeout. In each scene, one worker has a timeout of a second, and
+the other of ten minutes. The worker with the long timeout holds messages for longer than a second while the other one
+sweeps. The test knows that a sweep has run once an abandoned message, which it put into Redis, is restored.
 """
 
 import json

@@ -64,7 +64,7 @@ def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatc
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
-    """Even if killed: no process survives, and the next `feedmill up` has its data."""
+    """After a kill -9, no process survives, and the next `feedmill up` has the data."""
     posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
@@ -98,7 +98,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
 
 @contextmanager
 def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Run `feedmill up` with a readable pipe as its error output; yield it and its line about Flower."""
+    """Run `feedmill up` with a pipe as standard error; yield the process and its line about Flower."""
     command = subprocess.Popen(
         [FEEDMILL, "up"], stderr=subprocess.PIPE, text=True, cwd=folder,
         env=os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"} | environment,
@@ -146,7 +146,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 def tasks(stack: Stack) -> list[dict[str, Any]]:
     credentials = base64.b64encode(f"feedmill:{stack.flower_password}".encode()).decode()
-    request = urllib.request.Request(f"{stack.flower_url}/api/tasks?limit=10000")  # noqa: S310 - our own
+    request = urllib.request.Request(f"{stack.flower_url}/api/tasks?limit=10000")  # noqa: S310 - our own server
     request.add_header("Authorization", f"Basic {credentials}")
     with urllib.request.urlopen(request) as answer:  # noqa: S310
         return list(json.load(answer).values())

@@ -1,7 +1,8 @@
 """Ways to start the worker: `celery worker`, `celery multi`, systemd. For `feedmill worker` see test_worker.py.
 
-Each worker is started, classifies, and is stopped while messages wait: it finishes what it has begun and returns the
-rest. No systemd runs the unit here: the test runs its command with its environment and reads its notifications.
+Each worker is started, classifies, and is stopped while messages wait. It finishes the messages it has begun and
+returns the others. systemd does not run the unit: the test runs the unit's command in its environment and reads the
+notifications.
 """
 
 import os
@@ -118,7 +119,7 @@ def is_stopped_while_it_works(redis: RedisServer, settings: Settings, stop: Call
 def test_celery_worker_starts_classifies_and_stops(
     redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """With a concurrency that a device does not support, and the name of Celery's default pool."""
+    """The worker ignores `--pool prefork` and warns about a concurrency that its device does not support."""
     command = [*CELERY, "worker", "--loglevel", "info", "--concurrency", "4", "--pool", "prefork"]
     with started(command, tmp_path, environment | {"NEW_INTERPRETER": "1"}) as worker:
         wait_until(worker.ready, "the worker is ready")
@@ -131,7 +132,7 @@ def test_celery_worker_starts_classifies_and_stops(
 def test_celery_multi_starts_classifies_and_stops(
     redis: RedisServer, settings: Settings, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """In the background, and with `--autoscale`, which a device does not support."""
+    """`celery multi` starts the worker in the background, with `--autoscale`, which a device does not support."""
 
     def multi(what: str, *flags: str) -> None:
         said = subprocess.run(
@@ -156,7 +157,7 @@ def test_celery_multi_starts_classifies_and_stops(
 
 
 def test_celerys_solo_pool_runs_the_task(redis: RedisServer, environment: dict[str, str], tmp_path: Path) -> None:
-    """One message at a time; only the task is Feedmill's."""
+    """Celery's solo pool runs the task on one message at a time, without micro-batches."""
     with started([*CELERY, "worker", "--loglevel", "info", "--pool", "solo"], tmp_path, environment) as worker:
         wait_until(worker.ready, "the worker is ready")
         assert classifies(redis)["implementation"] == "celery.concurrency.solo:TaskPool"
@@ -174,7 +175,7 @@ def test_pool_names() -> None:
 
 
 def told_by(unit: Path) -> dict[str, list[str]]:
-    """Return the unit's values by key."""
+    """Parse a unit file into the values of each key."""
     found: dict[str, list[str]] = {}
     for line in unit.read_text().splitlines():
         if "=" in line and not line.startswith("#"):
@@ -231,7 +232,7 @@ def test_unit_for_all_devices_differs_only_as_needed() -> None:
 
 
 def test_notifies_systemd_only_if_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NOTIFY_SOCKET is unset, points to no listener, or to a socket in Linux's abstract namespace."""
+    """Try NOTIFY_SOCKET unset, naming a missing socket, and naming a socket in Linux's abstract namespace."""
     notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     notify("READY=1")

@@ -31,7 +31,7 @@ IDLE = "import signal, sys; print('begun', sys.argv[-1], flush=True); signal.pau
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + IDLE
 #: The first worker fails at once.
 ONE_BREAKS = "import sys; 'cpu:0' in sys.argv[-1] and sys.exit('it broke')\n" + IDLE
-#: The first worker exits because of a wrong setting; the other would continue.
+#: The first worker exits because of a wrong setting; the second would continue.
 ONE_REFUSES = "import sys; 'cpu:0' in sys.argv[-1] and (print('feedmill: too many'), sys.exit(2))\n" + IDLE
 
 
@@ -106,7 +106,7 @@ def test_workers_share_cpus_and_a_killed_one_is_restarted(
         both_up = re.compile(r"\b2 of 2 workers.* 1 restart")
         wait_until(lambda: both_up.search(supervisor.text()), "both workers answer again")
         supervisor.process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: all(supervisor.says(f"{name} | LOCAL VARIABLES") for name in before), "both got SIGUSR1")
+        wait_until(lambda: all(supervisor.says(f"{name} | LOCAL VARIABLES") for name in before), "both handle SIGUSR1")
         supervisor.process.send_signal(signal.SIGTERM)
         assert notes.recv(100) == b"STOPPING=1"
         assert supervisor.process.wait(60) == 0
@@ -160,7 +160,7 @@ def test_workers_exit_if_the_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def test_two_cpu_workers_in_a_terminal(redis: RedisServer, settings: Settings, tmp_path: Path) -> None:
-    """With the embedded model, and a status line for a terminal."""
+    """Run two real workers on the embedded model. In a terminal, the supervisor shows a status line."""
     given = {"FEEDMILL_REDIS_URL": redis.url, "FEEDMILL_TOKEN_BUDGET": "2048"}
     with closing(Terminal("worker", "--devices", "cpu:2", "--name", "mill@here", cwd=tmp_path, **given)) as command:
         wait_until(lambda: "2 of 2 workers" in command.text(), "both workers are up")

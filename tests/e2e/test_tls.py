@@ -30,7 +30,7 @@ from workers.transport.redis_transport import use_leases
 
 
 class SecureRedis(RedisServer):
-    """A Redis with one TLS certificate. Redis can show only one, so each certificate needs its own process."""
+    """A Redis with a TLS certificate. Redis can present only one, so each certificate needs its own process."""
 
     def __init__(
         self, folder: Path, certificate: tuple[Path, Path], authority: Path, clients: str = "no", users: str = ""
@@ -212,7 +212,7 @@ def test_a_plain_text_port_never_receives_a_command(
 
 
 def test_tls_to_a_plain_text_port_mentions_tls(secure: SecureRedis, authority: Authority) -> None:
-    """The server waits for the end of what it takes for a command."""
+    """The connection times out: the server takes the handshake for a part of a command, and waits for its end."""
     settings = load(redis_url=secure.url.replace("redis://", "rediss://"), redis_ca_file=authority.file)
     with pytest.raises(RedisUnavailable, match="the port in FEEDMILL_REDIS_URL is its TLS port"), user_errors(settings):
         connect_for_monitoring(settings).ping()

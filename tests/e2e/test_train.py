@@ -143,7 +143,7 @@ def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, flags: l
 
 
 def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path) -> None:
-    """With torchrun and gloo, at the same effective batch; only the first process prints and writes."""
+    """torchrun starts two processes with the same effective batch size; only the first one prints and writes."""
     write_posts(tmp_path / "posts.jsonl")
     asked = ["train", "--from", "posts.jsonl", "--base", str(base), "--split", "none", "--device", "cpu"]
     asked += ["--learning-rate", "0.001", "--epochs", "2", "--precision", "float32"]
@@ -167,7 +167,7 @@ def test_two_processes_train_the_same_weights_as_one(tmp_path: Path, base: Path)
 
 @pytest.mark.usefixtures("base")
 def test_training_job_stays_in_its_folder(redis: RedisServer, tmp_path: Path) -> None:
-    """The job names its folders; paths outside the training folder are rejected, other tasks become dead letters."""
+    """A job may only name folders in the training folder. Messages for other tasks become dead letters."""
     write_posts(tmp_path / "posts.jsonl")
     client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     events: list[dict[str, Any]] = []

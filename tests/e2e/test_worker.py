@@ -141,7 +141,7 @@ def test_worker_reports_pool_statistics(client: Celery) -> None:
     assert pool["token_budget"] == 2048
     assert pool["recent"]["posts"] >= 2
     assert 0 < pool["recent"]["device_busy"] <= 1
-    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "nothing is active")
+    wait_until(lambda: not any((client.control.inspect(timeout=1).active() or {}).values()), "no task is active")
 
 
 def test_every_key_is_registered_and_bounded(client: Celery, served: RedisServer) -> None:
@@ -184,7 +184,7 @@ def test_draining_finishes_held_messages(redis: RedisServer, settings: Settings,
         assert worker.end(signal.SIGTERM) == 0, worker.text()
     waiting, held = queue_depth(redis.client, "feedmill")
     assert held == 0
-    # Whole messages: begun ones are finished, the others are back in the queue.
+    # The worker finishes each message that it has begun, and returns all others to the queue.
     assert store.counters().stored + 32 * waiting == 320
 
 

@@ -1,8 +1,9 @@
-"""The worker that one writes with celery-batches, as its documentation has it, for what becomes of Celery's promises.
+"""A worker that uses celery-batches as its documentation shows, for tests/e2e/test_celery.py.
 
     FAKE_REDIS_URL=redis://… PYTHONPATH=.venv/celery-batches:. python -m tests.fakes.batches_worker
 
-celery-batches demands an older Celery, which lies beside it: nothing that is imported here may need Feedmill's.
+celery-batches requires an older Celery, which is installed beside it. No module imported here may require Feedmill's
+Celery version.
 """
 
 import os
@@ -72,7 +73,7 @@ def classify(requests: list[Any]) -> None:
     for post in batch:
         if post.get("title", "").startswith("slow "):
             wait_while(post["title"].removeprefix("slow "))
-    labels = {post["id"]: len(post["title"]) for post in batch}  # a post without a title fails the batch, as it comes
+    labels = {post["id"]: len(post["title"]) for post in batch}  # a post without a title fails the whole batch
     for request in requests:
         answer = [{"id": post["id"], "label": labels[post["id"]]} for post in request.kwargs["posts"]]
         app.backend.mark_as_done(request.id, answer, request=request)

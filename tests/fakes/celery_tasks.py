@@ -1,7 +1,7 @@
-"""Tasks that a worker loads with FEEDMILL_INCLUDE: micro-batched ones of an application's own, and plain ones.
+"""An application's micro-batched and plain tasks, which a worker loads with FEEDMILL_INCLUDE.
 
-They write down the signals that they meet, and let a test stop the worker where it wants it to stop: `hold` keeps the
-device busy as long as a key is there, and so does a forward pass with a post whose title is "slow" and the key.
+The module records each task's Celery signals in Redis. A test can keep the device busy until it deletes a Redis key:
+with the task `own.hold`, or with a post whose title is "slow " followed by the key.
 """
 
 import os
@@ -23,7 +23,7 @@ redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 
 
 def wait_while(key: str) -> None:
-    """Block like a slow device until the test deletes the key."""
+    """Count the call, then block like a slow device until the test deletes the key."""
     redis.incr(f"{key}:begun")
     while redis.exists(key):
         time.sleep(0.01)
@@ -116,7 +116,7 @@ def unforgiving(self: ClassifyTask, /, **_: Any) -> Any:
 
 @shared_task(base=ClassifyTask, name="own.rejects")
 def rejects(**_: Any) -> Any:
-    raise Reject("not mine", requeue=False)
+    raise Reject("rejected on purpose", requeue=False)
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.puts_back")

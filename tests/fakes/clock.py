@@ -1,10 +1,10 @@
-"""A simulated clock that advances only when waited for."""
+"""A simulated clock for the Reddit daemon."""
 
 from producers.reddit.clock import Clock, Stopped
 
 
 class SimulatedClock(Clock):
-    """start: seconds since 1970. After `ends` seconds, the process is asked to stop."""
+    """A clock that advances only in `wait`. start: seconds since 1970; after `ends` seconds, `wait` raises Stopped."""
 
     def __init__(self, start: float = 1_800_000_000.0, ends: float = float("inf")) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Messages of the differential test (tests/differential.py): drawn from a seed, in plain data, so that two brokers can
-be sent the same, with the same ids.
+"""Random messages for the differential test (tests/differential.py).
 
-Nothing that is drawn leaves its outcome to timing: what is withdrawn is so before it can start, what expires has
-expired when it comes or has an ETA beyond its expiry, and time limits are far away. Timeouts have tests of their own.
+They are drawn from a seed as plain data, so that both workers get the same messages with the same ids. No outcome
+depends on timing: messages are revoked before they can start, expired messages expire before they arrive or before
+their ETA, and time limits are never reached. Other tests cover timeouts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ TASKS = {
     "differential.sends": 4,
     "differential.handlers": 6,
 }
-#: Fates of a message before it starts; "" for most. The last two befall it while it waits for its ETA.
+#: Fates of a message before it starts; "" means that it starts. The last two occur while it waits for its ETA.
 Fate = Literal["", "expired", "revoked", "revoked by stamp", "expired waiting", "revoked waiting"]
 FATES: dict[Fate, int] = {
     "": 180,
@@ -86,7 +86,7 @@ BAD_POSTS: tuple[object, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One task to send. link, errbacks: signatures called on its success and on its failure."""
+    """One task to send. link, errbacks: calls that Celery makes when the task succeeds and when it fails."""
 
     id: str
     task: str
@@ -99,7 +99,7 @@ class Call:
     fate: Fate = ""
 
     def signature(self, app: Celery, eta: datetime) -> Signature[Any]:
-        """eta: start time of messages that are withdrawn while they wait."""
+        """Return the Celery signature. eta: the ETA of messages that expire or are revoked while they wait."""
         options: dict[str, Any] = dict(self.options)
         if self.fate in WAITING:
             options.pop("countdown", None)
@@ -121,7 +121,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Tasks that are sent together. calls: for a chord, its header; `body` then follows."""
+    """Tasks that are sent together. In a chord, `calls` is the header, and `body` runs after it."""
 
     id: str
     kind: Literal["single", "chain", "group", "chord"]
@@ -145,7 +145,7 @@ class Sending:
 
 
 class Draw:
-    """Draws sendings until they contain the given number of messages, of 1 to `largest` posts each."""
+    """A seeded random source of sendings with `messages` messages in total, of 1 to `largest` posts each."""
 
     def __init__(self, seed: int, messages: int, largest: int) -> None:
         self._random = Random(seed)
@@ -183,11 +183,11 @@ class Draw:
         first = self._message()
         after = self._callback(f"{first.id}-after")
         match self._random.randrange(4):
-            case 0:  # posts from a task before it
+            case 0:  # the previous task supplies the posts
                 first = replace(first, args=(), kwargs={n: v for n, v in first.kwargs.items() if n != "posts"}, fate="")
                 before = Call(f"{first.id}-before", "differential.posts", (self._random.randrange(500), 3))
                 return before, first, after
-            case 1 if left > 1:  # another message, whose posts are outcomes, without a text
+            case 1 if left > 1:  # the second message gets outcomes as posts, which have no text
                 second = Call(f"{first.id}-then", CLASSIFY_TASK, (), {"labels": self._random.choice(LABELS)})
                 return first, second, after
             case 2:
@@ -205,7 +205,7 @@ class Draw:
         fate = random.choices(list(FATES), list(FATES.values()))[0]
         kwargs = self._arguments()
         args: tuple[Any, ...] = ()
-        if self._chance(0.15) and "labels" in kwargs:  # by position, as many as stand first
+        if self._chance(0.15) and "labels" in kwargs:  # as positional arguments
             args = (kwargs.pop("posts"), kwargs.pop("labels"))
         elif self._chance(0.1):
             args = (kwargs.pop("posts"),)
@@ -272,7 +272,7 @@ class Draw:
         return kwargs
 
     def _posts(self) -> list[object]:
-        """Draw mostly good posts; occasionally all bad, some sent before, or some twice in a message."""
+        """Draw mostly valid posts. A few messages have only invalid ones; some posts repeat earlier ones."""
         random = self._random
         count = random.randint(1, self._largest)
         self.posts += count
@@ -304,7 +304,7 @@ def is_message(call: Call) -> bool:
 
 
 def everything(sendings: Sequence[Sending]) -> Iterator[Call]:
-    """Yield every call of a sending, including callbacks."""
+    """Yield every call of the sendings, including callbacks."""
     for sending in sendings:
         for call in (*sending.calls, *([sending.body] if sending.body else [])):
             yield from (call, *call.link, *call.errbacks)

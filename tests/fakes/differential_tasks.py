@@ -18,7 +18,7 @@ from shared.errors import MessageFailed
 from shared.settings import load
 from workers.runtime.task import ClassifyTask
 
-#: Prefix of the lists that record what callbacks and handlers, which have no result, were called with.
+#: Prefix of the Redis lists that record the arguments of callbacks and handlers, which have no stored result.
 TOLD = "differential:told:"
 #: Attributes of `self.request` that tasks may rely on and that do not depend on the worker.
 REQUEST = (
@@ -70,7 +70,7 @@ def autoretry(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.retry", max_retries=3)
 def retry(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Retry as often as the header `wanted_retries` says; more than three times fails."""
+    """Retry as often as the header `wanted_retries` says. A fourth retry exceeds the limit and fails."""
     outcomes = self.outcomes()
     if self.request.retries < self.request.get("wanted_retries", 1):
         raise self.retry(countdown=self.request.get("pause", 0))
@@ -80,18 +80,18 @@ def retry(self: ClassifyTask, *_: Any, **__: Any) -> object:
 @shared_task(bind=True, base=ClassifyTask, name="differential.reject")
 def reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
     self.outcomes()
-    raise Reject("nobody wants it", requeue=False)
+    raise Reject("rejected on purpose", requeue=False)
 
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.early_reject", acks_late=False)
 def early_reject(self: ClassifyTask, *_: Any, **__: Any) -> object:
     self.outcomes()
-    raise Reject("too late to give it back", requeue=False)
+    raise Reject("rejected after the acknowledgement", requeue=False)
 
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.requeue")
 def requeue(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Requeue once, recognized by the transport's redelivery mark."""
+    """Requeue the message on its first delivery; return its outcomes on the second."""
     outcomes = self.outcomes()
     if not (self.request.delivery_info or {}).get("redelivered"):
         raise Reject("later", requeue=True)
@@ -106,19 +106,19 @@ def ignore(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.unlucky")
 def unlucky(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    raise Unlucky("it came out so", len(self.outcomes()))
+    raise Unlucky("failed on purpose", len(self.outcomes()))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.unserializable")
 def unserializable(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Return a value that is no JSON, so that storing the result fails."""
+    """Return a value that JSON cannot represent, so that storing the result fails."""
     self.outcomes()
     return object
 
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.own_state")
 def own_state(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Store a custom state and leave it there."""
+    """Store a custom state. `Ignore` keeps Celery from overwriting it."""
     outcomes = self.outcomes()
     self.update_state(state="CLASSIFIED", meta={"posts": len(outcomes)})
     raise Ignore
@@ -126,7 +126,7 @@ def own_state(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 @shared_task(bind=True, base=ClassifyTask, name="differential.request")
 def request(self: ClassifyTask, *_: Any, **__: Any) -> object:
-    """Record what the body is told about the message."""
+    """Return the outcomes, and the attributes of `self.request` that the body sees."""
     told = {name: self.request.get(name) for name in REQUEST}
     told["delivery_info"] = dict(self.request.delivery_info or {})
     for name in ("callbacks", "errbacks", "chain", "chord", "eta", "expires"):
@@ -143,7 +143,7 @@ def sends(self: ClassifyTask, *_: Any, **__: Any) -> object:
 
 
 class Handlers(ClassifyTask):
-    """A task with its own handlers."""
+    """A task whose handlers record their calls."""
 
     abstract = True
 
@@ -178,13 +178,13 @@ def record(*received: object, **named: object) -> object:
 
 @shared_task(name="differential.failed")
 def failed(task_id: str) -> object:
-    """A failure callback that is a task: it gets the message's id."""
+    """An errback that Celery sends as a task, with the message's id."""
     return {"failed": task_id}
 
 
 @shared_task(name="differential.failed_here")
 def failed_here(request: Any, exc: object, traceback: object, about: str) -> None:
-    """A failure callback that Celery calls directly, because it is not bound and takes more than an id."""
+    """An errback that Celery calls directly, because it is not bound and takes more than one argument."""
     _tell(about, request.id, repr(exc), bool(traceback))
 
 

@@ -1,7 +1,7 @@
-"""Elements of a queue's list as nobody should send them: good Celery messages with some things wrong, and worse.
+"""Hostile elements of a queue's Redis list: valid Celery messages with damage, and arbitrary bytes.
 
-`HOSTILE` is hypothesis' strategy for them. What is drawn holds marks; they become the message's own id, and what is too
-deep or too long to be drawn, when it is written.
+`HOSTILE` is the hypothesis strategy that draws them. Drawn messages contain placeholders, which `Hostile.element`
+replaces: by the message's id, and by nesting and text that are too large to be drawn.
 """
 
 import base64
@@ -28,7 +28,7 @@ class Hostile(NamedTuple):
     drawn: dict[str, Any] | bytes
 
     def element(self, task_id: str) -> bytes:
-        """Return the message as an element of the Redis list, with `task_id` as its id if it has one."""
+        """Return the message as an element of the Redis list, with `task_id` in place of each id placeholder."""
         if isinstance(self.drawn, bytes):
             return _filled(self.drawn, task_id)
         return _written(self.drawn, task_id)
@@ -49,7 +49,7 @@ def _filled(written: bytes, task_id: str) -> bytes:
 
 
 def good(task: str = CLASSIFY_TASK) -> dict[str, Any]:
-    """A message of Celery's protocol 2 in parts; `body` is not yet encoded."""
+    """Return a valid message in Celery's protocol 2. Its `body` is not yet encoded."""
     return {
         "body": [
             [],
@@ -99,7 +99,7 @@ def good(task: str = CLASSIFY_TASK) -> dict[str, Any]:
 
 
 def protocol_1() -> dict[str, Any]:
-    """Return the message in Celery's protocol 1, used before 4.0: everything is in the body."""
+    """Return a valid message in Celery's protocol 1, used before 4.0, which has all fields in the body."""
     message = good()
     args, kwargs, _ = message["body"]
     message["body"] = {"task": CLASSIFY_TASK, "id": ID, "args": args, "kwargs": kwargs, "retries": 0, "utc": True}
@@ -108,7 +108,7 @@ def protocol_1() -> dict[str, Any]:
 
 
 def elaborate() -> dict[str, Any]:
-    """Return a good message that uses rare features: stamps, times, limits and links."""
+    """Return a valid message that uses rare features: an ETA, time limits, stamps and links."""
     message = good()
     link = {"task": "no.such", "args": [], "kwargs": {}, "options": {"queue": "feedmill", "compression": None}}
     message["headers"] |= {
@@ -158,7 +158,7 @@ STRINGS = st.one_of(
         ]
     ),
 )
-#: JSON objects that kombu decodes to types of its own.
+#: JSON objects that kombu decodes to other Python types, such as datetime.
 TYPED = st.builds(
     lambda kind, value: {"__type__": kind, "__value__": value},
     st.sampled_from(["datetime", "date", "time", "decimal", "Decimal", "uuid", "bytes", "base64", "odd"]),
@@ -181,7 +181,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _change(message: Any, place: tuple[Any, ...], values: Sequence[Any]) -> None:
-    """Set or delete the value, unless an earlier change removed its place."""
+    """Set the value at the path, or delete it if `values` is empty. Skip a path that an earlier change removed."""
     *path, key = place
     try:
         for step in path:
@@ -199,7 +199,7 @@ def _change(message: Any, place: tuple[Any, ...], values: Sequence[Any]) -> None
 
 @st.composite
 def changed(draw: st.DrawFn, starts: st.SearchStrategy[dict[str, Any]]) -> dict[str, Any]:
-    """Return a good message with one to four values missing or replaced."""
+    """Return a valid message with one to four values deleted or replaced."""
     message = draw(starts)
     changes = st.tuples(st.sampled_from(_places(message)), st.lists(ANYTHING, max_size=1))
     for place, values in draw(st.lists(changes, min_size=1, max_size=4)):
@@ -222,7 +222,7 @@ ENCODINGS = ("utf-8", "binary", "utf-16", "odd", "hex", "zlib", None)
 
 @st.composite
 def with_body(draw: st.DrawFn) -> bytes:
-    """Return a good message with a wrong body: another type, encoding or compression, or damaged."""
+    """Return a message whose body is damaged, or contradicts its content type, encoding or compression."""
     message = good()
     written = json.dumps(message["body"]).encode()
     body = draw(
@@ -248,7 +248,7 @@ def with_body(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Return a good message as bytes, with some bytes changed or missing."""
+    """Return a valid message as bytes, with some bytes changed or deleted."""
     whole = bytearray(_written(good(), ID))
     for _ in range(draw(st.integers(1, 5))):
         at = draw(st.integers(0, len(whole) - 1))

@@ -1,9 +1,9 @@
-"""A hub on loopback: the part of the Hugging Face hub's HTTP API that downloading a snapshot takes.
+"""A fake Hugging Face hub on loopback, with the part of its HTTP API that downloads a snapshot.
 
     with Hub({"owner/name": folder}) as hub:
         ...  # with HF_ENDPOINT=hub.url
 
-It serves folders of the test's, keeps every request, and can be told to refuse, cut short or damage.
+It serves local folders, records every request, and can be set to deny, truncate or corrupt files.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Hub:
-    """A fake model hub. repositories: maps a name to a folder (the revision `main`), or to folders by revision."""
+    """A fake model hub. repositories: name -> folder of the revision `main`, or name -> {revision: folder}."""
 
     def __init__(self, repositories: Mapping[str, Path | Mapping[str, Path]]) -> None:
         self._folders = {
@@ -39,11 +39,11 @@ class Hub:
             for name, folders in repositories.items()
         }
         self.requests: list[Request] = []
-        #: Repositories whose files are denied.
+        #: Repositories whose files are denied with status 403.
         self.gated: set[str] = set()
-        #: By file name: the number of bytes after which each of the next connections is cut.
+        #: File name -> number of bytes after which each of its next downloads is cut.
         self.cuts: dict[str, list[int]] = {}
-        #: Files sent without their last bytes, although the server announces them.
+        #: Files sent without their last bytes, although the response to HEAD counts them.
         self.short: set[str] = set()
         #: Files sent with one byte changed.
         self.damaged: set[str] = set()
@@ -62,7 +62,7 @@ class Hub:
         self._server.server_close()
 
     def commit(self, name: str, revision: str = "main") -> str:
-        """Return the commit of a revision; it is derived from the content."""
+        """Return the commit hash of a revision, which is derived from its files."""
         return _commit(self._folders[name][revision])
 
     def files_asked(self) -> set[str]:

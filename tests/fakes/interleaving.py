@@ -1,4 +1,4 @@
-"""Run a call once per bytecode step, with a change by another thread made before that step by a tracer."""
+"""Find race conditions: run a call repeatedly, and simulate another thread's change before each bytecode step."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import workers
 
 T = TypeVar("T")
-#: Only steps in this package's code count; logging's, for example, are the same before and after.
+#: Folder of the code whose steps are traced. Libraries, such as logging, are not.
 TRACED = workers.__path__[0]
 
 
 def interleavings(make: Callable[[], tuple[Callable[[], T], Callable[[], object]]]) -> Iterator[T]:
-    """Yield what the call returns for each of its bytecode steps before which the change is made.
+    """Run the call with the change before its first bytecode step, its second, and so on. Yield each run's result.
 
-    make: returns the call and the change, on objects of their own each time.
+    make: returns a call and a change that share new objects.
     """
     for number in count():
         call, change = make()

@@ -1,8 +1,8 @@
-"""Starts stand-in workers, and starts again those that end, as `feedmill up` or a service manager does.
+"""Start stand-in workers and restart those that exit, as `feedmill up` or a service manager does.
 
     python -m tests.fakes.launcher FOLDER WORKERS
 
-Its workers never outlive it: whatever ends it, the kernel kills them, as it does those of `feedmill up`.
+The workers never outlive the launcher: when it ends, the kernel kills them, as it does those of `feedmill up`.
 """
 
 import os
@@ -22,7 +22,7 @@ PATIENCE = 40.0
 
 
 def main(folder: Path, workers: int) -> None:
-    # Ignore signals until the worker handles them: by default they would kill it.
+    # Workers inherit this. Otherwise, a signal sent before a worker has installed its handlers would kill it.
     for number in (HANG, FULL, CLOCK):
         signal.signal(number, signal.SIG_IGN)
 
@@ -38,10 +38,10 @@ def main(folder: Path, workers: int) -> None:
                         children[number] = start(child.name)
                 time.sleep(0.05)
         finally:
-            for child in children:
+            for child in children:  # SIGTERM only once: a second one would make the worker exit without draining
                 child.process.terminate()
             for child in children:
-                with suppress(subprocess.TimeoutExpired):  # a second SIGTERM would end it at once
+                with suppress(subprocess.TimeoutExpired):
                     child.process.wait(PATIENCE)
                 child.kill()
 

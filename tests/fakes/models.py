@@ -1,7 +1,7 @@
-"""Small models of real architectures, with random weights and tokenizers trained on the spot.
+"""Small models of real architectures, with random weights and newly made tokenizers.
 
-No weights can be fetched where the tests run, and none are needed to compare two ways of running the same ones. The
-weights are spread wider than at the start of a training, so that scores differ from each other.
+Comparing two ways to run a model needs no trained weights, and the tests must run offline. The weights vary more than
+the usual initial weights, so that scores differ from each other.
 """
 
 import json
@@ -95,7 +95,8 @@ def _typed(model: Any, before: Any) -> Tokenizer:
 
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Written by hand: the trainers of these two kinds number tokens differently in each run, which changes the scores.
+# WordPiece and Unigram vocabularies are made by hand: their trainers number tokens differently in each run, which
+# changes the scores.
 WORDS = sorted({word.strip(".,?") for line in CORPUS for word in line.split()})
 LETTERS = sorted({letter for word in WORDS for letter in word} | set(".,?'"))
 
@@ -114,9 +115,9 @@ def _unigram() -> Tokenizer:
 
 BYTES_NAMES = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
 TYPED_NAMES = {"cls_token": "[CLS]", "pad_token": "[PAD]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-#: A configuration's class and arguments.
+#: The class of a model's configuration, and its arguments.
 Config = tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
-#: By architecture: configuration class and arguments, tokenizer, and names of the special tokens.
+#: Architecture -> configuration class and arguments, function that makes the tokenizer, special tokens.
 ARCHITECTURES: dict[str, tuple[*Config, Callable[[], Tokenizer], dict[str, str]]] = {
     "bart": (
         BartConfig,
@@ -173,7 +174,7 @@ def make_model(
     padding_side: str = "right",
     **config: Any,
 ) -> Path:
-    """Create a model in `folder`: a classifier of the labels, or an encoder if there are none. Returns the folder."""
+    """Save a model, a classifier if there are labels and else an encoder, to `folder`. Return the folder."""
     make_config, arguments, make_tokenizer, specials = ARCHITECTURES[architecture]
     tokenizer = make_tokenizer()
     ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in specials.items()}
@@ -184,7 +185,7 @@ def make_model(
     torch.manual_seed(7)
     kind = AutoModelForSequenceClassification if labels else AutoModel
     model = kind.from_config(made)  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():  # a head of zeros says nothing
+    for name, parameter in model.named_parameters():  # a head of zeros would give equal scores
         if "classifier" in name or "head" in name or "score" in name:
             torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
@@ -203,7 +204,7 @@ def make_model(
 def make_sentence_model(
     folder: Path, architecture: str = "bert", pooling: dict[str, Any] | None = None, dense: int = 0, prompt: str = ""
 ) -> Path:
-    """Create a sentence-transformers model. dense: dimensions of a dense layer after pooling; 0 for none."""
+    """Save a sentence-transformers model. dense: dimensions of a dense layer after pooling; 0 for none."""
     make_model(architecture, folder)
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
     package = "sentence_transformers.models"

@@ -1,7 +1,7 @@
-"""An application's own tasks, which a worker of Feedmill's loads with `--include`: plain ones, and micro-batched ones.
+"""An application's plain and micro-batched tasks, which a Feedmill worker loads with `--include`.
 
-What runs is written down in Redis, in the list "ran", and so is each forward pass. `own.hold` keeps the device, or a
-stock worker, busy as long as the key that it is given is there.
+Tasks and forward passes record their runs in the Redis list "ran". `own.hold` keeps the worker busy until the test
+deletes the given Redis key.
 """
 
 import os
@@ -21,7 +21,7 @@ from workers.runtime.task import ClassifyTask
 
 redis = Redis.from_url(os.environ["FEEDMILL_REDIS_URL"], decode_responses=True)
 compute = BatchLoop._compute
-if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than a setting may make it
+if "FAKE_VISIBILITY_TIMEOUT" in os.environ:  # shorter than the setting's minimum
     current_app.conf.broker_transport_options |= {
         "visibility_timeout": float(os.environ["FAKE_VISIBILITY_TIMEOUT"]),
         "unacked_restore_interval": 1,
@@ -77,7 +77,7 @@ def retries(self: Task, number: int) -> int:  # type: ignore[type-arg]
 
 @shared_task(name="own.classifies")
 def classifies(posts: list[dict[str, Any]]) -> list[str]:
-    """Call Feedmill's task in this process, beside the worker's own pipeline."""
+    """Call Feedmill's task in this process, without a message."""
     return [outcome["label"] for outcome in feedmill.classify(posts)]
 
 
@@ -89,7 +89,7 @@ def sends(posts: list[dict[str, Any]]) -> str:
 
 @shared_task(bind=True, base=ClassifyTask, name="own.once_more", max_retries=1)
 def once_more(self: ClassifyTask, *_: Any, **__: Any) -> Any:
-    """Classify its posts after one retry."""
+    """Retry once, then return the outcomes."""
     outcomes = self.outcomes()
     request = self.request
     redis.rpush("ran", f"attempt {request.retries} {request.correlation_id} {request.reply_to}")

@@ -6,17 +6,17 @@ import struct
 from contextlib import suppress
 from threading import Thread
 
-#: Bytes forwarded at once.
+#: Maximum number of bytes forwarded at once.
 PIECE = 65_536
 #: Socket option that makes closing reset the connection and drop data in transit in both directions.
 RESET = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Listens on `port` and forwards each connection to the server, on its own thread until `stop`."""
+    """A proxy that listens on `port` and forwards each connection to the server. It runs on a thread until `stop`."""
 
     def __init__(self, server_port: int) -> None:
-        #: Address for new connections.
+        #: Port to which new connections are forwarded.
         self.server_port = server_port
         #: Seconds by which each piece is delayed.
         self.delay = 0.0
@@ -46,7 +46,7 @@ class Proxy:
 
     def _cut(self) -> None:
         for client in tuple(self._clients):
-            with suppress(OSError):  # it has just been closed by the other side
+            with suppress(OSError):  # the client has just closed the connection
                 client.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             client.transport.abort()
 
@@ -54,7 +54,7 @@ class Proxy:
         self._clients.add(writer)
         try:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self.server_port, limit=PIECE)
-        except OSError:  # the server is away: so is this
+        except OSError:  # the server is down: close the client's connection
             self._clients.discard(writer)
             writer.transport.abort()
             return

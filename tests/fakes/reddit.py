@@ -1,4 +1,4 @@
-"""A Reddit on loopback: the part of Reddit's HTTP API that a reader of posts needs, for real PRAW.
+"""A fake Reddit on loopback, with the part of Reddit's HTTP API that reads posts. Tests use it with real PRAW.
 
     with Reddit(clock=clock) as reddit:
         reddit.add_subreddit("python")
@@ -7,10 +7,10 @@
                              reddit_url=reddit.url, oauth_url=reddit.url,
                              check_for_updates=False, check_for_async=False)
 
-It serves tokens, /r/<a+b>/<new|hot|top|rising>, /r/<name>/about and /api/info, limits the rate as Reddit does, goes
-wrong on demand (`reddit.faults`), and alone keeps what it published and served (`reddit.ledger`).
+It serves tokens, /r/<a+b>/<new|hot|top|rising>, /r/<name>/about and /api/info. It limits the request rate as Reddit
+does, injects faults on demand (`reddit.faults`), and records all posts, requests and responses (`reddit.ledger`).
 
-By hand, `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, half of them while it runs.
+The command `python -m tests.fakes.reddit --posts FILE` publishes a file's posts, half of them while it runs.
 """
 
 import math
@@ -68,7 +68,7 @@ class Ledger:
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
         #: Number of requests by status, including those for tokens.
         self.statuses: Counter[int] = Counter()
-        #: By fullname: the number of intact answers that contained the post.
+        #: Fullname -> number of intact answers that contained the post.
         self.served: Counter[str] = Counter()
         #: Number of faults by name.
         self.faults: Counter[str] = Counter()
@@ -93,12 +93,12 @@ class Ledger:
             self.faults[fault] += 1
 
     def undelivered(self, answer: Answer) -> None:
-        """Take back an answer whose client did not wait for it."""
+        """Subtract the posts of an answer whose client disconnected too early."""
         self.served.subtract(answer.fullnames)
 
 
 class Budget:
-    """`requests` per window of this many seconds. Windows begin at multiples of it, as the recorded resets show."""
+    """A rate limit of `requests` per window of `seconds`. Windows begin at multiples of `seconds`, as Reddit's do."""
 
     def __init__(self, seconds: float, requests: int) -> None:
         self._seconds = seconds
@@ -121,7 +121,7 @@ class Budget:
         return str(max(1, math.ceil((self._window + 1) * self._seconds - now)))
 
     def headers(self, now: float) -> dict[str, str]:
-        """Return the headers as recorded: '3', '997.0', '15'."""
+        """Return the x-ratelimit headers in Reddit's formats: '3', '997.0', '15'."""
         return {
             "x-ratelimit-used": str(self._used),
             "x-ratelimit-remaining": f"{float(self._requests - self._used)}",
@@ -130,10 +130,11 @@ class Budget:
 
 
 class Reddit:
-    """clock: seconds since 1970. client: the id and the secret of the one app that is known.
+    """The server of the fake Reddit.
 
-    window, budget: requests that are answered in so many seconds; window None or 0: no limit. seed: of random faults.
-    listing_cap: items of a listing, at most. token_lifetime: seconds.
+    clock: returns seconds since 1970. client: id and secret of the only known app. window, budget: allow `budget`
+    requests per `window` seconds; no limit if `window` is None or 0. seed: for random faults. listing_cap: maximum
+    number of items in a listing. token_lifetime: in seconds.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class Reddit:
         self._token_lifetime = token_lifetime
         #: Expiry times of tokens.
         self._tokens: dict[str, float] = {}
-        #: Set when the server stops; ends slow answers, too.
+        #: Set when the server stops; it also cuts the waits of slow answers short.
         self.ending = Event()
-        #: This server's own errors, which must not pass for Reddit's.
+        #: Bugs in this fake. Raised when it stops, so that tests do not take them for Reddit's errors.
         self._mistakes: list[BaseException] = []
         self._server = _Server(("127.0.0.1", port), self._handler(), self._mistakes)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -178,9 +179,9 @@ class Reddit:
         if self._mistakes and error is None:
             raise self._mistakes[0]
         if self._mistakes and error:
-            error.add_note(f"The loopback Reddit itself failed: {self._mistakes[0]!r}")
+            error.add_note(f"The fake Reddit itself failed: {self._mistakes[0]!r}")
 
-    # Events on this Reddit.
+    # Changes to the content.
 
     def add_subreddit(self, name: str, kind: str = "public") -> None:
         """Add a subreddit. kind: one of KINDS. Names that are not added are missing."""
@@ -205,10 +206,11 @@ class Reddit:
         created_utc: float | None = None,
         visible_from: float | None = None,
     ) -> str:
-        """Returns the post's fullname. Unless it is told, it was created this second: Reddit tells whole ones.
+        """Publish a post and return its fullname.
 
-        visible_from: when it appears, at the place of its creation: as one that was held back. Else it is at once, but
-        not before it was created.
+        created_utc: now by default, in whole seconds as on Reddit. visible_from: the time at which the post appears at
+        its position by creation time, like a post that a filter held back; by default, and at the earliest, its
+        creation.
         """
         with self._lock:
             created = float(int(self.clock())) if created_utc is None else created_utc
@@ -239,14 +241,14 @@ class Reddit:
             self._content.take_down(fullname, "moderator")
 
     def vanish(self, fullname: str) -> None:
-        """Remove a post so that not even /api/info knows it."""
+        """Remove a post from listings and from /api/info."""
         with self._lock:
             self._content.vanish(fullname)
 
     # Answering requests.
 
     def answer(self, asked: Asked) -> Answer:
-        """Return the answer and its fault. Recorded in the ledger before any client can read it."""
+        """Return the answer to a request. The ledger records the answer first, so clients never see unrecorded ones."""
         with self._lock:
             answer, fault = self._answer(asked)
             if fault:
@@ -301,7 +303,7 @@ class Reddit:
     def _listing(self, asked: Asked, names: Sequence[str], order: Order) -> Answer:
         query = asked.query
         if "before" in query:
-            raise NotImplementedError("this Reddit pages by `after` alone")
+            raise NotImplementedError("the fake Reddit supports `after`, not `before`")
         limit = min(max(int(query["limit"]), 1), MOST) if query.get("limit", "").isdigit() else USUAL
         try:
             page = self._content.page(names, order, asked.at, limit, query.get("after"), query.get("t", "day"))
@@ -337,7 +339,10 @@ class Reddit:
 
 
 def _refusal(asked: Asked, refused: Refused) -> Answer:
-    """FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search"."""
+    """Return Reddit's answer for a subreddit that cannot be read.
+
+    FACTS.md: "banned → 404; private, gated, quarantined → 403 (the reason is …); missing → redirect to search".
+    """
     if refused.kind is None:
         return Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q={refused.name}"})
     answer = refuse(refused.kind.status)
@@ -379,8 +384,8 @@ class _Server(ThreadingHTTPServer):
         self._mistakes = mistakes
         super().__init__(address, handler)
 
-    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class's
-        """Ignore exceptions of requests whose client has gone."""
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - an override
+        """Record an exception, unless it only shows that the client has disconnected."""
         error = sys.exception()
         if error and not isinstance(error, OSError):
             self._mistakes.append(error)
@@ -438,7 +443,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in ({"Content-Type": answer.type} | answer.headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
-        # As recorded. Without it, who asked to close could ask again before the end of the connection reaches him.
+        # As recorded. Without this header, a client could send its next request on a connection that is being closed.
         self.send_header("Connection", "close" if self.close_connection else "keep-alive")
         self.end_headers()
         self.close_connection |= bool(answer.cut)

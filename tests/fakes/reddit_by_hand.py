@@ -1,9 +1,10 @@
-"""The loopback Reddit as a command: it publishes a file's posts, half of them while it runs.
+"""Run the fake Reddit as a command that publishes a file's posts, half of them while it runs.
 
     python -m tests.fakes.reddit --posts FILE [--port P] [--rate POSTS_PER_MINUTE] [--fault-rate 0.1]
                                  [--write-topics FILE]
 
-It prints what to set for `feedmill ingest reddit` to read it, and then a line a minute of what it served.
+The command prints the settings with which `feedmill ingest reddit` reads this Reddit, and then a status line per
+minute.
 """
 
 import argparse
@@ -32,11 +33,11 @@ ACTIVE = 25
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fakes.reddit", description="A Reddit on loopback.")
+    parser = argparse.ArgumentParser(prog="python -m tests.fakes.reddit", description="Run a fake Reddit on loopback.")
     parser.add_argument("--posts", required=True, metavar="FILE", help="JSONL, a JSON array or CSV; plain or gzip")
-    parser.add_argument("--port", type=int, default=0, help="unless given, any that is free")
-    parser.add_argument("--rate", type=float, default=60.0, help="posts a minute that appear while it runs")
-    parser.add_argument("--fault-rate", type=float, default=0.0, help="share of the answers that something happens to")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free port)")
+    parser.add_argument("--rate", type=float, default=60.0, help="posts to publish per minute")
+    parser.add_argument("--fault-rate", type=float, default=0.0, help="share of answers with a fault")
     parser.add_argument("--write-topics", metavar="FILE", type=Path, help="write a topics file for these posts")
     arguments = parser.parse_args()
     ending = Event()
@@ -61,8 +62,8 @@ def _sentence(error: Exception, port: int) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename} cannot be written: {error.strerror}."
-    return f"Nothing can listen on port {port}: {getattr(error, 'strerror', None) or error}. Choose another by --port."
+        return f"Cannot write {error.filename}: {error.strerror}."
+    return f"Cannot listen on port {port}: {getattr(error, 'strerror', None) or error}. Choose another with --port."
 
 
 def _say(text: str) -> None:
@@ -76,9 +77,9 @@ def _posts(path: str) -> list[Post]:
     found = [post for post in Source(path).items() if isinstance(post, Post)]
     posts = [post for post in found if post.subreddit]
     if not posts:
-        raise UserError(f"{path} holds no post that names its subreddit; there is nothing to publish.")
+        raise UserError(f"{path} has no post with a subreddit, so there is nothing to publish.")
     if left_out := len(found) - len(posts):
-        _say(f"{left_out:,} posts name no subreddit, and are left out.")
+        _say(f"Skipped {left_out:,} posts without a subreddit.")
     return sorted(posts, key=lambda post: post.created_utc or 0.0)
 
 
@@ -102,7 +103,7 @@ def _topics(posts: Iterable[Post]) -> str:
 
 
 def _publish_past(reddit: Reddit, posts: Sequence[Post]) -> Iterator[Post]:
-    """Publish the older half, as if created over one day; return the rest."""
+    """Publish the older half of the posts as if created over the past day; return the newer half."""
     for name in {post.subreddit.lower(): post.subreddit for post in posts if post.subreddit}.values():
         reddit.add_subreddit(name)
     past = posts[: (len(posts) + 1) // 2]
@@ -131,7 +132,7 @@ def _how_to_read(reddit: Reddit, count: int, topics: Path | None) -> str:
         settings["TOPICS"] = str(topics.resolve())
     published = reddit.ledger.published
     names = len({post.subreddit for post in published.values()})
-    lines = [f"A Reddit with {len(published):,} of {count:,} posts, in {names:,} subreddits so far. To read it:", ""]
+    lines = [f"Serving {len(published):,} of {count:,} posts in {names:,} subreddits so far. To read them:", ""]
     lines += [f"export FEEDMILL_REDDIT_{name}={quote(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "feedmill ingest reddit", ""])
 

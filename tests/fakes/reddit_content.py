@@ -1,6 +1,6 @@
-"""The content of a Reddit: subreddits, their posts, and the listings and pages derived from them.
+"""The content of the fake Reddit: subreddits, their posts, and the listings and pages derived from them.
 
-Knows nothing of HTTP, and takes no lock: `tests/fakes/reddit.py` serves it.
+It is independent of HTTP and not thread-safe: tests/fakes/reddit.py serves it under a lock.
 """
 
 import heapq
@@ -13,20 +13,20 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-#: Numbers of the first post and subreddit: about Reddit's own in April 2026, and in 2008.
+#: Numbers of the first post and subreddit, close to Reddit's in April 2026 and in 2008.
 FIRST_POST, FIRST_SUBREDDIT = int("1skbyfv", 36), int("2qizd", 36)
 #: Maximum number of a subreddit's pinned posts.
 STICKIES = 2
 #: Time range of /top in seconds.
 PERIODS = {"hour": 3600.0, "day": 86400.0, "week": 7 * 86400.0, "month": 30 * 86400.0, "year": 365 * 86400.0}
-#: Seconds: older posts do not rise.
+#: Maximum age of a post in /rising, in seconds.
 RISING = 86400.0
 
 Order = Literal["new", "hot", "top", "rising"]
 
 
 class Kind(NamedTuple):
-    """Answers of one kind of subreddit. type: its `subreddit_type`; status and reason: of the error, if unreadable."""
+    """A kind of subreddit. type: its `subreddit_type`; status, reason: in the error answer if it cannot be read."""
 
     type: str = "public"
     status: int = 200
@@ -105,20 +105,20 @@ class Post:
 
     @property
     def heat(self) -> float:
-        """Return the sort key of /hot, as Reddit published it: ten times the votes weigh as much as 12.5 hours."""
+        """Return the sort key of /hot by Reddit's published formula: ten times the votes offset 12.5 hours of age."""
         votes = math.copysign(math.log10(max(abs(self.score), 1)), self.score)
         return votes + (self.created_utc - 1134028003) / 45000
 
 
 class Page(NamedTuple):
-    """Part of a listing. after: the fullname after which the next page begins; None at the end."""
+    """A page of a listing. after: the fullname after which the next page begins; None on the last page."""
 
     posts: list[Post]
     after: str | None
 
 
 class Content:
-    """listing_cap: maximum number of items that paging through a listing reaches."""
+    """All subreddits and posts. listing_cap: maximum number of items in a listing, over all its pages."""
 
     def __init__(self, listing_cap: int) -> None:
         self._cap = listing_cap
@@ -130,7 +130,7 @@ class Content:
 
     def add_subreddit(self, name: str, kind: str, now: float) -> None:
         if name.lower() in self._subreddits:
-            raise ValueError(f"r/{name} is there already")
+            raise ValueError(f"r/{name} already exists")
         number = FIRST_SUBREDDIT + len(self._subreddits)
         self._subreddits[name.lower()] = Subreddit(name, number, _known(kind), now)
 
@@ -138,7 +138,7 @@ class Content:
         self._subreddits[name.lower()].kind = _known(kind)
 
     def publish(self, subreddit: str, **fields: Any) -> Post:
-        """Add a post. fields: those of Post without its number."""
+        """Add a post. fields: the fields of Post except `number` and `subreddit`."""
         post = Post(FIRST_POST + self._published, self._subreddits[subreddit.lower()], **fields)
         self._published += 1
         self._posts[post.fullname] = post
@@ -157,12 +157,12 @@ class Content:
         post.gone = by
 
     def vanish(self, fullname: str) -> None:
-        """Remove a post from everything."""
+        """Remove a post from listings and from /api/info."""
         self.take_down(fullname, "deleted")
         del self._posts[fullname]
 
     def readable(self, names: Sequence[str]) -> list[Subreddit]:
-        """Return the readable subreddits. Raises Refused, for the first, if none is readable."""
+        """Return those of the named subreddits that are readable. Raises Refused for the first name if none is."""
         found = {name.lower(): self._subreddits.get(name.lower()) for name in names}
         readable = [subreddit for subreddit in found.values() if subreddit and KINDS[subreddit.kind].readable]
         if not readable:
@@ -173,9 +173,9 @@ class Content:
     def page(
         self, names: Sequence[str], order: Order, now: float, limit: int, after: str | None = None, period: str = "day"
     ) -> Page:
-        """Return the page after the anchor `after`; nothing follows an anchor that is not in the listing.
+        """Return the page after the anchor `after`. It is empty if the anchor is not in the listing.
 
-        period: of PERIODS, or all; for top. Raises Refused.
+        period: a key of PERIODS, or "all"; only affects /top. Raises Refused.
         """
         posts, pinned = self._listing(self.readable(names), order, now, period)
         start = 0
@@ -202,7 +202,7 @@ class Content:
         if order == "rising":
             recent = (post for post in shown if post.created_utc > now - RISING)
             return heapq.nlargest(self._cap, recent, key=lambda post: post.score / (60 + now - post.created_utc)), 0
-        # Reddit pins in the listing of one subreddit alone: the recorded r/popular has 100 items, none pinned.
+        # Reddit pins posts only in the listing of a single subreddit: the recorded r/popular has no pinned item.
         pinned = [post for post in shown if post.stickied][:STICKIES] if len(subreddits) == 1 else []
         others = (post for post in shown if post not in pinned)
         return pinned + heapq.nlargest(self._cap, others, key=lambda post: post.heat), len(pinned)
@@ -213,14 +213,14 @@ class Content:
         return next((post for post in shown if post.stickied), shown[0] if shown else None)
 
     def info(self, fullnames: Iterable[str], now: float) -> Iterator[Post]:
-        """Return the existing, visible posts in the requested order."""
+        """Yield the posts that exist and are visible, in the order of `fullnames`."""
         for fullname in fullnames:
             post = self._posts.get(fullname)
             if post and post.visible_from <= now and KINDS[post.subreddit.kind].readable:
                 yield post
 
     def about(self, names: Iterable[str]) -> Iterator[Subreddit]:
-        """Return the named subreddits that exist and are not banned, in this listing's order, as Reddit does."""
+        """Yield the named subreddits that exist and are not banned. Like Reddit, ignore the order of `names`."""
         asked = {name.lower() for name in names}
         for name, subreddit in self._subreddits.items():
             if name in asked and subreddit.kind != "banned":
@@ -233,7 +233,7 @@ def _age_key(post: Post) -> tuple[float, int]:
 
 def _known(kind: str) -> str:
     if kind not in KINDS:
-        raise ValueError(f"no kind of subreddit: {kind!r}; one of {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind of subreddit {kind!r}; choose from {', '.join(KINDS)}")
     return kind
 
 
@@ -247,7 +247,7 @@ def base36(number: int) -> str:
 
 
 def post_thing(post: Post) -> dict[str, Any]:
-    """Return a post in Reddit's format: the fields of the recorded answer of 2026 that a reader may use."""
+    """Return a post in Reddit's format, with those fields of the answer recorded in 2026 that Feedmill may read."""
     said = _fields(post)
     if post.gone:
         said["selftext"] = "[removed]" if post.gone == "moderator" else "[deleted]"
@@ -303,7 +303,7 @@ def _fields(post: Post) -> dict[str, Any]:
 
 
 def subreddit_thing(subreddit: Subreddit) -> dict[str, Any]:
-    """Return a subreddit in Reddit's format, after the recorded look-up by sr_name."""
+    """Return a subreddit in Reddit's format, as in the recorded look-up by sr_name."""
     number = base36(subreddit.number)
     said = {
         "id": number,

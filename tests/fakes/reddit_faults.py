@@ -1,13 +1,13 @@
-"""Faults between a reader and Reddit, by name, and the requests they happen to.
+"""Named faults of Reddit or the network, and the choice of requests that they affect.
 
     reddit.faults.next("too_many", seconds=5)                      # the next answer of the API
-    reddit.faults.next("cut_body", times=3, where=r"/new")         # three to requests whose path and query match
-    reddit.faults.always("html", where=r"/api/v1/access_token")    # the token endpoint: only where it is named so
+    reddit.faults.next("cut_body", times=3, where=r"/new")         # three requests whose path and query match
+    reddit.faults.always("html", where=r"/api/v1/access_token")    # the token endpoint, exempt without `where`
     reddit.faults.random(0.1, among=["server_error_503", "slow"])
     reddit.faults.clear()
 
-`FAULTS` is the table of them, each with where it is known from. Faults happen to requests that would have been
-answered: one without a token, or beyond the budget, gets what it deserves.
+`FAULTS` lists all faults with the evidence for each. Faults affect only requests with a valid token and within the rate
+limit; all others get their usual error.
 """
 
 import json
@@ -59,7 +59,7 @@ def _form(text: str) -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """An answer. said: sent as JSON unless there is a body."""
+    """The answer to a request. said: the content, sent as JSON unless `body` is set."""
 
     status: int = 200
     said: Any = None
@@ -70,12 +70,12 @@ class Answer:
     fullnames: Sequence[str] = ()
     #: A post that could be pinned to the top of this listing.
     pinnable: dict[str, Any] | None = None
-    #: Seconds before the answer begins, and in the middle of its body.
+    #: Delays in seconds: before the answer, and in the middle of its body.
     delay: float = 0.0
     pause: float = 0.0
     #: Position at which the connection is cut.
     cut: Literal["", "before", "within"] = ""
-    #: Whether the request's token expires with this answer.
+    #: True if this answer makes the request's token invalid.
     revokes: bool = False
 
     def encoded(self) -> bytes:
@@ -87,11 +87,15 @@ class Answer:
 
 
 class Fault(NamedTuple):
-    """apply: turns a good answer into the faulty one; its number are seconds. applies: whether it can happen."""
+    """A kind of fault.
+
+    apply: turns a good answer into the faulty one; its last argument is the fault's seconds. applies: returns whether
+    the fault can affect a request with this answer.
+    """
 
     name: str
     does: str
-    #: FACTS.md: its section on PRAW; recorded: the recorded answer; praw, prawcore: their source.
+    #: Evidence that the fault occurs: the section on PRAW in FACTS.md, a recorded answer, or praw's or prawcore's code.
     source: str
     apply: Callable[[Asked, Answer, float], Answer]
     applies: Callable[[Asked, Answer], bool] = lambda _asked, _answer: True
@@ -102,13 +106,13 @@ SECONDS = 1.0
 
 
 def refuse(status: int, **headers: str) -> Answer:
-    """Return Reddit's own error, as in the recorded 401, 403 and 404."""
+    """Return an error in Reddit's format, as in the recorded 401, 403 and 404."""
     phrase = {401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 429: "Too Many Requests"}[status]
     return Answer(status, {"message": phrase, "error": status}, headers)
 
 
 def _html(status: int) -> Answer:
-    """Return an intermediary's error, as in the recorded 400."""
+    """Return an HTML error such as proxies send, as in the recorded 400."""
     title = f"{status} {HTTPStatus(status).phrase if status < 520 else 'Unknown'}"
     return Answer(status, body=f"<html><body><h1>{title}</h1>\n</body></html>\n".encode(), type=HTML)
 
@@ -118,7 +122,7 @@ INVALID_TOKEN = {"www-authenticate": 'Bearer realm="reddit", error="invalid_toke
 
 
 def _with_headers(answer: Answer, **headers: str | None) -> Answer:
-    """Override x-ratelimit-<name> headers; the others stay as they were or as recorded. None removes one."""
+    """Set x-ratelimit-<name> headers, or remove those given as None. Missing ones get recorded values."""
     recorded = {"used": "3", "remaining": "997.0", "reset": "15"}
     for name, value in (recorded | headers).items():
         if name in headers:
@@ -187,29 +191,29 @@ FAULTS = {
         Fault("html", "HTML with status 200", 'FACTS.md: "HTML with status 200 gives BadJSON"', lambda *_: _html(200)),
         Fault("html_400", "400 in HTML", "recorded: TestReddit.test_bad_request_without_json_text_html_response",
               lambda *_: _html(400)),
-        Fault("html_403", "403 in HTML, from somebody on the way", "recorded: the 400 in HTML, for a status that "
-              "stands for a private subreddit in JSON", lambda *_: _html(403)),
-        Fault("forbidden", "403 that names no reason", "recorded: TestSubredditQuarantine.test_opt_in",
+        Fault("html_403", "403 in HTML, as from a proxy", "recorded: the 400 in HTML. In JSON, the status means "
+              "a private subreddit", lambda *_: _html(403)),
+        Fault("forbidden", "403 without a reason", "recorded: TestSubredditQuarantine.test_opt_in",
               lambda *_: refuse(403)),
-        Fault("not_found", "404 that names no reason", 'recorded: TestSubreddit.test_sticky__not_set; FACTS.md: '
+        Fault("not_found", "404 without a reason", 'recorded: TestSubreddit.test_sticky__not_set; FACTS.md: '
               '"missing → redirect to search, or 404"', lambda *_: refuse(404)),
         Fault("redirect_search", "302 to the search for a subreddit", 'FACTS.md: "missing → redirect to search"',
               lambda asked, *_: Answer(302, {}, {"location": f"{asked.url}/subreddits/search?q=x"})),
         Fault("redirect_nowhere", "302 without Location", 'FACTS.md: "302 without Location (KeyError)"',
               lambda *_: Answer(302, {})),
-        Fault("token_expired", "401, and the token is good for nothing more; the next one is",
+        Fault("token_expired", "401, and the token becomes invalid; a new one works",
               "recorded: TestAuthImplicit.test_implicit__with_invalid_token",
               lambda *_: _set(refuse(401, **INVALID_TOKEN), revokes=True)),
-        Fault("unauthorized", "401, whatever the token", "recorded: TestAuthImplicit.test_implicit__with_invalid_token",
+        Fault("unauthorized", "401 for every token", "recorded: TestAuthImplicit.test_implicit__with_invalid_token",
               lambda *_: refuse(401, **INVALID_TOKEN)),
         Fault("unauthorized_bare", "401 without www-authenticate", 'FACTS.md: "persistent 401 (KeyError)"',
               lambda *_: refuse(401)),
-        Fault("slow", "the answer begins late", TIMEOUT, lambda _, answer, seconds: _set(answer, delay=seconds)),
-        Fault("slow_body", "the answer stops in its middle, and goes on later", TIMEOUT,
+        Fault("slow", "the answer is delayed", TIMEOUT, lambda _, answer, seconds: _set(answer, delay=seconds)),
+        Fault("slow_body", "the answer pauses in the middle of its body", TIMEOUT,
               lambda _, answer, seconds: _set(answer, pause=seconds)),
-        Fault("cut", "the connection ends before the answer", RETRIED,
+        Fault("cut", "the connection is closed before the answer", RETRIED,
               lambda _, answer, __: _set(answer, cut="before")),
-        Fault("cut_body", "the connection ends within the answer: Content-Length is larger", RETRIED,
+        Fault("cut_body", "the connection is closed within the body, before Content-Length bytes", RETRIED,
               lambda _, answer, __: _set(answer, cut="within")),
         Fault("reset_fractional", 'x-ratelimit-reset is "15.5"', VALUE_ERROR,
               lambda _, answer, __: _with_headers(answer, reset="15.5")),
@@ -217,18 +221,18 @@ FAULTS = {
               lambda _, answer, __: _with_headers(answer, reset="-5")),
         Fault("remaining_nan", 'x-ratelimit-remaining is "nan"', LIMITER,
               lambda _, answer, __: _with_headers(answer, remaining="nan")),
-        Fault("used_missing", "x-ratelimit-used is missing, the others are there", LIMITER,
+        Fault("used_missing", "x-ratelimit-used is missing; its two companions are present", LIMITER,
               lambda _, answer, __: _with_headers(answer, used=None)),
-        Fault("empty_listing", "a listing without items, and no more after it",
+        Fault("empty_listing", "an empty listing without a next page",
               'FACTS.md: "loses posts silently … after a quiet spell"', lambda _, answer, __: _empty(answer), _listing),
-        Fault("dead_anchor", "nothing comes after the anchor, as if it had been deleted",
+        Fault("dead_anchor", "an empty page after the anchor, as if the anchor had been deleted",
               'FACTS.md: "when its anchor post is deleted"', lambda _, answer, __: _empty(answer), _further_page),
         Fault("no_data", 'a listing without "data"', "praw: ListingGenerator._extract_sublist (ValueError)",
               lambda _, answer, __: _set(answer, said={"kind": "Listing"}), _listing),
-        Fault("truncated_json", "half of the JSON, and Content-Length says so",
-              'FACTS.md: "HTML with status 200 gives BadJSON", as anything does that is no JSON',
+        Fault("truncated_json", "half of the JSON, with a matching Content-Length",
+              'FACTS.md: "HTML with status 200 gives BadJSON", as does any other invalid JSON',
               lambda _, answer, __: _truncated(answer)),
-        Fault("sticky_head", "an old post is pinned to the first place of /new",
+        Fault("sticky_head", "an old post is pinned to the top of /new",
               'FACTS.md: "includes pinned posts: ask for more and drop `stickied`"',
               lambda _, answer, __: _sticky_head(answer), _first_page),
     )
@@ -240,9 +244,9 @@ class _Rule:
     names: Sequence[str]
     where: re.Pattern[str] | None
     seconds: float
-    #: Number of requests that remain to be affected; None for all.
+    #: Number of further requests to affect; None for all.
     times: int | None = None
-    #: Probability that it affects a request.
+    #: Probability of affecting a request.
     rate: float = 1.0
 
     def for_(self, asked: Asked, answer: Answer) -> list[str]:
@@ -258,9 +262,9 @@ class _Rule:
 
 
 class Faults:
-    """Schedule of faults. Scripted faults come first, in their order, then random ones.
+    """The schedule of faults. Scripted faults come first, in the order they were added, then random ones.
 
-    seed: of the random ones. `seconds` of all methods: what the fault's answer names, or how long it takes.
+    seed: for random faults. `seconds`, in all methods: the fault's delay, or the delay that its answer asks for.
     """
 
     def __init__(self, seed: int, lock: AbstractContextManager[object]) -> None:
@@ -270,7 +274,7 @@ class Faults:
         self._at_random: list[_Rule] = []
 
     def next(self, name: str, times: int = 1, where: str | None = None, seconds: float = SECONDS) -> None:
-        """Affect the next requests that it can affect and whose path and query contain `where`."""
+        """Inject the fault into the next `times` requests that match `where` and that the fault can affect."""
         self._add(self._scripted, _Rule([name], _pattern(where), seconds, times))
 
     def always(self, name: str, where: str | None = None, seconds: float = SECONDS) -> None:
@@ -279,7 +283,7 @@ class Faults:
     def random(
         self, rate: float, among: Collection[str] = tuple(FAULTS), where: str | None = None, seconds: float = SECONDS
     ) -> None:
-        """Affect each request with probability `rate` by one of these faults."""
+        """Inject one of these faults into each request with probability `rate`."""
         self._add(self._at_random, _Rule(list(among), _pattern(where), seconds, rate=rate))
 
     def clear(self) -> None:
@@ -289,12 +293,12 @@ class Faults:
 
     def _add(self, rules: list[_Rule], rule: _Rule) -> None:
         if unknown := [name for name in rule.names if name not in FAULTS]:
-            raise ValueError(f"no fault {unknown[0]!r}; one of {', '.join(FAULTS)}")
+            raise ValueError(f"unknown fault {unknown[0]!r}; choose from {', '.join(FAULTS)}")
         with self._lock:
             rules.append(rule)
 
     def happen(self, asked: Asked, answer: Answer) -> tuple[str, Answer]:
-        """Return the fault's name, "" for none, and the resulting answer."""
+        """Choose a fault for a request. Return its name ("" for none) and the resulting answer."""
         with self._lock:
             for rule in [*self._scripted, *self._at_random]:
                 names = rule.for_(asked, answer)

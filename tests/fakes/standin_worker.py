@@ -1,11 +1,9 @@
-"""A worker of Feedmill's own on a stand-in for a model: ready in two seconds, and as fast as it is told to be.
+"""A Feedmill worker with a stand-in for the model: ready in two seconds, with a configurable speed.
 
     python -m tests.fakes.standin_worker NAME
 
-Everything is the worker's but the classifier: torch and transformers, which take most of a worker's start, are never
-imported, unless they are there already. What becomes of a forward pass is said by the titles of its posts, by signals,
-and by STANDIN_ROW_SECONDS, the time that a row takes; with a model that was deployed it takes none. Signals other than
-these do what they do to any worker.
+Only the classifier is replaced. torch and transformers, which take most of a worker's start-up time, are not imported.
+STANDIN_ROW_SECONDS is the time per row; deployed models take none. Post titles and the signals below inject faults.
 """
 
 import os
@@ -19,13 +17,13 @@ from threading import Event
 from typing import Any
 from unittest.mock import MagicMock
 
-#: Post titles that contain this raise in the forward pass, or kill the process there.
+#: Texts in a post's title that make the forward pass raise, or kill the process.
 RAISES, KILLS = "(this one raises)", "(this one kills)"
-#: Post titles that contain this kill the process earlier, during preparation.
+#: Text in a post's title that kills the process earlier, during preparation.
 KILLS_EARLY = "(this one kills early)"
-#: The next forward pass hangs; the next of several rows finds no memory; this process's clock jumps by JUMP.
+#: Signals: hang in the next forward pass; run out of memory in the next one of several rows; jump the clock by JUMP.
 HANG, FULL, CLOCK = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
-#: Source text of tokens.
+#: Token ids. Each row uses a slice, of its length.
 TOKENS = [0] * 256
 #: Seconds by which the clock jumps, alternately forwards and backwards.
 JUMP = 3600.0
@@ -56,16 +54,16 @@ class Done:
 
 
 class StandIn:
-    """One row per post, with one token per four characters; every post gets the first of two labels."""
+    """A classifier without a model: one row per post, one token per four characters, the same scores for every post."""
 
     kind = "stand-in"
     packed = False
     device = Device()
-    #: The process' settings, whatever model it has.
+    #: Faults requested by signals. They apply to every model of the process.
     hangs = full = ahead = False
 
     def __init__(self, model: str = "stand-in", sha256: str = "00") -> None:
-        from workers.models.classifiers import LabelSet  # noqa: PLC0415 - when what it imports has its stand-ins
+        from workers.models.classifiers import LabelSet  # noqa: PLC0415 - after torch was replaced
         from workers.models.weights import Weights  # noqa: PLC0415
 
         self._row_seconds = 0.0 if model != "stand-in" else float(os.environ.get("STANDIN_ROW_SECONDS", "0"))
@@ -93,11 +91,11 @@ class StandIn:
             Event().wait()
         if self.full and len(rows) > 1:
             StandIn.full = False
-            raise DeviceFull("the stand-in was told to be full")
+            raise DeviceFull("simulated lack of memory")
         if any(KILLS in title for title in titles):
             os.kill(os.getpid(), signal.SIGKILL)
         if any(RAISES in title for title in titles):
-            raise ValueError("the stand-in was told to raise")
+            raise ValueError("simulated failure")
         time.sleep(len(rows) * self._row_seconds)
         return Done(len(rows) * self._row_seconds)
 
@@ -114,7 +112,7 @@ def listen() -> None:
 
 
 def load(settings: Any, _: Any) -> StandIn:
-    """Make the stand-in for a folder's model report that model's name and hash."""
+    """Return a stand-in. If the model is a folder with weights, report its name and hash."""
     weights = Path(settings.model) / "model.safetensors"
     return StandIn(settings.model, sha256(weights.read_bytes()).hexdigest()) if weights.is_file() else StandIn()
 

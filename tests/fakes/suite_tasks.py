@@ -22,8 +22,8 @@ def flat(found: Any) -> Posts:
     return [found] if isinstance(found, dict) else [post for each in found for post in flat(each)]
 
 
-def reckoned(task: ClassifyTask, amount: int) -> Posts:
-    """Return the task's posts, each increased by the given number. Raises if they were not classified."""
+def increased(task: ClassifyTask, amount: int) -> Posts:
+    """Return the task's classified posts with their numbers increased by `amount`."""
     return [numbered(int(str(outcome["id"])) + amount) for outcome in task.outcomes() if isinstance(outcome, dict)]
 
 
@@ -37,7 +37,7 @@ def numbered(number: int) -> dict[str, Any]:
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.add")
 def add(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
-    return reckoned(self, amount(options))
+    return increased(self, amount(options))
 
 
 @shared_task(name="suite.total")
@@ -131,7 +131,7 @@ def retries_oddly(self: ClassifyTask, *_: Any, **__: Any) -> None:
 
 
 class Hooked(ClassifyTask):
-    """A task with all of Celery's handlers."""
+    """A task whose handlers record their calls."""
 
     abstract = True
 
@@ -164,24 +164,24 @@ def hooked(self: ClassifyTask, *_: Any, **__: Any) -> int:
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced")
 def replaced(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    raise self.replace(add.s(reckoned(self, 0), top_k=amount(options)))
+    raise self.replace(add.s(increased(self, 0), top_k=amount(options)))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced_twice")
 def replaced_twice(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    raise self.replace(replaced.s(reckoned(self, 0), top_k=amount(options)))
+    raise self.replace(replaced.s(increased(self, 0), top_k=amount(options)))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_chain")
 def replaced_by_chain(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    raise self.replace(chain(add.s(reckoned(self, 0), top_k=amount(options)), add.s(top_k=amount(options))))
+    raise self.replace(chain(add.s(increased(self, 0), top_k=amount(options)), add.s(top_k=amount(options))))
 
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_chain_with_links")
 def replaced_by_chain_with_links(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    """Replace itself with a chain that fails when it should add 13."""
+    """Replace the task with a chain that has a callback and an errback. If `top_k` is 13, the chain fails."""
     last = add.s(labels="") if amount(options) == 13 else add.s(top_k=amount(options))
-    other = chain(add.s(reckoned(self, 0), top_k=amount(options)), last)
+    other = chain(add.s(increased(self, 0), top_k=amount(options)), last)
     other.link(called.s(key="inner"))
     other.link_error(errback_old.s())
     raise self.replace(other)
@@ -189,7 +189,7 @@ def replaced_by_chain_with_links(self: ClassifyTask, *_: Any, **options: Any) ->
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.replaced_by_group")
 def replaced_by_group(self: ClassifyTask, *_: Any, **options: Any) -> None:
-    given = reckoned(self, 0)
+    given = increased(self, 0)
     raise self.replace(group(add.s(given, top_k=amount(options)), add.s(given, top_k=2 * amount(options))))
 
 
@@ -201,7 +201,7 @@ def replaced_by_nothing(self: ClassifyTask, *_: Any, **__: Any) -> None:
 
 @shared_task(bind=True, base=ClassifyTask, name="suite.adds_to_chord")
 def adds_to_chord(self: ClassifyTask, *_: Any, **options: Any) -> Posts:
-    given = reckoned(self, amount(options))
+    given = increased(self, amount(options))
     self.add_to_chord(add.s(given, top_k=amount(options)))
     return given
 

@@ -1,8 +1,8 @@
-"""A supervisor of two workers that are something else, with less patience than it has otherwise.
+"""Supervise two processes that stand in for workers, with short delays before restarting and killing.
 
     python -m tests.fakes.supervised COMMAND...
 
-The command is run for each, with `--name NODE` at its end.
+Each process runs COMMAND with `--name NODE` appended.
 """
 
 import sys
@@ -17,7 +17,7 @@ def main(command: list[str]) -> int:
     supervisor.FIRST_RESTART_DELAY_S, supervisor.KILL_GRACE_S = 0.05, 0.1
     try:
         return supervisor.Supervisor(settings_of(), shares("cpu:2"), None, command, {}).run()
-    except UserError as error:  # as feedmill/cli/main.py tells it
+    except UserError as error:  # reported as in feedmill/cli/main.py
         sys.stderr.write(f"feedmill: {error}\n")
         return supervisor.USER_ERROR_STATUS
 

@@ -32,7 +32,7 @@ def answering(
     before: Callable[[], object] = bool,
     after: Callable[[], object] = bool,
 ) -> Iterator[None]:
-    """Run a stand-in worker's remote control. before, after: called before and after each answer."""
+    """Answer remote control commands like a worker. before, after: called before and after each reply."""
     ended = Event()
 
     def handler(_: object) -> object:

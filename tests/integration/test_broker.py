@@ -115,7 +115,7 @@ def test_every_rediss_connection_verifies_certificates() -> None:
 
 
 def test_embedded_stack_uses_its_own_redis(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Even if the environment configures another Redis."""
+    """The stack ignores another Redis that the settings configure."""
     outside = load(redis_url=SENTINELS, redis_master="posts", redis_sentinel_password="theirs")
     stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
     assert stack.settings.redis.scheme == "redis"

@@ -13,7 +13,7 @@ from shared.settings import DAY_S, Settings
 from tests.integration.test_results import result
 from tests.support import RedisServer
 
-#: Posts a second.
+#: Posts per second.
 RATE = 200.0
 
 

@@ -18,7 +18,7 @@ from shared.settings import Settings
 from tests.support import RedisServer
 
 COUNT, BYTES = 400, 100_000
-#: Bytes. Python may hold a few pages, as text and as dead letters; all of them together are 40 MB.
+#: Maximum memory in bytes: a few pages of dead letters, as text and as objects. All dead letters take 40 MB.
 MEMORY = 12_000_000
 
 

@@ -284,7 +284,7 @@ def test_budget_lowered_beside_another_model_is_restored(
 
 
 def test_the_latest_deployment_wins(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    """A request that arrives while another model loads replaces it before that model is activated."""
+    """If a second request arrives while the first model loads, the first model is never activated."""
     asks: list[RequestedModel] = []
 
     def load() -> Model:
@@ -336,7 +336,7 @@ def test_stopping_does_not_wait_for_a_model_being_loaded(house: House) -> None:
 
 
 def test_a_hung_model_test_stops_the_worker(house: House) -> None:
-    """Its messages go back to the queue, as after a forward pass that hangs."""
+    """A hung test of a new model counts as a hung forward pass: the pipeline fails and names the timeout."""
     house.deployer._settings = house.settings.model_copy(update={"forward_timeout": 0.2})
     held = Candidate("held")
     held.gate.clear()
@@ -349,7 +349,7 @@ def test_a_hung_model_test_stops_the_worker(house: House) -> None:
 
 
 def test_tests_and_activates_a_real_model(redis: RedisServer, settings: Settings, folder: Path) -> None:
-    """Uses a worker's own classifier, engine and tokenizer."""
+    """Deploy a real model, with its classifier, engine and tokenizer."""
     owner = Owner(Model("old"))
     owner.pipeline.classifier.device = CPU
     deployer = Deployer(owner.pipeline, settings, connect(settings), None, lambda: None)

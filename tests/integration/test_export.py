@@ -452,7 +452,7 @@ def test_rejects_a_second_export_to_the_same_path(tmp_path: Path, reader: RowRea
 def test_resumes_an_export_killed_before_its_first_state(
     tmp_path: Path, server: RedisServer, reader: RowReader
 ) -> None:
-    """Killed before the state file was renamed to its final name."""
+    """The process was killed before it renamed the state file to its final name."""
     add(server, NOON, "1")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / f".{STATE_FILE}.tmp").write_text('{"vers')

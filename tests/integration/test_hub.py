@@ -66,7 +66,7 @@ Locate = Callable[..., Located]
 
 @pytest.fixture
 def locate(tmp_path: Path) -> Locate:
-    """`locate` with a cache of its own for each test."""
+    """`locate` with a separate cache for each test."""
 
     def run(hub: Hub | str, model: str = NAME, environment: dict[str, str] | None = None, **options: Any) -> Located:
         outside = re.compile(r"HF_|FEEDMILL_|.*_proxy$", re.IGNORECASE)

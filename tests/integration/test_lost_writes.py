@@ -17,7 +17,7 @@ from workers.models.classifiers import Row
 
 
 class TurnByTurn(StandIn):
-    """A model that waits for a turn before each forward pass."""
+    """A stand-in model. Each forward pass waits until the test releases `turns`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_lost_results_of_acknowledged_messages_are_rewritten(owner: Owner, redis
 
 
 def test_lost_results_that_answered_a_message_are_rewritten(owner: Owner, redis: Losing, store: ResultsStore) -> None:
-    """The worker that computed them is gone."""
+    """The worker that computed the results is gone, so the worker that answered from them must rewrite them."""
     redis.mark()
     other = Owner(StandIn(), store=ResultsStore(connect(store._settings), store._settings))
     other.results("the same")

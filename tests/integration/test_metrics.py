@@ -102,7 +102,7 @@ def test_a_sender_with_a_fast_clock_counts_as_age_zero(settings: Settings, app: 
 
 
 def test_reading_the_age_does_not_fetch_messages(redis: RedisServer, settings: Settings) -> None:
-    """Neither large messages nor "sent_at" in their posts are read."""
+    """Reading the age fetches a small part of a large message, and ignores "sent_at" in the message's posts."""
     posts = [post.model_copy(update={"body": '"sent_at": 1.0 ' * 2_000}) for post in make_posts(100)]
     plain = settings.model_copy(update={"compression": "none"})
     Pusher(make_app(plain), connect_for_monitoring(plain), plain, ClassifyOptions()).push(posts)

@@ -147,7 +147,7 @@ def test_keeps_the_reddit_daemons_known_posts(client: Redis, settings: Settings)
 
 
 def test_purged_posts_are_not_stored_again(client: Redis, settings: Settings, store: ResultsStore) -> None:
-    """A worker was processing the posts during the purge."""
+    """A worker that was processing the posts during the purge can no longer store them."""
     purge(client, settings, ["gone", "bad"])
     assert store.write([result("gone"), result("kept")], [letter("bad"), letter(None), letter(" bad ")]) == 1
     assert store.counters() == Counters(stored=1, repeated=0, failed=1, gone=3)
@@ -288,7 +288,7 @@ def test_purges_many_celery_results(
 def test_rereads_results_changed_by_a_concurrent_purge(
     client: Redis, settings: Settings, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two concurrent purges of one message do not restore what the other removed."""
+    """Two purges that change one result at the same time do not restore each other's removed outcomes."""
     app.backend.mark_as_done("m", [classification(name).model_dump() for name in ("one", "two", "kept")])
     fetch = purging._fetch
     others = [["two"], []]

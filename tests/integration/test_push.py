@@ -63,7 +63,7 @@ def test_skips_duplicates_within_one_push(settings: Settings) -> None:
 
 
 def test_skips_a_duplicate_of_a_message_just_sent(settings: Settings) -> None:
-    """Redis is queried about a chunk before the message that the chunk completes is sent."""
+    """Redis does not know the posts of a message that is still being filled; the pusher must remember them."""
     small = settings.model_copy(update={"posts_per_message": 4})
     pusher(small).push(make_posts(1))
     pushing = pusher(small)
@@ -203,7 +203,7 @@ class Ended(Exception):  # noqa: N818 - named after what happened
 
 
 def test_an_interrupted_wait_keeps_what_was_sent(settings: Settings, redis: RedisServer) -> None:
-    """Posts pushed before the interruption are queued; pushing again sends the rest."""
+    """Posts pushed before the interruption are queued; pushing again sends the remaining posts."""
     small = settings.model_copy(update={"queue_limit": 4, "queue_resume": 3, "posts_per_message": 10})
     waits: list[float] = []
 
@@ -264,7 +264,7 @@ def consistent(pushing: Pusher, redis: RedisServer) -> None:
 
 
 def raising(step: str, pushing: Pusher, monkeypatch: pytest.MonkeyPatch, at: int, fault: BaseException) -> None:
-    """Make the step's call number `at` raise the fault: before its work, or after it for steps in the past tense."""
+    """Make call number `at` of the step raise the fault. Steps in the past tense raise it after their work."""
     where: tuple[Any, str] = {
         "look": (scripts, "lookup"),
         "room": (pushing.gate, "room"),

@@ -255,7 +255,7 @@ def test_missed_count_is_an_upper_bound_after_a_purge(store: ResultsStore, serve
     names += write(store, *range(110, 1000))
     found = read_all(reader)
     (missed,) = missed_of(found)
-    # Which of the missed posts were purged is no longer known.
+    # Redis no longer knows which of the missed posts were purged.
     assert (missed.count, missed.at_most) == (None, len(names) - len(ids_of(found)))
 
 
@@ -272,7 +272,7 @@ def test_missed_count_is_unknown_without_a_stored_cursor(store: ResultsStore, se
     write(store, *range(1000))
     found = read_all(Follower(server.client, since=1.0))
     assert missed_of(found) == [Missed(None, 0.999, written(entry_ids(server)[0]))]
-    assert missed_of(read_all(Follower(server.client, since=0.0))) == []  # since=0.0 means everything there is
+    assert missed_of(read_all(Follower(server.client, since=0.0))) == []  # 0.0: the oldest existing entry
 
 
 def test_a_group_reports_missed_results_once_after_a_pause(store: ResultsStore, server: RedisServer) -> None:

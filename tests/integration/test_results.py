@@ -63,7 +63,7 @@ def test_writes_more_dead_letters_than_the_recursion_limit_allows_calls(
 
 
 def test_a_dead_letter_is_stored_once_until_it_is_removed(store: ResultsStore, server: RedisServer) -> None:
-    """Posts of a killed worker's unacknowledged message fail again, as do those of a message sent twice."""
+    """A post can fail again: in a killed worker's message, which is redelivered, or in a second message."""
     again = letter("1", "another reason").model_copy(
         update={"message": "another", "worker": "v", "failed_at": 2.0, "attempts": 2, "traceback": "here"}
     )

@@ -29,7 +29,7 @@ from tests.support import RedisServer
 
 pytestmark = pytest.mark.each_redis
 
-#: A worker that registers and then waits to be killed.
+#: Code of a worker that registers and then waits to be killed.
 REGISTERS = """
 import sys
 from redis import Redis
@@ -42,7 +42,7 @@ BART, TUNED = "facebook/bart-large-mnli", "/srv/models/bart-large-mnli"
 
 
 def said(redis: RedisServer, queue: str, model: str, ago: float) -> None:
-    """Record an announcement of a worker that was made `ago` seconds ago."""
+    """Record that a worker of the queue announced the model `ago` seconds ago."""
     redis.client.hset(MODELS, queue, json.dumps({"model": model, "seen": time.time() - ago}))
 
 

@@ -57,7 +57,7 @@ def test_counts_add_up_until_the_message_is_finished(client: Redis) -> None:
 
 
 def test_redelivery_of_a_workers_own_message_is_not_counted(client: Redis) -> None:
-    """Its lease expired while Redis was frozen; the forward pass continues."""
+    """The message's lease expired while Redis was frozen; its forward pass is still running."""
     here = PoisonTracker(client)
     here.note(0, [("a", 0)])
     assert here.deaths("a") == {}
@@ -123,7 +123,7 @@ class TwoLanes(Device):
 
 
 class Watched(StandIn):
-    """Records the posts of each pass, when it begins and when it ends."""
+    """A stand-in model that records the posts of each pass twice: when the pass begins and when it ends."""
 
     device = TwoLanes(torch.device("meta"), torch.float32, "for a test")
 
@@ -188,7 +188,7 @@ def test_isolates_suspects_and_dead_letters_the_poison_post(client: Redis, make_
 def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     client: Redis, make_owner: Callable[[], Owner]
 ) -> None:
-    """Redis may be unreachable for long; a worker killed meanwhile is killed outside any forward pass."""
+    """Results may wait for Redis for long. If the worker is killed then, no forward pass and no post is to blame."""
     for _ in range(2):
         PoisonTracker(client).note(0, [("the message", post) for post in range(MAX_UNWRITTEN_BATCHES + 8)])
         PoisonTracker(client).deaths("the message")

@@ -1,6 +1,6 @@
 """The reserving transport: no message is lost or duplicated, and stock Celery clients and workers interoperate.
 
-Tests marked each_redis run on every redis-server of this machine. Debian 12 has no Valkey to test with.
+Tests marked each_redis run on every redis-server of this machine. Valkey is not tested: Debian 12 has no package of it.
 """
 
 import gc
@@ -121,7 +121,7 @@ def waiting(server: RedisServer) -> int:
 
 
 def reserve_and_die(server: RedisServer, count: int = 64, seconds: float = 0.05) -> int:
-    """Reserve messages as a worker that is then killed would; return how many it had reserved."""
+    """Reserve messages, like a worker that is killed before it acknowledges any. Return their number."""
     prefix = f"{uuid4().hex}-000000000000"
     reservation = Reservation("reserved", "reserved_index", prefix, LISTS, [seconds] * 4, count, 10**6)
     return len(reservation.reserve(server.client))
@@ -405,7 +405,7 @@ def test_counts_deliveries(redis: RedisServer) -> None:
 def test_sweep_restores_every_expired_lease_it_finds(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that expire during a sweep wait for the next one, so that no sweep restores fewer than it found.
 
-    The keys are this test's: lease threads of closed connections sweep the usual ones for a while.
+    The test uses its own keys, because lease threads of closed connections sweep the default ones for a while.
     """
     publish(redis, 1)
     options = {**SHORT, "reserved_key": "chain", "reserved_index_key": "chain_index"}
@@ -611,7 +611,7 @@ def test_closing_returns_unclaimed_messages(redis: RedisServer) -> None:
 
 
 def test_orderly_close_sends_pending_acknowledgements(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under an event loop, which has ended by then, the lease thread does not send acknowledgements."""
+    """With an event loop, the loop sends acknowledgements instead of the lease thread, and it ends before the close."""
     publish(redis, 1)
     with consuming(redis) as consumer:
         consumer.until(1)

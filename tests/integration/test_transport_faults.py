@@ -187,7 +187,7 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
 
 
 def test_a_task_that_outlasts_its_lease_runs_once(redis: RedisServer, tmp_path: Path) -> None:
-    """Cover a stock worker's task, and a task of ours that blocks the event loop."""
+    """Try a task on a stock worker, and one on our transport that blocks the event loop."""
     app = application(redis.url)
     with working(redis.url, tmp_path, "stock", STOCK, pool="solo") as stock:
         send(app, ["theirs"], 5)

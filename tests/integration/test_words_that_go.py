@@ -124,7 +124,7 @@ def test_no_copy_of_a_purged_posts_text_remains(kept: Kept) -> None:
 
 
 def test_deleted_stream_entries_remain_without_the_setting(kept: Kept) -> None:
-    """Shows why docker/redis.conf sets `stream-node-max-entries 1`, and that `places` finds what this prevents."""
+    """Without `stream-node-max-entries 1` in docker/redis.conf, `places` finds a deleted entry's text."""
     kept.raw.config_set("stream-node-max-entries", 100)
     for name in ("gone", "kept"):
         kept.raw.xadd("small", {"id": name, "letter": WORDS if name == "gone" else OTHERS})

@@ -106,7 +106,7 @@ def test_3_the_message_waits_in_redis(settings: Settings, redis: RedisServer, po
 
 def test_4_a_worker_reserves_the_message(settings: Settings, redis: RedisServer, post: Post) -> None:
     with sent_and_reserved(post, settings) as message:
-        assert queue_depth(redis.client, settings.queue) == (0, 1), "no message waits, one is leased"
+        assert queue_depth(redis.client, settings.queue) == (0, 1), "no message waits, and one is leased"
         assert message.payload[1]["posts"][0]["id"] == post.id
 
 
@@ -129,7 +129,7 @@ def test_7_the_window_forms_a_micro_batch(classifier: Similarity, post: Post) ->
             for row in rows:
                 window.add(row)
     batch = window.take(token_budget=100, row_limit=8)
-    assert len(batch) == 3  # the long row waits, because the others would need padding
+    assert len(batch) == 3  # the long row waits: in the same batch, all other rows would need padding
     assert len(window) == 1
 
 

@@ -128,7 +128,7 @@ def test_remember_replaces_the_measurement(monkeypatch: pytest.MonkeyPatch, tmp_
     (entry,) = json.loads((tmp_path / "calibration.json").read_text()).values()
     assert entry["tokens_per_second"] == {"512": 90, "1024": 100, "2048": 100}
     assert "lowered" not in entry
-    # Returns false if the file cannot be written.
+    # The call returns false if the file cannot be written.
     (tmp_path / "file").touch()
     assert not remember(stand_in, Settings(cache_folder=tmp_path / "file" / "cache"), {512: 90.0})
 

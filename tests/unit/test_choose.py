@@ -64,7 +64,7 @@ def test_rejects_an_unreadable_config(tmp_path: Path) -> None:
 def test_never_runs_a_models_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, served: bool
 ) -> None:
-    """transformers' own code serves the types that it knows; other types are rejected, without a prompt."""
+    """transformers' own code runs the model types that it supports. Other types are rejected without a prompt."""
     folder = make_model("bert", tmp_path / "model", NLI)
     made = tmp_path / "made"
     for name in ("configuration_own", "modeling_own", "tokenization_own"):

@@ -149,7 +149,7 @@ def test_services_have_least_privileges() -> None:
     flower = SERVICES["flower"]
     assert "--no-auth" not in flower["command"]
     assert "FEEDMILL_FLOWER_PASSWORD" in flower["environment"]
-    # Redis has no way out, and only Feedmill's services reach it.
+    # Redis has no outbound network access, and only Feedmill's services can connect to it.
     assert COMPOSE["networks"]["queue"] == {"internal": True}
     assert SERVICES["redis"]["networks"] == ["queue"]
     assert {name for name, service in SERVICES.items() if "queue" in service["networks"]} == {"redis", *OURS}

@@ -11,7 +11,7 @@ from feedmill.stack.devices import Share, cores_by_package, divide, shares
 from shared.errors import SettingsError, UserError
 from tests.support import naming
 
-#: Replaces torch in the process that counts GPUs.
+#: Code of a stand-in for torch in the process that counts GPUs.
 TORCH = """
 class cuda:
     @staticmethod

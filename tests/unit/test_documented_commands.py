@@ -51,7 +51,7 @@ def test_extracts_commands_from_a_shell_line(line: str, commands: list[tuple[str
 
 
 def test_documented_commands_parse() -> None:
-    """Parse arguments, flags and their values, too."""
+    """Arguments, flags and flag values must parse, too."""
     for page, words, whole in shown("feedmill"):
         error = parse_error(words)
         accepted = error in (None, "Exit") or (error in INCOMPLETE_ERRORS and not whole)
@@ -76,7 +76,7 @@ def test_documented_make_targets_exist() -> None:
 
 
 def test_documented_python_modules_have_the_flags() -> None:
-    """Check modules of this repository only."""
+    """The test covers only modules of this repository."""
     found = [
         one for one in shown("python") if one.words[1:2] == ("-m",) and (ROOT / one.words[2].split(".")[0]).is_dir()
     ]

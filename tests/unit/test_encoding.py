@@ -22,7 +22,7 @@ from shared import encoding
 from shared.messages import Post
 
 LIMIT = 1000
-#: Run in a fresh process, because the tests' own has limited decoders.
+#: Code to run in a new process, because the test process's decoders are already limited.
 NEIGHBOUR = """
 import datetime, decimal, uuid
 from celery import Celery

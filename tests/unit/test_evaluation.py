@@ -1,4 +1,4 @@
-"""feedmill/evaluation/measures.py against figures computed by hand, its invariants, and the printed tables."""
+"""feedmill/evaluation/measures.py: figures equal those computed by hand, invariants hold, and tables are printed."""
 
 import csv
 import sys
@@ -18,7 +18,7 @@ from shared.messages import Classification
 from shared.topics import TOPICS
 
 LABELS = ("a", "b", "c", "d")
-#: (truth, predicted). Correct: a 2 of 3, b 1 of 2, c 0 of 1. No truth is d.
+#: (true label, predicted label). Correct: a 2 of 3, b 1 of 2, c 0 of 1. No true label is d.
 PAIRS = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("b", "d"), ("c", "a")]
 
 

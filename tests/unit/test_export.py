@@ -1,4 +1,4 @@
-"""Writing exports and reading them back, without Redis."""
+"""Write exports and read them back, without Redis."""
 
 import csv
 import json

@@ -502,7 +502,7 @@ def test_counts_requests_per_window(clock: Clock) -> None:
         plain = Plain(reddit)
         with plain.session:
             assert limits(plain.get("/r/python/new")) == ("1", "2.0", "16")
-            # Counted, but without the headers, like Reddit's recorded responses of this status.
+            # The request counts, but its response lacks the headers, like Reddit's recorded responses with this status.
             assert limits(plain.get("/r/private/new")) == (None, None, None)
             assert limits(plain.get("/api/info", id="t3_x")) == ("3", "0.0", "16")
             refused = plain.get("/r/python/new")
@@ -594,7 +594,7 @@ def test_praw_reacts_to_each_fault(reddit: Reddit, client: praw.Reddit, name: st
     if isinstance(expected.result, int):
         posts = names(client.subreddit("python").new(limit=None))
         if name == "sticky_head":
-            # The oldest post, listed again at its own place.
+            # The pinned post is the oldest one, so it is listed again at the end.
             assert posts.pop(0) == published[0]
         assert posts == published[::-1][: expected.result]
     else:

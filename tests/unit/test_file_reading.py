@@ -87,7 +87,7 @@ def test_limits_reported_bad_records(tmp_path: Path) -> None:
 
 
 def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
-    """Only if the command shows ids and none was chosen."""
+    """The note appears only if the command shows ids and the user chose no id column."""
     path = tmp_path / "posts.csv"
     path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
     for id_column, shows_ids, noted in [(None, True, True), (None, False, False), ("ticket", True, False)]:

@@ -169,7 +169,7 @@ def test_derives_missing_ids_from_the_text(tmp_path: Path) -> None:
 
 
 def test_name_column_is_not_an_id(tmp_path: Path) -> None:
-    """Two posts by one person have different ids."""
+    """A column `name` may name a person, so two posts with the same name have different ids."""
     first, other = posts(tmp_path, "name,title\nJo,x\nJo,y\n")
     assert first.id != other.id
     assert first.id.startswith("text-")
@@ -282,7 +282,7 @@ def test_skips_overlong_records(tmp_path: Path) -> None:
     assert [record.where.rsplit(":", 1)[1] for record in bad] == ["1", "3"]
 
 
-#: Reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
+#: Code that reads a file and prints its posts' ids, the number of bad records and the growth of peak memory in MiB.
 READS = """
 import re, sys
 from producers.files import Source
@@ -517,7 +517,7 @@ def test_reads_a_submission_of_a_dump(tmp_path: Path) -> None:
 
 
 def test_reads_a_submission_of_early_dumps(tmp_path: Path) -> None:
-    """They have no `name`, and have numbers as strings and missing values."""
+    """Early dumps have no `name`, write numbers as strings and lack some values."""
     early = {"created_utc": "1134000000", "edited": True, "url": None, "score": None, "over_18": "false"}
     record = {key: value for key, value in (SUBMISSION | early).items() if key not in ("name", "_meta", "spoiler")}
     (post,) = posts(tmp_path, jsonl(record))
@@ -595,7 +595,7 @@ def test_filters_by_subreddit_and_time(
 
 
 def test_filters_still_report_broken_lines(tmp_path: Path) -> None:
-    """A broken line may have matched the filter."""
+    """Without the damage, a broken line might have matched the filter."""
     data = '{"id": 1, "title": "x", "subreddit": "go"}\n{"id": 2, "subreddit": "go", "tit\n'
     left_out, bad = items_of(tmp_path, data, Filters(frozenset({"python"})))
     assert left_out is LeftOut.BY_FILTERS
@@ -631,7 +631,10 @@ def test_line_filter_never_rejects_a_match(record: dict[str, object], spaced: bo
     ids=["lines", "array", "csv", "quoted"],
 )
 def test_resumes_after_any_record(tmp_path: Path, data: str, pack: Callable[[bytes], bytes]) -> None:
-    """Each record ends with one item other than a warning about a kept post. Skipped records are not reported again."""
+    """Resuming after record n yields the items after record n, and reports no earlier record again.
+
+    A record's last item is its post or the error for which it is skipped; warnings about the post come before.
+    """
     packed = pack(data.encode())
     items = items_of(tmp_path, packed)
     ends = [number for number, item in enumerate(items, 1) if not isinstance(item, BadRecord) or item.skipped]

@@ -85,7 +85,7 @@ def test_image_copies_the_needed_files_and_extras(image: str) -> None:
     assert all((ROOT / word).exists() for word in copied)
     # The build context holds exactly the copied files.
     assert set(re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)) == set(copied)
-    # They include everything that the wheel is built from.
+    # The copied files include everything that the wheel is built from.
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert {*packages, project["readme"], *project["license-files"], "constraints.txt"} <= set(copied)
     assert "--constraint constraints.txt" in dockerfile
@@ -161,7 +161,7 @@ def runs(script: str) -> bool:
 
 
 def test_command_imports_only_its_dependencies() -> None:
-    """Producers lack packages that a worker's dependencies bring."""
+    """`feedmill` must start without packages that only come with a worker's or Reddit's dependencies."""
     brought, unseen = {"feedmill"}, [Requirement(each) for each in PROJECT["project"]["dependencies"]]
     while unseen:
         name = canonicalize_name(unseen.pop().name)

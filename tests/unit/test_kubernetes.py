@@ -99,7 +99,7 @@ def test_pods_run_the_same_commands_as_compose() -> None:
 
 @pytest.mark.parametrize("name", PODS)
 def test_pod_has_least_privileges(name: str) -> None:
-    """Check what the namespace's label demands. Service links are off, because their variables look like settings."""
+    """Check what the namespace's label requires. Service links must be off: their variables look like settings."""
     spec, container = PODS[name]["spec"], container_of(PODS[name])
     (namespace,) = named("Namespace").values()
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"

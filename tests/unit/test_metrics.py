@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "feedmill.json"
 FIGURES: tuple[MetricSpec, ...] = (*REDIS_METRICS, *worker_metrics.FIGURES, *reddit_metrics.FIGURES)
-#: Units of gauges: base units and counted things.
+#: Units of gauges: base units, and the objects that are counted.
 UNITS = ("seconds", "bytes", "ratio", "messages", "tokens", "requests", "info", "up")
 STATUS: dict[str, Any] = {
     "topics": 2, "subreddits": 4, "failing": ["x"], "polls": 7, "sent": 33, "skipped": 1, "held": 0, "paused": False,
@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def worker(clock: Clock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - the worker's
+def worker(clock: Clock) -> worker_metrics.WorkerMetrics:  # noqa: ARG001 - replaces its clock
     """A worker's metrics, without a Redis."""
     settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0", "drain": 1})
     return worker_metrics.WorkerMetrics(settings, "one@here")
@@ -329,7 +329,7 @@ def names_in(expression: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Return every name that PromQL may use."""
+    """Return the names of all time series, for use in PromQL."""
     suffixes = {MetricType.HISTOGRAM: ("_bucket", "_count", "_sum"), MetricType.SUMMARY: ("_count", "_sum")}
     return {figure.name + suffix for figure in FIGURES for suffix in suffixes.get(figure.kind, ("",))}
 
@@ -413,7 +413,7 @@ def test_promtool_accepts_the_configuration(check: tuple[str, ...], file: str) -
 
 
 def test_promtool_accepts_the_kubernetes_configuration(tmp_path: Path) -> None:
-    """Leave out service discovery, because Debian's promtool is built without Kubernetes."""
+    """The test leaves out service discovery, because Debian's promtool is built without Kubernetes."""
     configuration = yaml.safe_load((ALERTS.parent / "kubernetes.yml").read_text())
     assert configuration.pop("rule_files") == [ALERTS.name]
     del configuration["scrape_configs"][0]["kubernetes_sd_configs"]

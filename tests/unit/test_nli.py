@@ -174,7 +174,7 @@ def test_label_sets_share_a_forward_pass(folder: Path) -> None:
         for row in classifier.prepare([TEXTS[0]], label_set)[0]:
             row.owner = number
             rows.append(row)
-    # Over two forward passes: a post is finished with its last row.
+    # The rows are computed in two forward passes. The last row finishes the post.
     first = classifier.finish(rows[:5], classifier.forward(rows[:5]))
     second = classifier.finish(rows[5:], classifier.forward(rows[5:]))
     assert [row.owner for row, _ in first] == [0]

@@ -48,12 +48,12 @@ class Done:
 
 
 class StandIn:
-    """One row per post, one token per word. Posts that contain "poison" fail their forward pass."""
+    """A stand-in classifier: one row per post, one token per word. Posts that contain "poison" fail a forward pass."""
 
     kind = "stand-in"
     packed = False
     weights = Weights("stand-in", None, None, "00")  # type: ignore[arg-type]
-    #: Not a CPU, so one lane.
+    #: A device other than a CPU has one lane.
     device = Device(torch.device("meta"), torch.float32, "for a test")
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ def test_messages_share_a_forward_pass(owner: Owner) -> None:
 
 
 class TwoCores(StandIn):
-    """Two lanes. Record each forward pass' share of the device, and make passes of several rows wait for another."""
+    """A stand-in with two lanes. It records each pass's share of the device; passes of several rows run in parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_poison_post_fails_without_others(owner: Owner) -> None:
 
 
 class ThreeRows(StandIn):
-    """Three rows per post, as for three labels. The last row finishes the post."""
+    """A stand-in with three rows per post, as for three labels. The last row finishes the post."""
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:
         self.missing: dict[int, int] = {}
@@ -302,7 +302,7 @@ class ThreeRows(StandIn):
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 256])
 def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
-    """However the rows are batched, and although each row of the poison post fails."""
+    """A post has one outcome however its rows are batched, even the poison post, whose rows all fail."""
     owner = Owner(ThreeRows(), batch_rows=batch_rows)
     try:
         found = owner.results("a good one", "poison", "another good one of some length")
@@ -727,7 +727,7 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     first = owner.results("one", "two")
     computed = owner.pipeline.statistics.totals.rows
     again = owner.send("one", "another", "two")
-    # A post's id here is its place in the message: only the first post is the same in all messages.
+    # In this test, a post's id is its index in the message, so only the first post is the same in all messages.
     wait_until(lambda: again in owner.finished, "the second message is finished", 10)
     assert again.result()[0] == first[0]
     assert owner.pipeline.statistics.totals.rows - computed == 2
@@ -754,7 +754,7 @@ def test_prefetch_is_bounded_by_prefetch_seconds(rows_per_second: float | None, 
 
 
 def test_posts_waiting_is_never_negative(owner: Owner) -> None:
-    """The metrics thread reads two counts while the consumer and tokenizer threads increase them."""
+    """The metrics thread may read two counts while the consumer and tokenizer threads increase them."""
     preparation = owner.pipeline._preparation
 
     def prepare() -> None:

@@ -14,7 +14,7 @@ from workers.runtime.pool import FIRST_POST_BYTES, DevicePool
 
 @pytest.fixture
 def pool() -> DevicePool:
-    """A pool with room for 64 of 256 rows, before it has seen a message."""
+    """A pool before its first message, with room for 64 of 256 rows."""
     made = DevicePool.__new__(DevicePool)
     made._post_bytes = FIRST_POST_BYTES
     made.pipeline = SimpleNamespace(  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def test_room_in_bytes_follows_the_post_size(pool: DevicePool) -> None:
 
 
 def test_large_message_counts_for_all_its_posts(pool: DevicePool) -> None:
-    """The average weighs messages by posts, even after many messages of one post."""
+    """The average size is weighted by posts, so many messages of one post do not hide a large message."""
     for _ in range(10_000):
         pool._learn_size(1, 2000)
     pool._learn_size(1000, 300_000)

@@ -1,4 +1,4 @@
-"""Replacing the pipeline's model: each row is computed by the model that it was prepared for."""
+"""Replacement of the pipeline's model: the model that prepared a row also computes it."""
 
 import gc
 import threading
@@ -128,7 +128,7 @@ def test_pending_replacements_apply_in_order() -> None:
 
 
 def test_releases_the_old_model_while_idle() -> None:
-    """Every lane must release it, because memory may not suffice for two models."""
+    """Every lane must release the old model, because memory may not suffice for two models."""
     owner = Owner(TwoLanes("old"), batch_rows=1)
     try:
         owner.results(*["two words"] * 20)

@@ -13,7 +13,7 @@ from shared.replay import LOSABLE_S, Connections, Replay
 
 
 class Server:
-    """A server that records writes. `connect` makes a new connection of its client."""
+    """A server that records writes, and its client. `connect` opens a new connection."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -148,7 +148,7 @@ def test_always_repeats_if_the_server_is_unidentified(server: Server) -> None:
 
 
 def test_forgets_writes_older_than_redis_can_lose(server: Server) -> None:
-    """A server that dies has saved them, however late a new server is found."""
+    """A server has saved such writes before it dies, so they are not repeated, however late its successor is found."""
     server.write("old")
     server.now += LOSABLE_S + 1
     server.write("new")

@@ -43,7 +43,7 @@ def test_shows_ids_and_sizes_of_arguments(kwargs: dict[str, Any], shown: str) ->
 def request(
     args: object, kwargs: object, events: list[tuple[str, dict[str, Any]]] | None = None, **headers: Any
 ) -> ClassifyRequest:
-    """Return a request as Celery makes it, with the sender's description of the arguments."""
+    """Return a request like Celery's, with the descriptions of the arguments that the sender would add."""
     app = make_worker_app(Settings(redis_url="redis://127.0.0.1:1/0"))
     message = SimpleNamespace(
         headers={"id": "m1", "task": CLASSIFY_TASK, "argsrepr": repr(args), "kwargsrepr": repr(kwargs), **headers},
@@ -114,7 +114,7 @@ def test_runtime_starts_at_the_first_forward_pass(monkeypatch: pytest.MonkeyPatc
     made.send_event(ending, runtime=0.001)
     made.send_event("task-rejected")
     assert [(name, fields.get("runtime")) for name, fields in events] == [
-        (ending, 0.001),  # never started, so Celery's own runtime
+        (ending, 0.001),  # the task never started, so Celery's runtime is used
         ("task-started", None),
         (ending, 2.5),
         ("task-rejected", None),

@@ -85,7 +85,7 @@ def beyond_schema(error: Any, message: dict[str, Any]) -> bool:
     if where[0] == "labels":
         return beyond_label_schema(message["labels"])
     if where[-1] == "extra":
-        return bool(kind == "value_error")  # its size, or its JSON
+        return bool(kind == "value_error")  # the size of `extra`, or a value that is not JSON
     if isinstance(value, str):
         return where[0] == "version" or kind in LIMITS - {"string_too_long"}
     return kind in LIMITS and abs(value) >= 2**63
@@ -198,7 +198,7 @@ def documented() -> Iterator[tuple[str, dict[str, Any]]]:
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.keyword) and node.arg == "kwargs":
-                with suppress(ValueError):  # it holds variables
+                with suppress(ValueError):  # arguments that contain variables
                     yield "messages.md", ast.literal_eval(node.value)
     for path in (DOCS / "examples").glob("*.*"):
         for text in re.findall(r"'(\{.*\})'", path.read_text()):
@@ -213,7 +213,7 @@ def documented() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_documented_messages_are_valid() -> None:
-    """Posts that demonstrate errors are the only exception."""
+    """Only posts that demonstrate errors may be invalid."""
     wrong = {"a3", "a4"}
     pages = []
     for page, message in documented():

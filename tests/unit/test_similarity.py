@@ -133,7 +133,7 @@ def test_half_precision_scores_match(classifier: Similarity) -> None:
 
 @pytest.mark.parametrize("way", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 def test_embeddings_match_sentence_transformers(tmp_path: Path, way: str) -> None:
-    """Each pooling, in old and new configurations, with and without a dense layer and a prompt."""
+    """Compare each pooling, in old and new configurations, with and without a dense layer and a prompt."""
     old = {"weightedmean": "pooling_mode_weightedmean_tokens", "lasttoken": "pooling_mode_lasttoken"}
     name = old.get(
         way, f"pooling_mode_{way}{'' if way.endswith('tokens') else '_token' if way == 'cls' else '_tokens'}"
@@ -216,7 +216,7 @@ def test_rejects_pooling_without_the_prompt(tmp_path: Path) -> None:
 
 
 def test_recipe_depends_on_pooling_and_dense_layers(tmp_path: Path) -> None:
-    """The transformer's weights are equal in all models."""
+    """The models differ only in pooling and dense layers; their transformers have the same weights."""
     recipes = set()
     for number, (pooling, dense) in enumerate([("mean", 0), ("max", 0), ("mean", 16), ("mean", 8)]):
         folder = make_sentence_model(tmp_path / str(number), pooling={"pooling_mode": pooling}, dense=dense)

@@ -46,7 +46,7 @@ def test_reports_rates_per_interval() -> None:
 
 
 def test_rates_are_never_negative_across_threads() -> None:
-    """One thread reads its clock just before another thread ends the first interval."""
+    """One thread may read the clock just before another one ends the first interval."""
 
     def make() -> tuple[Callable[[], Rates], Callable[[], object]]:
         statistics = Statistics(interval=60.0, now=100.0)
@@ -97,7 +97,7 @@ def test_bucket_includes_its_upper_bound() -> None:
 def test_speed_weighs_recent_passes_most() -> None:
     speed = Speed()
     assert speed.rows_per_second is None
-    speed.add(5, 0.0)  # a clock too coarse for it
+    speed.add(5, 0.0)  # as measured by a coarse clock
     assert speed.rows_per_second == math.inf
     for _ in range(50):
         speed.add(100, 1.0)

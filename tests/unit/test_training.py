@@ -52,7 +52,7 @@ def still(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because threads only slow down so small a model."""
+    """Use one thread, because more threads slow down a model this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

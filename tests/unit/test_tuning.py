@@ -16,7 +16,7 @@ from workers.pipeline.tuning import BATCH_SIZE, BATCH_SIZES, TOKEN_BUDGET, Curve
 
 
 class TwoRows(Device):
-    """Two rows per post, as entailment has for two labels. Records the lengths in each batch."""
+    """A device with two rows per post, like entailment with two labels. It records the row lengths of each batch."""
 
     def __init__(self) -> None:
         super().__init__(best=1024)
@@ -38,7 +38,7 @@ def texts(*words: int) -> list[str]:
 def measured(
     monkeypatch: pytest.MonkeyPatch, device: Device, posts: Sequence[str], rounds: int = 1, **settings: Any
 ) -> tuple[Tuning, list[Size]]:
-    """Run the measurement. Return it and the sizes in measured order."""
+    """Run a measurement. Return its result, and the sizes in the order in which they were measured."""
     monkeypatch.setattr(tuning, "time", device)
     found = Tuning(device, posts, Settings(**settings), rounds)
     return found, list(found.run())
@@ -51,7 +51,7 @@ def values(curve: Curve) -> list[int]:
 def test_batch_sizes_take_posts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     device = TwoRows()
     found, _ = measured(monkeypatch, device, texts(9, 1, 5, 2, 7, 3, 8))
-    # All rows of five posts, sorted by length; then those of the remaining two.
+    # All rows of five posts, sorted by length; then the rows of the remaining two posts.
     assert [1, 2, 2, 3, 5, 6, 7, 8, 9, 10] in device.batches_of
     assert [3, 4, 8, 9] in device.batches_of
     assert values(found.curve(BATCH_SIZE)) == [5]

