@@ -73,7 +73,10 @@ class Evaluation:
 
 
 class Bin(NamedTuple):
-    """The posts whose best score lies in one tenth: their mean score (confidence) and the share labelled correctly."""
+    """A calibration bin: the posts whose best score lies in the same tenth of the range 0 to 1.
+
+    Holds their mean score (confidence) and the share labelled correctly.
+    """
 
     #: Lower bound of the scores.
     least: float

@@ -137,8 +137,11 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         ) from None
     for name, value in wanted.items():
         if asked[name] != value:
-            flag = "another version of feedmill" if name == "version" else f"another --{name}"
-            raise UserError(f"{path} belongs to an export with {flag}. Give another OUT, or repeat the earlier flags.")
+            if name == "version":
+                raise UserError(f"{path} was written by another version of feedmill. Give another OUT.")
+            flag = f"without --{name}" if asked[name] in (None, False) else f"with another --{name}"
+            flag = f"with --{name}" if asked[name] is True else flag
+            raise UserError(f"{path} belongs to an export {flag}. Give another OUT, or repeat the earlier flags.")
     return dict(state)
 
 

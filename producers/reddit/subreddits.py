@@ -55,7 +55,7 @@ class Roster:
         self._apply(topic, chosen, self._entries(topic, names, chosen, reasons))
 
     def drop(self, topic: str, name: str, why: str) -> None:
-        """Replace a subreddit that can no longer be read by the next of its topic, until the next check."""
+        """Until the next check, replace a subreddit that can no longer be read with the next one of its topic."""
         names = self._topics.topics[topic]
         reasons = {entry.subreddit: entry.reason for entry in self._replaced_in(topic).values()} | {name: why}
         free = [other for other in names if other not in reasons and other not in self.active[topic]]
@@ -93,7 +93,10 @@ class Roster:
         return sorted(chosen, key=names.index), reasons
 
     def _newest(self, names: Sequence[str]) -> dict[str, float | str]:
-        """Return the time of each subreddit's newest post, or why it cannot be read. One request if all are busy."""
+        """Return the time of each subreddit's newest post, or the reason why the subreddit cannot be read.
+
+        Needs a single request if each has a post on the joint first page.
+        """
         if not names:
             return {}
         try:

@@ -244,7 +244,7 @@ def test_a_new_worker_reserves_few_messages_at_first(redis: RedisServer, setting
 def test_a_message_that_kills_workers_early_is_dead_lettered(
     redis: RedisServer, settings: Settings, tmp_path: Path, eta: str | None
 ) -> None:
-    """The message is dead-lettered after five deliveries, the last three in isolation; others are classified."""
+    """After five deliveries, the last three in isolation, the message is a dead letter. The others are classified."""
     app = make_app(settings)
     titles = [*(f"Post {number}" for number in range(20)), KILLS_EARLY, *(f"Post {number}" for number in range(20, 40))]
     sent = [

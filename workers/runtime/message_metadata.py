@@ -11,7 +11,7 @@ from workers.transport.decoding import delivery_counter
 
 
 def read_arguments(message: Any) -> dict[str, Any]:
-    """Return a message's arguments by name, as those of `feedmill.classify`. Empty if they cannot be read."""
+    """Return a message's arguments by their names in `feedmill.classify`. Empty if they cannot be read."""
     try:
         found = message.payload
         args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]

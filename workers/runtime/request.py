@@ -1,4 +1,4 @@
-"""Celery's Request for Feedmill's tasks: hides posts from events, `inspect` and the log, and corrects the runtime.
+"""Celery's Request for Feedmill's tasks: hides posts from events, `inspect` and the log, and measures the runtime.
 
 Celery shows a message's arguments as described by its sender. Most senders include the start of the arguments, which is
 a user's post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that

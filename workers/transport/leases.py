@@ -301,7 +301,7 @@ class Leases:
         self.client.connection_pool.disconnect(inuse_connections=False)
 
     def _run_once(self) -> bool:
-        """Renew leases that are due and return some expired messages. Return whether more have expired.
+        """Renew leases that are due, and requeue some expired messages. Return whether more have expired.
 
         The work per turn is bounded, so that many expired leases cannot delay the renewal of this process' own.
         """
