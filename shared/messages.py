@@ -113,8 +113,8 @@ class Post(BaseModel):
             # The extra brackets simulate the nesting depth at which the value is stored.
             written = to_json([[[[value]]]])
             from_json(written)
-        except ValueError:  # a lone surrogate, or nested too deeply to be stored and read back
-            raise ValueError("cannot be written as UTF-8 JSON and read back") from None
+        except ValueError:
+            raise ValueError("must be UTF-8 JSON: it contains a lone surrogate or is nested too deeply") from None
         size = len(written) - len("[[[[]]]]")
         if size > MAX_EXTRA_BYTES:
             raise ValueError(f"{size} bytes of JSON; at most {MAX_EXTRA_BYTES} are allowed")

@@ -41,7 +41,7 @@ def labels(outcomes: Outcomes) -> dict[str, str | None]:
 
 @app.task(name="own.count")
 def count(messages: list[Outcomes]) -> dict[str, int]:
-    """Count the posts of each label. Runs after a chord of messages."""
+    """Count the posts of each label. Runs as the callback of a chord, after all its messages."""
     return Counter(outcome.get("label", "none") for outcomes in messages for outcome in outcomes)
 
 

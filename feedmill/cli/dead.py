@@ -179,7 +179,7 @@ def _send_again(
 def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
     """Return the post and options of a dead letter. Raises PostRefused or RequestRefused if one was not stored."""
     if letter.post is None:
-        raise PostRefused(letter.id, "", "the post was not stored")
+        raise PostRefused(letter.id, "", "the dead letter does not hold the post; send it again from its source")
     if letter.options is None:
         raise RequestRefused("its options were too long to store; send the post again from its source")
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))

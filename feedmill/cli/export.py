@@ -51,7 +51,7 @@ def export_results(
         Path, typer.Argument(metavar="OUT", help="Output file; for Parquet or --follow, a folder of parts by day.")
     ],
     form: Annotated[
-        Form | None, typer.Option("--format", help="Format (default: taken from the ending of OUT).")
+        Form | None, typer.Option("--format", help="File format (default: from the extension of OUT).")
     ] = None,
     columns: Annotated[
         str | None, typer.Option(help="Columns to write, in this order, such as id,label,title (default: all).")

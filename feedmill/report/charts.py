@@ -130,6 +130,9 @@ def _line(axes: Any, values: Sequence[float | None], colour: str, name: str) -> 
 
 
 def _name(label: str) -> str:
-    """Return the label for a legend: no control characters, and a space before an underscore, which hides a label."""
+    """Return the label for a legend, without control characters.
+
+    A space precedes a leading underscore, because matplotlib hides such labels.
+    """
     shown = "".join(character if character.isprintable() else "?" for character in label[:40])
     return f" {shown}" if shown.startswith("_") else shown

@@ -66,7 +66,7 @@ class Hub:
         return _commit(self._folders[name][revision])
 
     def files_asked(self) -> set[str]:
-        """Return the requested files by their paths in the repository."""
+        """Return the repository paths of the requested files."""
         found = [RESOLVE.fullmatch(unquote(request.path)) for request in self.requests]
         return {match["file"] for match in found if match}
 

@@ -244,7 +244,7 @@ def _indexed(index: Path) -> tuple[str, ...]:
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
         if not shards or any(Path(shard).name != shard or not shard.endswith(".safetensors") for shard in shards):
-            raise ValueError("weight_map does not name files next to it")
+            raise ValueError("weight_map must name safetensors files in the same folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{index} is damaged: it does not name the model's weight files ({error!r}). Download it again."

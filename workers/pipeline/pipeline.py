@@ -208,8 +208,8 @@ class Pipeline:
                 if step.began != warned_of:
                     warned_of = step.began
                     logger.warning(
-                        "%s has kept the device thread for %.0f s. If it hangs, its time_limit ends this worker; "
-                        "without a time_limit, restart the worker",
+                        "%s has occupied the device thread for %.0f s. If it hangs, the task's time_limit ends this "
+                        "worker; without one, restart the worker",
                         step.what,
                         self._watch.now() - step.began,
                     )
