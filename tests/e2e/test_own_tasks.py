@@ -147,7 +147,9 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         redis.client.set("gate", "1")
         long = app.send_task("own.hold", ["gate"], time_limit=1000)
-        wait_until(lambda: worker.says(f"own.hold[{long.id}] has kept the device thread for "), "the delay is logged")
+        wait_until(
+            lambda: worker.says(f"own.hold[{long.id}] has occupied the device thread for "), "the delay is logged"
+        )
         redis.client.delete("gate")
         assert long.get(timeout=60) == "gate"
         redis.client.set("gate", "1")

@@ -303,7 +303,7 @@ class Leases:
     def _run_once(self) -> bool:
         """Renew leases that are due, and requeue some expired messages. Return whether more have expired.
 
-        Each call handles a bounded number, so that many expired leases cannot delay the renewal of this process's leases.
+        Each call handles a bounded number, so that expired leases cannot delay the renewal of this process's own.
         """
         held: list[str] = []
         if monotonic() >= self._renew_at:
