@@ -350,7 +350,7 @@ class Training:
     def _estimate(
         self, trainer: Trainer, train: list[dict[str, Any]], order: Order, batch_size: int, epochs: float
     ) -> float:
-        """Estimate the training's seconds from a forward and backward pass over a median batch, without optimizer steps."""
+        """Estimate the training's seconds by a forward and backward pass over a median batch, without an update."""
         batches = [[train[place] for place in some] for some in _batched(list(order), batch_size)]
         tokens = [len(batch) * max(len(row["input_ids"]) for row in batch) for batch in batches]
         middle = sorted(range(len(batches)), key=tokens.__getitem__)[len(batches) // 2]
