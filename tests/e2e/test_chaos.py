@@ -19,7 +19,7 @@ def test_every_post_ends_once_under_faults(tmp_path: Path) -> None:
     assert not any(wrong.values()), wrong
     assert found["faults"].keys() >= {"kill", "redis_restart", "cut", "oom", "clock_jump"}
     for number, how in run.poison.items():
-        assert ("3 " if how == KILLS else "told to raise") in run.ledger.reasons[number]
+        assert ("3 " if how == KILLS else "simulated failure") in run.ledger.reasons[number]
 
 
 def test_power_cuts_lose_only_waiting_posts(tmp_path: Path) -> None:
