@@ -47,7 +47,9 @@ def parse(url: str) -> Address:
     ):
         raise ValueError(MALFORMED)
     if any(part.query or part.fragment for part in parts):
-        raise ValueError("must not have ?options: set certificates with their own settings (docs/redis.md)")
+        raise ValueError(
+            "must not contain options after a ?; set certificates with FEEDMILL_REDIS_CA_FILE (docs/redis.md)"
+        )
     if first.scheme != "sentinel" and len(parts) > 1:
         raise ValueError(
             "names several Redis servers, but not which one is the master. Run Redis Sentinel and use "

@@ -263,7 +263,7 @@ class Settings(BaseSettings):
             raise ValueError(f"cannot be combined with {PREFIX}DEVICE or --device; set only one of them")
         twice = [number for number, times in Counter(value.split(",")).items() if times > 1]
         if twice:
-            raise ValueError(f"lists GPU {twice[0]} more than once; each device has one worker")
+            raise ValueError(f"lists GPU {twice[0]} more than once; list each device once, because each has one worker")
         return value
 
     @field_validator("flower_password")
@@ -305,7 +305,7 @@ class Settings(BaseSettings):
                 "its certificate"
             ) from None
         except OSError as error:
-            raise ValueError(f"{value} cannot be read: {error.strerror}") from None
+            raise ValueError(f"{value} cannot be read: {error.strerror}; set a file that this user may read") from None
         return value
 
     @field_validator("redis_master", "redis_sentinel_password")
@@ -364,7 +364,9 @@ def _require_scheme(scheme: str, info: ValidationInfo) -> None:
     """Reject settings that have no effect for this kind of address: setting certificates implies a need for TLS."""
     if "redis_url" in info.data and (found := _scheme(info)) != scheme:
         actual = f"begins with {found}://" if info.data["redis_url"] else "is not set"
-        raise ValueError(f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}")
+        raise ValueError(
+            f"is for {scheme}:// addresses, but {PREFIX}REDIS_URL {actual}; change the address, or unset this setting"
+        )
 
 
 def is_stack_running(folder: Path) -> bool:

@@ -153,7 +153,7 @@ def _named(dead: DeadLetters, ids: Sequence[str]) -> tuple[Iterator[Entry], list
 
 def _report_missing(ids: Sequence[str]) -> None:
     for name in ids:
-        typer.echo(f"feedmill: no dead letter matches {printable(name)}", err=True)
+        typer.echo(f"feedmill: no dead letter matches {printable(name)}; list them with `feedmill dead list`", err=True)
 
 
 def _send_again(
@@ -179,9 +179,11 @@ def _send_again(
 def _read(letter: DeadLetter) -> tuple[Post, ClassifyOptions]:
     """Return the post and options of a dead letter. Raises PostRefused or RequestRefused if one was not stored."""
     if letter.post is None:
-        raise PostRefused(letter.id, "", "the dead letter does not hold the post; send it again from its source")
+        raise PostRefused(
+            letter.id, "", "the dead letter does not contain the post; send the post again from its source"
+        )
     if letter.options is None:
-        raise RequestRefused("its options were too long to store; send the post again from its source")
+        raise RequestRefused("the options were too long to store; send the post again from its source")
     return Post.parse(json.loads(letter.post)), ClassifyOptions.parse(json.loads(letter.options))
 
 

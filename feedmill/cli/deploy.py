@@ -95,8 +95,8 @@ def _requested(folder: Path | None) -> RequestedModel:
     place = folder.expanduser().absolute()
     if not place.is_dir():
         raise UserError(
-            f"Folder {place} does not exist. Give a folder that save_pretrained wrote; download a Hub model into one "
-            "first."
+            f"Folder {place} does not exist. Give a folder written by save_pretrained; download a Hub model into a "
+            "folder first."
         )
     return RequestedModel(str(place), locate(str(place), offline=True).sha256, time.time())
 
@@ -160,7 +160,7 @@ def _conclude(
     elif done == len(reports):
         return f"{done:,} of {len(reports):,} workers of queue {queue} have switched.", 0
     elif silent:
-        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s (see --show)"
+        rest = f"{silent[0]} has not reported for {REPORT_TIMEOUT_S:.0f} s; see the worker's log, and --show"
     elif done:
         rest = "two models now serve the queue. Fix the errors above and deploy again, or deploy the previous model"
     else:

@@ -53,7 +53,7 @@ def enqueue(
         str | None, typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).")
     ] = None,
     flags: MessageFlags,
-    again: Annotated[bool, typer.Option(help="Start over and send posts again that were already sent.")] = False,
+    again: Annotated[bool, typer.Option(help="Start over, and resend posts that were already sent.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).")] = None,
     redis_url: RedisUrl = None,

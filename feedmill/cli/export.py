@@ -77,7 +77,7 @@ def export_results(
         float | None, typer.Option(help=f"Seconds after which --follow closes a part (default: {DEFAULT_PART_S:.0f}).")
     ] = None,
     purge: Annotated[
-        bool, typer.Option("--purge", help="Export nothing; remove posts from OUT that were purged since.")
+        bool, typer.Option("--purge", help="Export nothing; remove posts from OUT that were purged after the export.")
     ] = False,
     as_json: JsonSummary = False,
     redis_url: RedisUrl = None,
@@ -93,11 +93,17 @@ def export_results(
     if not purge and form is None:
         form = _form_of(out)
     if latest and (follow or form == "parquet"):
-        raise UserError("--latest needs a single CSV or JSONL file: a part is complete before later results are known.")
+        raise UserError(
+            "--latest needs a single CSV or JSONL file, because finished parts cannot be changed. Give such a file as "
+            "OUT, without --follow."
+        )
     if latest and label is not None:
-        raise UserError("--latest cannot be combined with --label: a post's newest result may have another label.")
+        raise UserError(
+            "--latest cannot be combined with --label, because a post's newest result may have another label. Leave "
+            "out one of them."
+        )
     if follow and until is not None:
-        raise UserError("--follow cannot be combined with --until: following has no end.")
+        raise UserError("--follow cannot be combined with --until: following has no end. Leave out one of them.")
     if part_seconds is not None and not (follow and part_seconds > 0):
         raise UserError("--part-seconds requires --follow and a value above 0.")
     settings = settings_of(redis_url=redis_url)
@@ -142,7 +148,7 @@ def _columns(given: str) -> tuple[str, ...]:
             raise UserError(f"--columns: unknown column {name!r:.80}. Choose from {', '.join(COLUMNS)}.")
     columns = tuple(dict.fromkeys(known[name.lower()] for name in names))
     if "id" not in columns:
-        raise UserError("--columns must include id, by which purged posts are removed later.")
+        raise UserError("--columns must include id, by which --purge finds purged posts. Add id to --columns.")
     return columns
 
 
@@ -177,7 +183,9 @@ def _explaining_write_errors() -> Iterator[None]:
     except (ConnectionFault, TimeoutFault):  # from Redis; some are OSErrors too
         raise
     except OSError as error:
-        raise UserError(f"Cannot write the export: {error}. Run the command again to resume.") from None
+        raise UserError(
+            f"Cannot write the export: {error}. Correct the cause, then run the command again to resume."
+        ) from None
 
 
 class _Run:

@@ -39,7 +39,8 @@ def flower(
     settings = settings_of(redis_url=redis_url, data_folder=data_folder)
     if no_auth and not is_loopback(address):
         raise UserError(
-            f"--no-auth would let anyone who can reach {address} stop workers. Leave it out, or listen on 127.0.0.1."
+            f"--no-auth would let anyone who can reach {address} stop workers. Leave out --no-auth, or set --address "
+            "127.0.0.1."
         )
     from feedmill.monitoring.dashboard import Dashboard  # noqa: PLC0415 - needs Flower, an optional package
 
@@ -47,9 +48,16 @@ def flower(
     terminal = None if no_auth or settings.flower_password else _terminal()
     dashboard = Dashboard(settings, address, port, password)
     if no_auth:
-        logger.warning("Flower requires no password: every user of this machine can stop workers")
+        logger.warning(
+            "Flower requires no password: every user of this machine can stop workers; to prevent this, leave out "
+            "--no-auth"
+        )
     elif not is_loopback(address) and not dashboard.encrypted:
-        logger.warning("Flower listens on %s without TLS: its password is sent unencrypted", address)
+        logger.warning(
+            "Flower listens on %s without TLS and receives the password unencrypted: set FLOWER_CERTFILE and "
+            "FLOWER_KEYFILE",
+            address,
+        )
     if terminal:
         line = f"Flower at {dashboard.url}, user {settings.flower_user}, password {password}"
         terminal.write(f"{line} (generated for this run; {PREFIX}FLOWER_PASSWORD sets one)\n")
@@ -90,6 +98,6 @@ def _terminal() -> IO[str]:
         return Path("/dev/tty").open("w")
     except OSError:
         raise UserError(
-            "Flower needs a password, and a generated one would stay in the file that standard error writes to. "
-            f"Set {PREFIX}FLOWER_PASSWORD."
+            "Flower needs a password, and a generated one would be saved in the file to which standard error is "
+            f"redirected. Set {PREFIX}FLOWER_PASSWORD."
         ) from None

@@ -66,7 +66,7 @@ def reddit(
     *,
     once: Annotated[bool, typer.Option("--once", help="Read each topic once and exit.")] = False,
     listing: Annotated[
-        ListingKind | None, typer.Option(help="Listing for --once (default: hot); without it always new.")
+        ListingKind | None, typer.Option(help="Listing to read with --once (default: hot); without --once, always new.")
     ] = None,
     limit: Annotated[
         int, typer.Option(help="Posts to read per topic; without --once, in the first pass only.", min=1, max=1000)
@@ -81,11 +81,14 @@ def reddit(
 ) -> None:
     """Send new Reddit posts to the queue until SIGTERM.
 
-    With --once, send what the listing holds now and exit; status 1 if a topic could not be read. Posts that were
-    already sent are skipped.
+    With --once, send the posts that the listing contains now and exit, with status 1 if a topic could not be read.
+    Posts that were already sent are skipped.
     """
     if not once and listing not in (None, "new"):
-        raise UserError(f"--listing {listing} requires --once: without it, only new posts are read.")
+        raise UserError(
+            f"--listing {listing} requires --once: without --once, only new posts are read. Add --once, or leave out "
+            "--listing."
+        )
     settings = flags.settings_of(redis_url=redis_url, reddit_topics=topics, metrics_port=metrics_port)
     options = flags.options(settings)
     if find_spec("praw") is None:
@@ -227,7 +230,10 @@ def _one_pass(
             try:
                 with_retries(partial(roster.check, topic), clock)
             except RequestFailed as fault:
-                notes.print(f"{topic}: cannot check its subreddits ({fault})", markup=False)
+                notes.print(
+                    f"cannot check the subreddits of topic {topic} ({fault}); keeping the previous selection",
+                    markup=False,
+                )
             reading = SnapshotCounts()
             for reading in snapshot.read(roster.active[topic], listing):
                 note = f"{reading.sent:,} sent, {reading.skipped:,} already sent"
@@ -279,7 +285,7 @@ def subreddits(
     topics: TopicsFile = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """List each topic's subreddits, and which of them are replaced and why."""
+    """List each topic's subreddits, the replaced ones, and the reasons."""
     settings = settings_of(redis_url=redis_url, reddit_topics=topics)
     listed = topics_file.read(settings.reddit_topics)
     with user_errors(settings):

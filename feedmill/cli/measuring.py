@@ -42,7 +42,9 @@ def tune(
     model: ModelOption = None,
     flags: ModelFlags,
     limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
-    rounds: Annotated[int, typer.Option(help="Measurements of each size; the report has their median.", min=1)] = 3,
+    rounds: Annotated[
+        int, typer.Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
+    ] = 3,
     csv_file: Annotated[Path, typer.Option("--csv", help="CSV file for the measurements.")] = Path("feedmill-tune.csv"),
     png: Annotated[Path, typer.Option(help="Image file for the chart.")] = Path("feedmill-tune.png"),
     as_json: JsonSummary = False,

@@ -79,7 +79,7 @@ def classify(
         raise typer.Exit(1 if failed or reading.skipped else 0)
     ((post, outcome),) = classify_posts([_post(what)], settings, options)
     if isinstance(outcome, PostError):
-        raise UserError(f"Cannot classify the text: {outcome.error}")
+        raise UserError(f"Cannot classify the text: {outcome.error}. Change the text, or use another --model.")
     if as_json:
         typer.echo(_as_json(post, outcome))
     else:
@@ -123,7 +123,8 @@ def explain_refusals(settings: Settings) -> Iterator[None]:
         ) from None
     except (DeviceFull, DeviceLost) as error:
         raise UserError(
-            f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+            f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
+            "FEEDMILL_TOKEN_BUDGET."
         ) from None
 
 

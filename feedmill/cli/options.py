@@ -25,7 +25,7 @@ DataFolder = Annotated[
     Path | None, typer.Option(help="Folder for data and logs of `feedmill up` (default: ~/.local/share/feedmill).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-JsonSummary = Annotated[bool, typer.Option("--json", help="Print a summary as a last line of JSON.")]
+JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as a JSON line.")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port (default: off).")]
 ModelOption = Annotated[
     str | None,
@@ -51,7 +51,8 @@ TemplateOption = Annotated[
     str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
 ]
 ToModel = Annotated[
-    str | None, typer.Option("--model", help="Send to the queue of this model; the last part of its name is enough.")
+    str | None,
+    typer.Option("--model", help="Send to the queue of this model; the last part of the model's name is enough."),
 ]
 ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).")]
 IdColumn = Annotated[

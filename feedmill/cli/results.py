@@ -66,13 +66,15 @@ def results(
     if context.invoked_subcommand:
         return
     if failed and follow:
-        raise UserError("--failed cannot be combined with --follow.")
+        raise UserError("--failed cannot be combined with --follow. Leave out one of them.")
     if failed and (group, consumer, label, min_score, subreddit) != (None,) * 5:
         raise UserError("--failed can only be combined with --limit: failed posts have no label and no group.")
     if group is None and (from_start or claim_after is not None):
         raise UserError("--from-start and --claim-after require --group.")
     if group is not None and limit is not None:
-        raise UserError("--limit cannot be combined with --group, which resumes where it stopped.")
+        raise UserError(
+            "--limit cannot be combined with --group, which resumes where it stopped. Leave out one of them."
+        )
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
     filters = ResultFilter(label, min_score, subreddit)
@@ -179,7 +181,7 @@ def get(
 ) -> None:
     """Show every classification of one post.
 
-    A post has one for each text, model and label set. Exits 1 if it has none.
+    A post has one classification for each text, model and label set. Exits 1 if the post has none.
     """
     settings = settings_of(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)

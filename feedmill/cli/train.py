@@ -141,8 +141,8 @@ def record_start(folder: Path, options: TrainOptions, dataset: "Dataset") -> Non
         if recorded != current:
             what = "other options" if recorded.get("digest") == current["digest"] else "other posts"
             raise UserError(
-                f"The training in {folder} was started with {what}. Use the same ones or delete the folder; if posts "
-                "still arrive, train on an export."
+                f"The training in {folder} was started with {what}. Give the same options and posts, or delete the "
+                "folder; if posts still arrive, train on an export."
             )
         return
     record_file.parent.mkdir(exist_ok=True)

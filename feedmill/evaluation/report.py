@@ -45,8 +45,8 @@ def show_sureness(found: ModelMeasurement) -> None:
     """Print the mean confidence, the calibration error and the throughput."""
     confidence = sum(each.posts * each.confidence for each in found.bins) / found.evaluation.posts
     typer.echo(
-        f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 would mean: of the "
-        f"posts with a score of 0.8, 80% are right), {found.posts_per_s:,.1f} posts/s."
+        f"Mean confidence {confidence:.3f}, calibration error {found.calibration_error:.3f} (0 means that 80% "
+        f"of the posts with a score of 0.8 are labelled correctly), {found.posts_per_s:,.1f} posts/s."
     )
 
 

@@ -36,8 +36,9 @@ class TuningReport:
         self._about = f"{posts:,} posts, {tuning.tokens:,} tokens"
         if not self.measured:
             raise ModelError(
-                f"{self._device.name} has no memory for {self._model} and a batch of {self.curves[BATCH_SIZE].full} "
-                "posts. Use a smaller model, fewer labels, or half precision."
+                f"{self._device.name} has too little memory for {self._model} and a batch of "
+                f"{self.curves[BATCH_SIZE].full} posts. Use a smaller model, fewer labels, or half precision "
+                "(FEEDMILL_DTYPE)."
             )
 
     @property

@@ -89,7 +89,7 @@ def opened(
                 and {*out.iterdir()} - {temporary_path(out / STATE_FILE)}
                 and not (out / STATE_FILE).is_file()
             ):
-                raise UserError(f"{out} holds other files. Give a new or an empty folder.")
+                raise UserError(f"{out} contains other files. Give a new or an empty folder.")
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(out))
             folder = Folder(out, form, state, reader, part_rows)
@@ -133,13 +133,13 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"The state of an unfinished export in {path} cannot be read. Delete it together with the export."
+            f"Cannot read {path}, the state of an unfinished export. Delete this file and the unfinished export."
         ) from None
     for name, value in wanted.items():
         if asked[name] != value:
             if name == "version":
                 raise UserError(f"{path} was written by another version of feedmill. Give another OUT.")
-            flag = f"without --{name}" if asked[name] in (None, False) else f"with another --{name}"
+            flag = f"without --{name}" if asked[name] in (None, False) else f"with another value of --{name}"
             flag = f"with --{name}" if asked[name] is True else flag
             raise UserError(f"{path} belongs to an export {flag}. Give another OUT, or repeat the earlier flags.")
     return dict(state)
@@ -353,7 +353,7 @@ def purge(out: Path, reader: RowReader) -> int:
         try:
             form = format_of(str(json.loads(state.read_bytes())["format"]))
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"The state in {state} cannot be read. Export to a new folder.") from None
+            raise UserError(f"Cannot read {state}, the state of the export. Export to a new folder.") from None
         with _locked(out):
             return _sweep(out, form, reader)
     if not out.is_file():

@@ -225,7 +225,11 @@ class MessageEvents(Events):  # type: ignore[misc]
             with replacing(self._path) as temporary:
                 temporary.write_text(json.dumps({"workers": workers, "tasks": tasks, "counter": self.state.counter}))
         except OSError as error:
-            logger.warning("cannot save Flower's state to %s (%s)", self._path, error.strerror)
+            logger.warning(
+                "cannot save Flower's state to %s (%s): free space there, or correct the folder's permissions",
+                self._path,
+                error.strerror,
+            )
 
 
 def _fields(task: Task) -> dict[str, Any]:
@@ -320,9 +324,15 @@ def _locked(folder: Path) -> Any:
         lock = (folder / LOCK_FILE).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.warning("another Flower uses %s: not saving the state of this one (see --data-folder)", folder)
+        logger.warning(
+            "another Flower uses %s: not saving this one's state; set another --data-folder to save it", folder
+        )
     except OSError as error:
-        logger.warning("cannot write Flower's state to %s (%s): not saving it", folder, error.strerror)
+        logger.warning(
+            "cannot save Flower's state to %s (%s): free space there, or correct the folder's permissions",
+            folder,
+            error.strerror,
+        )
     else:
         return lock
     return None

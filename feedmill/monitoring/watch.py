@@ -319,9 +319,9 @@ def _workers(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float
     if workers is None:
         return False, "unknown: workers cannot answer while Redis refuses writes"
     if missing:
-        silent = ", ".join(f"{node} (alive {capacity.span(age)} ago)" for node, age in missing.items())
+        silent = ", ".join(f"{node} (last seen {capacity.span(age)} ago)" for node, age in missing.items())
         answering = ", ".join(workers) or "none"
-        return False, f"no answer from {silent}: check its log, or restart it. Answering: {answering}"
+        return False, f"no answer from {silent}: check the worker's log, or restart the worker. Answering: {answering}"
     return bool(workers), f"{', '.join(workers)}" or "none answers: start one with `feedmill worker`"
 
 
@@ -332,7 +332,8 @@ def _rows(workers: dict[str, dict[str, Any]] | None, missing: dict[str, float], 
     ages = {node: float(pool["oldest_row_seconds"]) for node, pool in workers.items()}
     stuck = [f"{node} ({age:.0f} s)" for node, age in ages.items() if age > settings.forward_timeout]
     if stuck:
-        return False, f"rows waiting longer than FEEDMILL_FORWARD_TIMEOUT: {', '.join(stuck)}"
+        limit = f"FEEDMILL_FORWARD_TIMEOUT ({settings.forward_timeout:.0f} s)"
+        return False, f"rows waiting longer than {limit}: {', '.join(stuck)}. Check the worker's log"
     if missing:
         return False, f"unknown: no answer from {', '.join(missing)}"
     return True, f"oldest row has waited {max(ages.values()):.1f} s" if ages else "no rows are waiting in workers"

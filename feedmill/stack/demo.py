@@ -75,7 +75,10 @@ def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
             counters = store.counters()
             progress.update(bar, completed=counters.stored + counters.failed)
             if time.monotonic() - began > RESULTS_TIMEOUT_S:
-                notes.print(f"[red]Not finished after {RESULTS_TIMEOUT_S:.0f} s; showing the results so far.[/]")
+                notes.print(
+                    f"[red]Not all posts were classified within {RESULTS_TIMEOUT_S:.0f} s; showing the results so "
+                    "far.[/]"
+                )
                 break
             stack.check()
             time.sleep(0.02)

@@ -76,7 +76,8 @@ def _gpus(wanted: str) -> list[Share]:
         indices = [int(index) for index in wanted.split(",")]
         if missing := [index for index in indices if index >= len(there)]:
             raise SettingsError(
-                f"{PREFIX}DEVICES: GPU {missing[0]} does not exist; torch sees {len(there)} CUDA devices, from 0 up."
+                f"{PREFIX}DEVICES: GPU {missing[0]} does not exist; torch sees {len(there)} CUDA devices, "
+                "numbered from 0. Set existing ones, or all."
             )
         chosen = [there[index] for index in indices]
     return [Share("cuda", f"cuda:{gpu}", {VISIBLE_DEVICES: gpu}) for gpu in chosen]

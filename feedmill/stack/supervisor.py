@@ -275,7 +275,12 @@ class Supervisor:
         self._deadline = None
         for worker in self._workers:
             if worker.process:
-                logger.error("worker %s did not stop in time: killing it", worker.node)
+                logger.error(
+                    "worker %s is still running %g s after FEEDMILL_DRAIN (%g s): killing it",
+                    worker.node,
+                    KILL_GRACE_S,
+                    self._settings.drain,
+                )
                 worker.process.kill()
 
     def _exited(self, worker: SupervisedWorker, status: int) -> None:
@@ -303,7 +308,8 @@ class Supervisor:
         delay = worker.failures.ended()
         if delay is None:
             logger.critical(
-                "worker %s failed %d times in a row, last with status %d: not restarting it. Its log ends:\n  %s",
+                "worker %s failed %d times in a row, last with status %d: not restarting it. Correct the cause and run "
+                "`feedmill worker` again; the worker's log ends:\n  %s",
                 worker.node,
                 MAX_FAILURES,
                 status,

@@ -69,8 +69,8 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
         raise InputError(_nothing(len(kept), options))
     if len(labelled_by) > 1:
         notes.print(
-            f"The labels come from {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}). Posts with "
-            "labels from several models get that of their oldest result.",
+            f"The labels come from {len(labelled_by)} models ({', '.join(map(printable, labelled_by))}). A post "
+            "with labels from several models gets the label of its oldest result.",
             markup=False,
         )
     provenance = Provenance(

@@ -152,7 +152,8 @@ def within(options: TrainOptions, settings: Settings) -> TrainOptions:
     if options.base not in (EMBEDDED_MODEL, settings.model):
         if options.base.startswith(("/", ".", "~")) or ".." in Path(options.base).parts:
             raise UserError(
-                f"base: {printable(options.base)!r:.200} is outside of the training folder. Give a path inside it."
+                f"base: {printable(options.base)!r:.200} is outside the trainer's FEEDMILL_TRAINING_FOLDER. Give a "
+                "path inside it."
             )
         if (folder / options.base).is_dir():
             changed["base"] = _inside(folder, options.base, "base")
@@ -163,8 +164,8 @@ def _inside(folder: Path, name: str, option: str) -> str:
     path = (folder / name).resolve()
     if path == folder.resolve() or not path.is_relative_to(folder.resolve()):
         raise UserError(
-            f"{option}: {printable(name)!r:.200} is outside of the training folder. Give a path inside it, such as "
-            "topics-1."
+            f"{option}: {printable(name)!r:.200} is outside the trainer's FEEDMILL_TRAINING_FOLDER. Give a path inside "
+            "it, such as topics-1."
         )
     return str(path)
 

@@ -224,7 +224,7 @@ class Daemon:
             self._roster.check(feed.topic)
         except RequestFailed as fault:
             self.faults[type(fault).__name__] += 1
-            logger.warning("cannot check the subreddits of topic %s: %s; retrying later", feed.topic, fault)
+            logger.warning("cannot check the subreddits of topic %s (%s); retrying later", feed.topic, fault)
             return CHECK_RETRY_S
         return CHECK_INTERVAL_S if self._roster.active[feed.topic] else CHECK_RETRY_S
 
@@ -348,7 +348,7 @@ class Daemon:
         for gap in gaps:
             logger.error(
                 "gap in r/%s: posts of %.0f minutes cannot be read, because Reddit lists only the latest thousand; "
-                "see `feedmill ingest gaps`",
+                "fill the gap from a dump, as `feedmill ingest gaps --help` says",
                 gap.subreddit,
                 (gap.until - gap.since) / 60,
             )

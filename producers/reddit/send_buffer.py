@@ -81,7 +81,7 @@ class SendBuffer:
         for item in part:
             if not item.post and not item.gone:
                 self.refused += 1
-                logger.warning("skipped %s in r/%s: %s", item.fullname, item.subreddit, item.problem)
+                logger.warning("skipped post %s in r/%s: %s", item.fullname, item.subreddit, item.problem)
         self._pusher.push(item.post for item in wanted if item.post)
         fresh = [item.fullname for item in wanted if item.fullname in batch.fresh]
         self._state.commit(part if batch.walked else (), fresh, self._clock.time())

@@ -151,6 +151,8 @@ class Roster:
         for entry in restored:
             logger.info("topic %s: reading r/%s again", topic, entry.subreddit)
         if not active and self.active[topic]:
-            logger.error("topic %s: none of its subreddits can be read", topic)
+            logger.error(
+                "topic %s: none of its subreddits can be read; add others to the topics file (--topics)", topic
+            )
         self.active[topic] = active
         self._replaced = others | replaced

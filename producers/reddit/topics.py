@@ -43,7 +43,9 @@ class Topics(BaseModel):
         for topic, names in self.topics.items():
             for name in names:
                 if name.lower() in found:
-                    raise ValueError(f"r/{name} is listed under {found[name.lower()]!r} and {topic!r}; list it once")
+                    raise ValueError(
+                        f"r/{name} is listed under {found[name.lower()]!r} and {topic!r}; list each subreddit once"
+                    )
                 found[name.lower()] = topic
         return self
 

@@ -136,7 +136,7 @@ def test_health_queries_registered_workers_by_name(
     register(server.client, "a@host")
     said = next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     assert asked == [None, ["a@host", "b@host"]]
-    assert "a@host (alive 0 s ago), b@host (alive 0 s ago)" in said
+    assert "a@host (last seen 0 s ago), b@host (last seen 0 s ago)" in said
     deregister(server.client, "a@host")
     silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
     server.client.hset(WORKERS, "b@host", json.dumps(silent))

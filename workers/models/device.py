@@ -117,12 +117,12 @@ def _device(wanted: str) -> tuple[torch.device, str]:
         index = int(wanted.partition(":")[2] or 0)
         if index >= count:
             raise SettingsError(
-                f"FEEDMILL_DEVICE: {wanted} is not available, torch finds {count} CUDA devices. Set auto or cpu."
+                f"FEEDMILL_DEVICE: {wanted} is not available: torch finds {count} CUDA devices. Set auto or cpu."
             )
         return torch.device("cuda", index), torch.cuda.get_device_name(index)
     if wanted == "mps" or (wanted == "auto" and torch.backends.mps.is_available()):
         if not torch.backends.mps.is_available():
-            raise SettingsError("FEEDMILL_DEVICE: mps is not available, torch finds no Apple GPU. Set auto or cpu.")
+            raise SettingsError("FEEDMILL_DEVICE: mps is not available: torch finds no Apple GPU. Set auto or cpu.")
         return torch.device("mps"), "Apple GPU"
     return torch.device("cpu"), "as set" if wanted == "cpu" else "no GPU found"
 

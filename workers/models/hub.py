@@ -277,8 +277,8 @@ def _refuse_unreadable_token() -> None:
     token = os.environ.get("HF_TOKEN", "").strip()
     if not (token.isascii() and token.isprintable()):
         raise ModelError(
-            "HF_TOKEN contains characters that no token has, such as a line break. Copy it again from your account on "
-            "the hub, or unset it for a public model."
+            "HF_TOKEN contains characters that are invalid in a token, such as a line break. Copy it again from your "
+            "account on the hub, or unset it for a public model."
         )
 
 

@@ -143,6 +143,8 @@ class Tokenizer:
             for other in PROBE_TEXTS:
                 one, two = self.parts([text, other])
                 if found.pair(one, two) != self._tokens(self._rust.encode(text, other)):
-                    logger.info("cannot assemble this tokenizer's pairs from parts; encoding each pair instead")
+                    logger.info(
+                        "cannot assemble this tokenizer's pairs from encoded parts; encoding each pair as a whole"
+                    )
                     return None
         return found

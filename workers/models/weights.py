@@ -244,7 +244,7 @@ def _indexed(index: Path) -> tuple[str, ...]:
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
         if not shards or any(Path(shard).name != shard or not shard.endswith(".safetensors") for shard in shards):
-            raise ValueError("weight_map must name safetensors files in the same folder")
+            raise ValueError("weight_map must name safetensors files in the folder of the index")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{index} is damaged: it does not name the model's weight files ({error!r}). Download it again."
@@ -274,7 +274,7 @@ def _count(file: Path) -> int:
             ) from None
     if 8 + length + end != size:
         raise ModelError(
-            f"The weights {file} have {size:,} bytes, but their header declares {8 + length + end:,}. Download that "
+            f"The weights {file} have {size:,} bytes, but their header declares {8 + length + end:,}. Download the "
             "file again."
         )
     return count

@@ -84,7 +84,9 @@ class BatchLoop:
         shared = shared or loaded.budget.shared
         if full and len(rows) == 1:
             # The post is not at fault: any other row would fail as well.
-            raise DeviceLost("the device has no memory for a single row: free some, or use a smaller model") from fault
+            raise DeviceLost(
+                "the device has too little memory for a single row: free memory on the device, or use a smaller model"
+            ) from fault
         if len(rows) == 1:
             logger.error("cannot classify post %s:\n%s", printable(rows[0].owner.post.id), traceback_of(fault))
             return [(rows, fault)]

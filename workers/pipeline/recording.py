@@ -133,7 +133,10 @@ class Recording:
     def _outcome(self, row: Row, scores: Scores, classifier: Classifier) -> Outcome:
         work: PendingPost = row.owner
         if not all(map(math.isfinite, scores.values())):
-            return PostError(id=work.post.id, error="the scores are not finite: the precision overflowed")
+            return PostError(
+                id=work.post.id,
+                error="the scores are not finite, because the precision overflowed; set FEEDMILL_DTYPE=float32",
+            )
         weights = classifier.weights
         best_first = dict(sorted(scores.items(), key=lambda item: -item[1]))
         now = time.time()
@@ -180,7 +183,7 @@ class Recording:
             # An error's text may quote a post, so the log shows only its type, the last word of the traceback.
             why = dead[0].traceback.split()[-1] if dead[0].traceback else dead[0].reason
             first = printable(f"{dead[0].id}: {why}")
-            logger.warning("%d posts failed, first %s", len(dead), first)
+            logger.warning("%d posts failed; the first: %s", len(dead), first)
         for message in done:
             if message.deaths and self._context.poison:
                 self._context.poison.clear(message.task_id)

@@ -208,7 +208,7 @@ class Consumer(consumer.Consumer):
         return on_task_received
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
-        what = f"cannot decode its body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
+        what = f"cannot decode the body as {_quoted(f'{message.content_type} in {message.content_encoding}')}"
         self._refuse(message, what, message.ack, exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
@@ -235,11 +235,14 @@ class Consumer(consumer.Consumer):
         if leases and leases.bytes_postponed > MAX_ETA_BYTES:
             fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
             if message.headers.get("eta") or fields.get("eta"):
-                raise InvalidTaskError(f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes")
+                raise InvalidTaskError(
+                    f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes of this worker; send them "
+                    "closer to their ETA"
+                )
 
     def _refuse_fatal(self, message: Any) -> None:
         """Write a dead letter, without decoding the body, for a message that killed several workers."""
-        fatal = f"{isolated_death_count(message)} workers died while handling it in isolation"
+        fatal = f"{isolated_death_count(message)} workers died while handling the message in isolation"
         what = f"delivered {delivery_count(message) - 1} times; {fatal} ({PREFIX}MAX_DELIVERIES)"
         self._refuse(message, what, partial(self._tell_failed, message, what), unread=True)
 

@@ -64,7 +64,8 @@ def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device
     if classifier.weights.sha256 != asked.weights:
         raise ModelError(
             f"{folder} on {socket.gethostname()} has weights {classifier.weights.sha256[:12]}, but "
-            f"{printable(str(asked.weights)[:12])} were deployed. Copy the deployed model there and deploy it again."
+            f"{printable(str(asked.weights)[:12])} were deployed. Copy the deployed model to that folder and deploy it "
+            "again."
         )
     return classifier
 

@@ -190,7 +190,7 @@ class InFlight(Owner):
         try:
             request.task.backend.store_result(request.id, meta, STARTED, request=request._context)
         except Exception as fault:  # a backend may raise anything; the result is unaffected
-            logger.warning("cannot store state STARTED of task %s (%s)", request.id, fault)
+            logger.warning("cannot store state STARTED of task %s (%s); running the task without it", request.id, fault)
 
     def _run_whole(self, pending: PendingTask) -> None:
         """Run a task that is not micro-batched, on the device thread."""

@@ -76,7 +76,8 @@ class InProcessPipeline:
             budget = calibrate(classifier, settings)
         except (DeviceFull, DeviceLost) as error:
             raise ModelError(
-                f"The device failed: {clause(error)}. Try again, with a lower FEEDMILL_TOKEN_BUDGET if out of memory."
+                f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
+                "FEEDMILL_TOKEN_BUDGET."
             ) from None
         self._submitting = threading.Lock()
         store = ResultsStore(connect(settings), settings) if worker else NullStore()

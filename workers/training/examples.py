@@ -79,7 +79,10 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
         # A different seed than the test split's: with the same one, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
         if not validation:
-            raise InputError(f"--patience needs validation posts, but {len(train):,} posts are too few. Omit it.")
+            raise InputError(
+                f"--patience needs validation posts, but {len(train):,} posts are too few. Add posts, or leave out "
+                "--patience."
+            )
     return Dataset(labels, train, validation, known, {why: count for why, count in left_out.items() if count})
 
 
@@ -133,7 +136,10 @@ def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) 
 def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
     """Return the labels in alphabetical order. Raises InputError for too few labels, or posts per label."""
     if not train:
-        raise InputError("No post is left to train on: no post has a label, or all posts are in the test.")
+        raise InputError(
+            "No post is left to train on: no post has a label, or all posts are in the test. Add labelled posts, or "
+            "lower --test-share."
+        )
     counts = Counter(example.label for example in train)
     if options.labels == "soft":
         # Soft labels come from all scores, including labels that are never the best.

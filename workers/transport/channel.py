@@ -153,7 +153,7 @@ class Channel(ReservingChannel):
         except ResponseError as error:
             if not is_full(error):
                 raise
-            logger.warning("%s: Redis is at its memory limit (%s)", what, error)
+            logger.warning("%s: Redis is at its memory limit (%s); raise maxmemory", what, error)
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         try:

@@ -109,7 +109,7 @@ class Transport(kombu_redis.Transport):  # type: ignore[misc]  # see kombu_redis
     def _check_alternatives(self) -> None:
         """Reject several URLs: kombu would switch to the next one with its own transport."""
         if len(self.client.alt) > 1:
-            raise ValueError("several redis:// URLs are not supported: use sentinel:// for failover")
+            raise ValueError("several redis:// URLs are not supported: use sentinel:// with master_name for failover")
 
     def establish_connection(self) -> Any:
         connection = super().establish_connection()
@@ -153,7 +153,7 @@ def settings_for(url: str, tls: Mapping[str, Any] | None = None) -> dict[str, An
         raise ValueError(f"a broker URL must begin with redis://, rediss:// or sentinel://, not {', '.join(schemes)}")
     scheme = schemes.pop()
     if scheme != "sentinel" and ";" in url:
-        raise ValueError(f"several {scheme}:// URLs: for failover use sentinel://host;sentinel://host and master_name")
+        raise ValueError(f"several {scheme}:// URLs are not supported: use sentinel:// with master_name for failover")
     settings = {
         "broker_url": url,
         "broker_transport": f"{__name__}:{'SentinelTransport' if scheme == 'sentinel' else 'Transport'}",

@@ -197,7 +197,7 @@ class ReservingChannel(kombu_redis.Channel):  # type: ignore[misc]  # see kombu_
 
     def _handle_error(self, kind: str, detail: Any, error: ResponseError) -> None:
         if kind == "tracking":
-            logger.warning("cannot enable notifications, polling queues every second: %s", error)
+            logger.warning("cannot enable notifications (%s); polling queues every second", error)
             self._tracking = False
         elif isinstance(error, NoScriptError):
             self._scripted, self._notified = False, True

@@ -61,7 +61,7 @@ def read_layout(weights: Weights) -> Layout:
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         raise ModelError(
-            f"{folder} is not a sentence-transformers model: modules.json is missing. Use one, or set another "
+            f"{folder} is not a sentence-transformers model: modules.json is missing. Use such a model, or set another "
             "FEEDMILL_CLASSIFIER."
         )
     listed = _json(modules_file)
@@ -99,7 +99,8 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     modes = modes or tuple(mode for name, mode in LEGACY_POOLING_KEYS.items() if config.get(name)) or ("mean",)
     if unsupported := [mode for mode in modes if mode not in POOLINGS]:
         raise ModelError(
-            f"{path} has an unsupported pooling_mode: {unsupported[0]!r}. Supported: {', '.join(sorted(POOLINGS))}."
+            f"{path} has an unsupported pooling_mode: {unsupported[0]!r}. Use a model with one of: "
+            f"{', '.join(sorted(POOLINGS))}."
         )
     return modes, bool(config.get("include_prompt", True))
 

@@ -71,7 +71,11 @@ class Entailment(Classifier):
         self._entailment = entailment_class(label2id)
         if self._entailment is None:
             self._entailment = len(label2id) - 1
-            logger.warning("no label of %s starts with 'entail': using its last label as entailment", weights.name)
+            logger.warning(
+                "no label of %s starts with 'entail': using the model's last label as entailment; check id2label in "
+                "config.json",
+                weights.name,
+            )
         self._contradiction = len(label2id) - 1 if self._entailment == 0 else 0
         self._label_sets = LabelSets(
             self.kind,

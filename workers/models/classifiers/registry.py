@@ -38,7 +38,7 @@ def load_classifier(settings: Settings, device: Device) -> Classifier:
     except RequestRefused as refused:
         raise SettingsError(
             f"{weights.name} cannot serve the configured labels or template: {refused}. Change "
-            "FEEDMILL_LABELS or the template, or use another model."
+            "FEEDMILL_LABELS or FEEDMILL_TEMPLATE, or use another model."
         ) from None
     except Exception as error:  # a first forward pass can fail in any way
         first = str(error).partition("\n")[0]
@@ -78,7 +78,7 @@ def check_size(weights: Weights, device: Device) -> None:
         precision = str(device.dtype).removeprefix("torch.")
         raise ModelError(
             f"{weights.name} needs {needed / 1e9:.1f} GB in {precision}, but {device.name} has "
-            f"{available / 1e9:.1f} GB free. Use a smaller model or half precision."
+            f"{available / 1e9:.1f} GB free. Use a smaller model, or half precision (FEEDMILL_DTYPE)."
         )
 
 

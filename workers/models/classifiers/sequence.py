@@ -70,7 +70,7 @@ class SequenceClassifier(Classifier):
                 known = ", ".join(self._label_set.labels[:20])
                 raise RequestRefused(f"{option}: the worker's model has the fixed labels {known}; omit {option}")
         if options.multi_label and self._meaning == "softmax":
-            raise RequestRefused("multi_label: the worker's model gives each post exactly one label")
+            raise RequestRefused("multi_label: the worker's model gives each post exactly one label; omit multi_label")
         return self._label_set
 
     def prepare(self, texts: Sequence[str], label_set: LabelSet) -> list[list[Row]]:

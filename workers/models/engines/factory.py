@@ -28,7 +28,7 @@ def create_engine(
     if config.model_type == "bart" and tokenizer.encode(["a"])[0].ids[-1] != config.eos_token_id:
         raise ModelError(
             f"The tokenizer of {weights.name} does not end rows with eos_token_id {config.eos_token_id}, which BART "
-            "classifies by. Use the tokenizer that belongs to the model."
+            "needs to classify. Use the tokenizer that belongs to the model."
         )
     try:
         if settings.engine == "onnx":

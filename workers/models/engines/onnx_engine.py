@@ -76,7 +76,8 @@ class OnnxEngine:
             )
         except Exception as error:
             raise ModelError(
-                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete its folder to export it again."
+                f"ONNX Runtime cannot load {graph}: {clause(error)}. Delete the folder {graph.parent} to export the "
+                "model again."
             ) from error
         self.provider: str = self._session.get_providers()[0]
         if device.torch.type == "cuda" and self.provider == "CPUExecutionProvider":
