@@ -148,10 +148,10 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 def _without_purged(
     path: Path, target: Path, form: Format, reader: RowReader, latest: bool = False
 ) -> tuple[int, int | None]:
-    """Copy a file to `target` without purged posts and, if `latest`, without all but each post's last row.
+    """Copy a file to `target` without purged posts and, if `latest`, with only the last row of each post.
 
-    Returns the number of removed rows of purged posts, and the number of rows in `target`; None, without a copy, if
-    nothing has to be removed.
+    Returns the number of removed rows of purged posts, and the number of rows in `target`. If nothing has to be
+    removed, makes no copy and returns (0, None).
     """
     gone = reader.gone(form.ids(path))
     rows = Counter(form.ids(path) if gone or latest else ())
@@ -379,7 +379,7 @@ def _format_of_file(path: Path) -> Format:
 
 
 def _are_ours(columns: Collection[str]) -> bool:
-    """Return True if these are columns of an export: all or some, with `id` among them."""
+    """Return whether all of these are columns of an export, and `id` is one of them."""
     return "id" in columns and set(columns) <= set(COLUMNS)
 
 
