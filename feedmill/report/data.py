@@ -20,7 +20,7 @@ from shared.results import HOUR_S, ResultsStore, newest_first
 from shared.scripts.stream import Place
 from shared.settings import Settings
 
-#: Maximum labels with separate colours; all others share the name OTHERS and one colour.
+#: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.
 MAX_COLOURED_LABELS = 16
 OTHERS = "others"
 #: Maximum numbers of subreddits, dead letters and gaps to show.
