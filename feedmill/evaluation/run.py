@@ -27,7 +27,7 @@ class ModelMeasurement(NamedTuple):
     model: str
     evaluation: Evaluation
     bins: list[Bin]
-    #: Throughput with tokenization, without loading the model.
+    #: Posts per second, including tokenization but not the loading of the model.
     posts_per_s: float
     #: Each post's true label and its classification.
     predictions: list[tuple[str, Classification]]
@@ -48,7 +48,7 @@ class ModelMeasurement(NamedTuple):
 
 
 def settings_for_comparison(settings: Settings) -> Settings:
-    """Return the settings for one of several models to compare, without labels and template if it has its own labels.
+    """Return the settings for one of several compared models: without labels and template if it has fixed labels.
 
     Raises ModelError.
     """
