@@ -10,7 +10,7 @@ This is the only module that imports Flower. It differs from the `celery flower`
 - Each worker is inspected at its first heartbeat. Flower inspects only the workers that are online when it starts.
 - Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
-It depends on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
+Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
 `started` and `update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths` and `WorkerView`; the Tornado
 options. Celery: `Task` in celery/events/state.py is constructed from its fields.
 """
@@ -107,7 +107,7 @@ class Dashboard:
         for number in not_ignored(*EXIT_SIGNALS):
             loop.asyncio_loop.add_signal_handler(number, loop.stop)
         try:
-            # Like Flower.start, but without inspecting workers: with none online yet, that only logs a warning.
+            # Like Flower.start, but without inspecting workers, which only logs a warning while no worker is online.
             self._flower.events.start()
             self._flower.started = True
             loop.start()
@@ -116,7 +116,7 @@ class Dashboard:
 
 
 def _configure(settings: Settings, address: str, port: int, password: str | None) -> Any:
-    """Return Flower's options: PASSED_OPTIONS from the environment, the rest from `settings`. Raises UserError."""
+    """Return Flower's options: PASSED_OPTIONS from the environment, all others from `settings`. Raises UserError."""
     options = tornado.options.options
     given = {name: os.environ.get(f"FLOWER_{name.upper()}") for name in PASSED_OPTIONS}
     options.max_tasks = MAX_TASKS
@@ -155,8 +155,8 @@ def _with_reason(task: Any) -> Any:
 class MessageEvents(Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called on the loop's thread at a worker's first heartbeat, when the worker can answer an inspection. It cannot
-        yet at the earlier worker-online event.
+    met: called on the loop's thread at a worker's first heartbeat. At the earlier worker-online event, the worker
+        cannot answer an inspection yet.
     """
 
     met: Callable[[], object]
