@@ -254,7 +254,7 @@ def dead_letter_without_posts(
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return an error's traceback after those of its causes, without their messages, which may quote a post."""
+    """Return the tracebacks of an error's causes and of the error, without messages, because these may quote a post."""
     found: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(found) < MAX_CHAINED_ERRORS:

@@ -22,7 +22,7 @@ from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 
 logger = logging.getLogger(__name__)
 
-#: Maximum rows of one message, because they are prepared and held together.
+#: Maximum rows of one message, because all of its rows are prepared and held in memory together.
 MAX_ROWS_PER_MESSAGE = 32_000
 
 

@@ -1,8 +1,8 @@
 """Recording: turn outputs into stored results, set each post's outcome, and finish complete messages.
 
-This is the writer thread's part of the pipeline. A message's results are stored before it is finished, and its dead
-letters before it is acknowledged. While Redis is unreachable, the writer thread waits; after a few micro-batches, the
-device waits too. No computed result is lost.
+This is the writer thread's part of the pipeline. A message's results are stored before the message is finished, and its
+dead letters before its acknowledgement. While Redis is unreachable, the writer thread waits; after a few micro-batches,
+the device waits too. No computed result is lost.
 """
 
 import logging

@@ -30,12 +30,12 @@ class Totals:
     for answered, and the writer thread for all other fields.
     """
 
-    #: Posts classified, and posts that failed as dead letters.
+    #: Number of posts classified, and of posts that became dead letters.
     posts: int = 0
     failed: int = 0
-    #: Posts answered with a stored classification.
+    #: Number of posts answered with a stored classification.
     answered: int = 0
-    #: Messages with a sending time, and the total seconds that they waited for this worker.
+    #: Number of messages with a sending time, and the total seconds that these messages waited for this worker.
     messages: int = 0
     queued_seconds: float = 0.0
     batches: int = 0

@@ -1,13 +1,13 @@
 """The batch-size experiment: measure speed and memory for batches of different sizes.
 
-It compares two ways to form batches from the same posts. By batch size: a fixed number of posts in order of arrival,
-with all of their rows in one forward pass. By token budget: all rows sorted by length, with a new batch wherever the
-next row would exceed the budget, as a worker's window does at its best. Either way the rows within a batch are sorted
-by length, as the engines prefer.
+The experiment compares two ways to form batches from the same posts. By batch size: a fixed number of posts in order of
+arrival, with all of their rows in one forward pass. By token budget: all rows sorted by length, with a new batch
+wherever the next row would exceed the budget. A worker's window does the same at best. In both cases, the rows within a
+batch are sorted by length, as the engines prefer.
 
-Both are measured as in `calibrate`: one forward pass after the other, with the cores of one lane of the device. So
-the two curves are comparable with either engine (ONNX Runtime's cores are fixed when it loads), and the best budget is
-valid for each lane of a worker. Tokenizing is not timed. Independent of how the results are shown.
+Both ways are measured as in `calibrate`: one forward pass after the other, with the cores of one lane of the device. So
+the two curves are comparable with either engine (ONNX Runtime fixes its number of cores on loading), and the best
+budget is valid for each lane of a worker. Tokenizing is not timed. This module does not display results.
 """
 
 import ctypes

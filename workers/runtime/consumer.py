@@ -358,7 +358,7 @@ class ConsumerFit(bootsteps.StartStopStep):
         return {"broker": {name: value for name, value in connection_info.items() if name not in FIELDS_WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
-        """Flush pending events to the dispatcher, which passes unsent ones to its successor."""
+        """Flush pending events to the dispatcher, which passes unsent events to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
 

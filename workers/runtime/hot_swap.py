@@ -180,7 +180,7 @@ class Deployer:
     def _validate(self, classifier: Classifier) -> TokenBudget:
         """Test the model on the device thread, between micro-batches of the active model, and return its token budget.
 
-        The budget is the configured or previously measured one, else that of the active model: a measurement would
+        The budget is the configured or previously measured one, else the active model's: a measurement would
         block the device for ten seconds and is left to the next start. The returned budget is shared (see
         TokenBudget.share), and lowered until both models fit in memory. Raises ModelError.
         """

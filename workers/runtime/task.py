@@ -30,7 +30,7 @@ ARGUMENT_NAMES = ("posts", "labels", "template", "multi_label", "strict", "top_k
 
 
 def arguments_by_name(args: object, kwargs: object) -> dict[str, Any]:
-    """Return the task's arguments by name, however they were sent; empty if they are malformed.
+    """Return the task's positional and named arguments by name; empty if they are malformed.
 
     An extra positional argument becomes an unknown option. An argument given twice fails later, in the tracer, with
     Python's own error.

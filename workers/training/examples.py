@@ -76,7 +76,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
         )
     validation: list[Example] = []
     if options.patience:
-        # A different seed than the test split's: with the same one, no training post would hash below the share.
+        # A different seed than the test split's: with the same seed, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
         if not validation:
             raise InputError(f"--patience needs validation posts, but {len(train):,} posts are too few. Omit it.")

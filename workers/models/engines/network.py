@@ -235,7 +235,7 @@ def first_position(config: Any) -> int:
 
 
 def max_row_tokens(config: Any) -> int | None:
-    """Return the maximum tokens per row that the model's positions allow; None if they set no limit."""
+    """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 
