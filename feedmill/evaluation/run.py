@@ -1,7 +1,7 @@
 """Run a model on posts with known labels and measure its accuracy, calibration and throughput.
 
-The posts go through the worker's pipeline, so the throughput is that of a worker. Several models run one after the
-other on the same posts.
+The posts go through the worker's pipeline, so the throughput is a worker's. Several models run one after the other on
+the same posts.
 """
 
 import time
@@ -65,7 +65,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
 def measure(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, track: Track = lambda found, _: found
 ) -> ModelMeasurement:
-    """Classify posts and compare the labels with the true ones.
+    """Classify posts and compare the predicted labels with the true ones.
 
     known: (post, true label), where the label is one of the model's. track: wraps the iteration over the outcomes to
     show progress; its second argument is their number. Raises UserError if no post can be classified.

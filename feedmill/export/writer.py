@@ -35,11 +35,11 @@ STATE_FILE = "_export.json"
 STATE_VERSION = 1
 #: Name of a part, with the ids of its first and last stream entry.
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
-#: Approximate rows of a part. A part is closed at the end of a fetch, and when the day changes.
+#: Approximate number of rows in a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
 #: Approximate number of rows between saves of a single file's state.
 SAVE_INTERVAL_ROWS = 20_000
-#: Seconds between searches for posts that were purged after their part was closed, while an export follows the stream.
+#: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_INTERVAL_S = 3600.0
 #: Maximum bytes of a file's first line to read when checking whether it is an export.
 FIRST_LINE_BYTES = 2_000_000

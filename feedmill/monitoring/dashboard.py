@@ -1,6 +1,6 @@
 """Run Flower with a password, persistent state and no post texts.
 
-This is the only module that imports Flower. It differs from the `celery flower` command in these ways:
+This is the only module that imports Flower. The dashboard differs from the `celery flower` command in these ways:
 
 - Basic auth protects every page and /api/*. `/metrics`, which Flower leaves open, answers on loopback only.
 - The state is saved as JSON; Flower saves a pickle.
@@ -58,7 +58,7 @@ STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
 #: Milliseconds between saves of the state. A killed Flower loses the events since the last save; pages block during a
 #: save.
 SAVE_INTERVAL_MS = 30_000
-#: Newest messages to remember. The state file is about 9 MB at this number.
+#: Maximum number of messages to remember, newest first. The state file is about 9 MB at this number.
 MAX_TASKS = 20_000
 #: Task fields to save: all but the links to other tasks.
 SAVED_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type: ignore[attr-defined]  # not in the stub
@@ -77,7 +77,7 @@ PASSED_OPTIONS = (
     "tasks_columns",
     "url_prefix",
 )
-#: Headers that a proxy adds. Behind a proxy the remote address does not identify the client.
+#: Headers that a proxy adds. Behind a proxy, the remote address is the proxy's, not the client's.
 PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
 
 
@@ -270,7 +270,7 @@ class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
 
 
 class Verbatim:
-    """A text that Flower's pages show verbatim: they capitalise a plain str and replace its dashes."""
+    """A text that Flower's pages show verbatim. In a plain str, the pages capitalise words and replace dashes."""
 
     def __init__(self, text: str) -> None:
         self._text = text

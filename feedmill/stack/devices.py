@@ -47,7 +47,7 @@ class Share(NamedTuple):
 def shares(wanted: str) -> list[Share]:
     """Return a share for each device that the setting `devices` names.
 
-    Raises SettingsError if the machine lacks a device, UserError if its GPUs cannot be counted.
+    Raises SettingsError if the machine lacks a device, UserError if the GPUs cannot be counted.
     """
     kind, _, number = wanted.partition(":")
     devices = [] if kind == "cpu" else _gpus(wanted)

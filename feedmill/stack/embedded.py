@@ -48,7 +48,7 @@ EXTERNAL_REDIS_SETTINGS = (
 class Stack:
     """redis-server, worker and Flower, running from `start` to `stop`.
 
-    The attribute `settings` holds the settings that connect to its Redis. durable: Redis persists its data in the
+    The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
     folder; otherwise the data is lost when the stack stops. Raises StackError.
     """
 

@@ -83,7 +83,7 @@ class Failures:
 class SupervisedWorker:
     """The worker of one device: its current process and its state.
 
-    command: command line to which `--name NODE` is appended. environment: variables besides those of the share.
+    command: command line to which `--name NODE` is appended. environment: variables in addition to the share's.
     """
 
     def __init__(self, share: Share, node: str, command: Sequence[str], environment: dict[str, str]) -> None:
