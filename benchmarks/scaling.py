@@ -425,7 +425,7 @@ def measure_fairness(house: Installation, given: argparse.Namespace) -> dict[str
 def measure_backlog(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     """Compare the throughput with a long and a short backlog.
 
-    Each round consumes a part of the long backlog; the short one is topped up.
+    Each round consumes a part of the long backlog; the short backlog is topped up.
     """
     rates: dict[str, list[float]] = {"long": [], "short": []}
     short = Installation(house._folder / "short", house._source)
