@@ -36,7 +36,7 @@ from shared.topics import TOPICS
 FORMATS = ("parquet", "csv", "jsonl")
 #: Results per write.
 WRITE_SIZE = 200
-#: Maximum number of posts to read; each is used many times, with different ids.
+#: Maximum number of posts to read; each post is used many times, with different ids.
 MAX_POSTS = 2000
 
 console = Console(soft_wrap=True, highlight=False)

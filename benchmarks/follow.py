@@ -38,7 +38,7 @@ from shared.settings import PREFIX, Settings, load, variables
 
 #: Results per write in the second part, like a worker's micro-batch.
 BATCH = 32
-#: Warm-up results, and the minimum number of results per part that percentiles need.
+#: Number of warm-up results, and the minimum number of results per part that percentiles need.
 WARM_UP, MIN_RESULTS = 20, 2
 #: Seconds without a result after which the benchmark aborts.
 STALL_TIMEOUT_S = 60.0

@@ -49,7 +49,7 @@ def forward_flops(config: Mapping[str, int], lengths: Iterable[int]) -> float:
     - attention: queries with keys, and the attention weights with values, 2·n²·h each.
 
     A product of [a, b] with [b, c] counts 2·a·b·c. Embeddings, norms, softmax and pooling are not matrix products and
-    make up well below 1% of the operations; they are left out.
+    make up well below 1% of the operations, so they are left out.
     """
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     linear = 8 * hidden**2 + 4 * hidden * inner

@@ -153,7 +153,7 @@ class FeedmillVariant:
         self.device_seconds = 0.0
         #: Device, precision and model as reported by the worker; set by `labels`.
         self.ran: dict[str, str] = {}
-        #: Share of real tokens among all computed ones since the worker started; set by `labels`.
+        #: Share of real tokens among all computed tokens since the worker started; set by `labels`.
         self.padding_efficiency = 0.0
         self._device_seconds_before = 0.0
 

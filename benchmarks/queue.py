@@ -8,7 +8,7 @@ without task events. Rates are measured between 10% and 90% of the messages. `la
 publishing until an idle consumer has the message. kombu's own transport gets a fifth of the messages.
 
 --kills N kills N busy workers of each transport with SIGKILL. A message is missing if it is neither done, nor queued,
-nor in flight. `back` is the time until all messages of the dead worker are back in the queue.
+nor in flight. `back` is the time in seconds until all messages of the dead worker are back in the queue.
 Progress goes to standard error; the last line is JSON.
 """
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-#: Minimum share of posts with the ideal's label. A variant below it does different work and is left out.
+#: Minimum share of posts with the ideal's label. A variant with a lower share does different work and is left out.
 MIN_AGREEMENT = 0.97
 #: Chart colours of Feedmill and the ideal, and of the other variants.
 OURS, RIVALS = "#c2571a", "#8a8f98"
@@ -36,7 +36,7 @@ def rates(record: VariantResults, name: str) -> list[float]:
 
 
 def shares(record: VariantResults, name: str) -> list[float]:
-    """Return the ratio of the variant's rate to the ideal's in each round. It is robust against a drifting machine."""
+    """Return the ratio of the variant's rate to the ideal's in each round, in which the machine's drift cancels out."""
     pairs = zip(record.get(name, ()), record.get("ideal", ()), strict=False)
     return [mine.posts_per_s / ideal.posts_per_s for mine, ideal in pairs if mine and ideal]
 

@@ -58,7 +58,7 @@ PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlo
 LARGE, USUAL = 64, 32
 #: Posts per message for which `stages` measures, and the number of messages for each.
 SIZES, STAGED = (1, 8, USUAL, LARGE), 8000
-#: Seconds per row of the stand-in: 1,000 posts/s, and a fifth of that.
+#: Seconds per row of a fast and a slow stand-in: 1,000 and 200 posts/s.
 FAST, SLOW = 0.001, 0.005
 #: Redis list that holds a backlog until the workers are ready.
 ASIDE = "aside"
@@ -66,7 +66,7 @@ ASIDE = "aside"
 BEGIN, END = 0.1, 0.9
 #: Minimum microseconds of Redis time per post for a command to be reported.
 MIN_COMMAND_US = 0.05
-#: Posts waiting in the short backlog.
+#: Number of posts waiting in the short backlog.
 SHORT_BACKLOG = 1000
 #: Seconds without a new result after which the benchmark aborts.
 STALL_TIMEOUT_S = 60.0
@@ -425,7 +425,7 @@ def measure_fairness(house: Installation, given: argparse.Namespace) -> dict[str
 def measure_backlog(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
     """Compare the throughput with a long and a short backlog.
 
-    Each round consumes a part of the long backlog; the short one is topped up.
+    Each round consumes a part of the long backlog; the short backlog is topped up.
     """
     rates: dict[str, list[float]] = {"long": [], "short": []}
     short = Installation(house._folder / "short", house._source)

@@ -50,7 +50,7 @@ VARIANTS: dict[str, Callable[[BenchmarkJob], Variant]] = {
 }
 #: Variants whose failure aborts the benchmark.
 OURS = ("ideal", "feedmill_32", "feedmill_1")
-#: Maximum number of posts made by repeating the bundled ones.
+#: Maximum number of posts made by repeating the bundled posts.
 MAX_REPEATED_POSTS = 4_800
 #: Posts of the warm-up, and of the sample on which the ideal is tuned.
 WARM_UP, TUNING = 64, 512
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def read_posts(path: str | None, limit: int) -> list[Post]:
-    """Read posts, or repeat the bundled ones. Ids are unique, because Feedmill skips posts it has seen."""
+    """Read posts, or repeat the bundled posts. Ids are unique, because Feedmill stores results by post id."""
     if path:
         posts = {item.id: item for item in Source(path).items() if isinstance(item, Post)}
         return list(islice(posts.values(), limit))
@@ -157,7 +157,7 @@ def statistics_of(ideal: Ideal, posts: Sequence[Post], tune: bool) -> list[int]:
 
 
 def make(names: Sequence[str], job: BenchmarkJob, ideal: Ideal) -> dict[str, Variant]:
-    """Create the requested variants; print which ones are not installed."""
+    """Create the requested variants; print the variants that are not installed."""
     variants: dict[str, Variant] = {}
     for name in (name for name in VARIANTS if name in names):
         try:

@@ -1,7 +1,7 @@
 """Alternatives to Feedmill, each set up as its own documentation recommends, with the settings that favour it.
 
 A rival classifies the same posts with the same model, precision, labels and token limit, on all cores, and returns the
-label and all scores of each post. The benchmark uses it only through `Variant`.
+label and all scores of each post. The benchmark uses rivals only through `Variant`.
 """
 
 from collections.abc import Sequence

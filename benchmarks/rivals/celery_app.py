@@ -1,6 +1,6 @@
 """Names and worker settings that the Celery rivals share with their driver.
 
-Two versions of Celery import this module: the driver uses Feedmill's, the worker of celery-batches the one it requires.
+Two versions of Celery run this module: Feedmill's in the driver, an older one in the worker of celery-batches.
 """
 
 import os

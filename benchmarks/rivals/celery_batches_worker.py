@@ -2,8 +2,8 @@
 
     RIVAL_REDIS_URL=redis://… PYTHONPATH=.venv/celery-batches:. python -m benchmarks.rivals.celery_batches_worker
 
-celery-batches 0.11 requires Celery below 5.7, which `make rivals` installs beside it. No module imported here may
-require Feedmill's Celery version.
+celery-batches 0.11 requires a Celery below 5.7; `make rivals` installs both in a separate folder. No module imported
+here may require Feedmill's Celery version.
 """
 
 from typing import Any

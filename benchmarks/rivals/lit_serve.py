@@ -1,4 +1,4 @@
-"""Serve the model with LitServe and its dynamic batching, as its documentation shows.
+"""Serve the model with LitServe and its dynamic batching, as LitServe's documentation shows.
 
 python -m benchmarks.rivals.lit_serve PORT
 """

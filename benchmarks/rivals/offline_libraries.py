@@ -96,7 +96,7 @@ class SentenceTransformers(OfflineLibrary):
         super().__init__(job)
 
     def load(self) -> Any:
-        # Imported here, because it is not a dependency of Feedmill and takes seconds to import.
+        # Imported here, because the library is not a dependency of Feedmill and takes seconds to import.
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
         model = SentenceTransformer(

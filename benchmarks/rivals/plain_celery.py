@@ -2,9 +2,9 @@
 
     RIVAL_REDIS_URL=redis://… python -m benchmarks.rivals.plain_celery solo|prefork
 
-`solo` is one process, whose forward pass uses all cores. `prefork`, Celery's default, is one process with a model per
-core, whose forward pass uses that core only. Their order depends on how well a pass of one row uses several
-cores. Both use Feedmill's classifier, so that no slower pipeline around the model counts against them.
+`solo` is one process, whose forward pass uses all cores. `prefork`, Celery's default, is one process per core; each
+loads the model and uses a single core. How well a forward pass of one row uses several cores decides which is faster.
+Both use Feedmill's classifier, so that no slower pipeline around the model counts against them.
 """
 
 import sys

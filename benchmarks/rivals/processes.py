@@ -1,4 +1,4 @@
-"""Start and stop the processes of a rival, including the processes that those start themselves."""
+"""Start and stop the processes of a rival, including all of their descendants."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Serve the model with Ray Serve and its dynamic batching, as its guide shows.
+"""Serve the model with Ray Serve and its dynamic batching, as Ray's guide shows.
 
 python -m benchmarks.rivals.ray_serve PORT
 """
@@ -22,7 +22,7 @@ from workers.models import device
 BATCH_WAIT_S = 0.01
 #: Maximum number of requests in the replica. The default of 5 would limit every batch to 5.
 MAX_ONGOING = 1024
-#: Size of Ray's object store in bytes. Requests are small; the default is a third of the memory.
+#: Size of Ray's object store in bytes. Requests are small; the default is a third of the machine's memory.
 OBJECT_STORE_BYTES = 256 << 20
 
 

@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/classify --json '{"posts": [{"id": "a1", "title": "The keeper saved two penalties"}]}'
 
 POST /classify takes the arguments of `feedmill.classify`. It responds 200 with one outcome per post, 422 with the
-reason if the message failed, or 202 with the result's address if that takes longer than `PATIENCE` seconds.
+reason if the message failed, or 202 with the result's address if there is no result within `PATIENCE` seconds.
 """
 
 import os
@@ -19,7 +19,7 @@ from fastapi import Body, FastAPI, HTTPException, Response
 URL = os.environ["FEEDMILL_REDIS_URL"]
 #: Seconds that a request waits for outcomes before it responds 202.
 PATIENCE = float(os.environ.get("PATIENCE", "30"))
-#: Errors that the sender can fix: invalid options; all posts failed, or any with `strict`.
+#: Errors that the sender can fix: invalid options; all posts failed or, with `strict`, any post.
 REFUSALS = {"RequestRefused", "MessageFailed"}
 
 celery = Celery(broker=URL, backend=URL)

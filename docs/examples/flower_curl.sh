@@ -30,7 +30,7 @@ if ! sent=$(ask --data "{\"kwargs\": $arguments, \"queue\": \"feedmill\"}" "$flo
 fi
 id=$(sed -n 's/.*"task-id": *"\([^"]*\)".*/\1/p' <<<"$sent")
 
-# The first call waits up to 60 seconds, but returns the state from before the wait. The second returns the result.
+# The first call waits up to 60 seconds, but returns the state from before the wait. The second call returns the result.
 ask --output /dev/null "$flower/api/task/result/$id?timeout=60"
 answer=$(ask "$flower/api/task/result/$id")
 echo "$answer"

@@ -29,19 +29,19 @@ def classify(posts: list[dict[str, Any]], **options: Any) -> Signature:
 
 
 def own(task: Any) -> Signature:
-    """Return a signature of one of the tasks below. It receives the previous result as its argument."""
+    """Return a signature of one of the tasks below. The task receives the previous task's result as its argument."""
     return app.signature(task.name, queue="own")
 
 
 @app.task(name="own.labels")
 def labels(outcomes: Outcomes) -> dict[str, str | None]:
-    """Return each post's label. Runs after one message."""
+    """Return each post's label. Runs in a chain, after a message."""
     return {outcome["id"]: outcome.get("label") for outcome in outcomes}
 
 
 @app.task(name="own.count")
 def count(messages: list[Outcomes]) -> dict[str, int]:
-    """Count the posts of each label. Runs as the callback of a chord, after all its messages."""
+    """Count the posts of each label. Runs as the callback of a chord, once all of the chord's messages are finished."""
     return Counter(outcome.get("label", "none") for outcomes in messages for outcome in outcomes)
 
 

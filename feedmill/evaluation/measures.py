@@ -1,4 +1,4 @@
-"""Score predicted labels against the true ones. Only arithmetic: no files, no model, no output.
+"""Score predicted labels against the true labels. Only arithmetic: no files, no model, no output.
 
 The metrics follow scikit-learn with zero_division=0, except that the macro-F1 ignores labels without a true example.
 """

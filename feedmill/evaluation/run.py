@@ -1,7 +1,7 @@
 """Run a model on posts with known labels and measure its accuracy, calibration and throughput.
 
-The posts go through the worker's pipeline, so the throughput is that of a worker. Several models run one after the
-other on the same posts.
+The posts go through the worker's pipeline, so the throughput is a worker's. Several models run one after the other on
+the same posts.
 """
 
 import time
@@ -27,7 +27,7 @@ class ModelMeasurement(NamedTuple):
     model: str
     evaluation: Evaluation
     bins: list[Bin]
-    #: Throughput with tokenization, without loading the model.
+    #: Posts per second, including tokenization but not the loading of the model.
     posts_per_s: float
     #: Each post's true label and its classification.
     predictions: list[tuple[str, Classification]]
@@ -48,7 +48,7 @@ class ModelMeasurement(NamedTuple):
 
 
 def settings_for_comparison(settings: Settings) -> Settings:
-    """Return the settings for one of several models to compare, without labels and template if it has its own labels.
+    """Return the settings for one of several compared models: without labels and template if it has fixed labels.
 
     Raises ModelError.
     """
@@ -65,7 +65,7 @@ def settings_for_comparison(settings: Settings) -> Settings:
 def measure(
     known: Sequence[tuple[Post, str]], loaded: "Classifier", settings: Settings, track: Track = lambda found, _: found
 ) -> ModelMeasurement:
-    """Classify posts and compare the labels with the true ones.
+    """Classify posts and compare the predicted labels with the true ones.
 
     known: (post, true label), where the label is one of the model's. track: wraps the iteration over the outcomes to
     show progress; its second argument is their number. Raises UserError if no post can be classified.

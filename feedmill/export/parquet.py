@@ -21,7 +21,7 @@ COLUMN_TYPES |= {"Score": pa.int64(), "scores": pa.map_(TEXT, pa.float64())}
 GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows per batch when a file is read.
 BATCH_ROWS = 5000
-#: Columns with repeating values, which are dictionary-encoded. For others a dictionary would be built and discarded.
+#: Columns with repeating values, which are dictionary-encoded. For other columns, a dictionary would be discarded.
 DICTIONARY_COLUMNS = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
 
 

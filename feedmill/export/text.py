@@ -22,7 +22,7 @@ RESULT_COLUMNS = (
 )  # fmt: skip
 COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
 TIME_COLUMNS = ("Date", "edited", "classified_at")
-#: CSV columns with text from users, which is escaped. The others hold numbers, dates, digests or generated JSON.
+#: CSV columns with text from users, which is escaped. All other columns hold numbers, dates, digests or generated JSON.
 ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
 
 
@@ -128,7 +128,7 @@ class Csv(TextFormat):
 
     def _rows(self, path: Path) -> Iterator[list[str]]:
         """Yield the header, then the rows."""
-        # Above the longest escaped cell; the csv module's own limit of 131,072 characters is below it.
+        # In characters; no escaped cell is longer. The csv module's default of 131,072 is too low.
         csv.field_size_limit(2_000_000)
         with path.open(encoding="utf-8", newline="") as file:
             yield from csv.reader(file, strict=True)

@@ -35,11 +35,11 @@ STATE_FILE = "_export.json"
 STATE_VERSION = 1
 #: Name of a part, with the ids of its first and last stream entry.
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
-#: Approximate rows of a part. A part is closed at the end of a fetch, and when the day changes.
+#: Approximate number of rows in a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
 #: Approximate number of rows between saves of a single file's state.
 SAVE_INTERVAL_ROWS = 20_000
-#: Seconds between searches for posts that were purged after their part was closed, while an export follows the stream.
+#: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_INTERVAL_S = 3600.0
 #: Maximum bytes of a file's first line to read when checking whether it is an export.
 FIRST_LINE_BYTES = 2_000_000
@@ -148,10 +148,10 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 def _without_purged(
     path: Path, target: Path, form: Format, reader: RowReader, latest: bool = False
 ) -> tuple[int, int | None]:
-    """Copy a file to `target` without purged posts and, if `latest`, without all but each post's last row.
+    """Copy a file to `target` without purged posts and, if `latest`, with only the last row of each post.
 
-    Returns the number of removed rows of purged posts, and the number of rows in `target`; None, without a copy, if
-    nothing has to be removed.
+    Returns the number of removed rows of purged posts, and the number of rows in `target`. If nothing has to be
+    removed, makes no copy and returns (0, None).
     """
     gone = reader.gone(form.ids(path))
     rows = Counter(form.ids(path) if gone or latest else ())
@@ -379,7 +379,7 @@ def _format_of_file(path: Path) -> Format:
 
 
 def _are_ours(columns: Collection[str]) -> bool:
-    """Return True if these are columns of an export: all or some, with `id` among them."""
+    """Return whether all of these are columns of an export, and `id` is one of them."""
     return "id" in columns and set(columns) <= set(COLUMNS)
 
 

@@ -17,11 +17,11 @@ from shared.keys import RESULTS_STREAM, labels_key, result_key, sent_key
 from shared.results import HOUR_S
 from shared.settings import DAY_S, Settings
 
-#: Newest results whose memory is measured.
+#: Number of newest results whose memory is measured.
 SAMPLE_RESULTS = 10
 #: Hours that the estimate looks ahead.
 HORIZON_HOURS = 7 * 24
-#: Seconds until memory is full below which the health check warns, and below which it fails.
+#: The health check warns if memory is full in less than WARNING_S seconds, and fails below CRITICAL_S.
 WARNING_S, CRITICAL_S = DAY_S, HOUR_S
 
 

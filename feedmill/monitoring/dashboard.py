@@ -1,6 +1,6 @@
 """Run Flower with a password, persistent state and no post texts.
 
-This is the only module that imports Flower. It differs from the `celery flower` command in these ways:
+This is the only module that imports Flower. The dashboard differs from the `celery flower` command in these ways:
 
 - Basic auth protects every page and /api/*. `/metrics`, which Flower leaves open, answers on loopback only.
 - The state is saved as JSON; Flower saves a pickle.
@@ -10,7 +10,7 @@ This is the only module that imports Flower. It differs from the `celery flower`
 - Each worker is inspected at its first heartbeat. Flower inspects only the workers that are online when it starts.
 - Arguments in the task-sent events of other applications are dropped, because they may contain posts.
 
-It depends on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
+Relies on these internals. Flower 2.2: `Events.load_state`, `save_state` and `on_event`; `Flower(events=…)`, its
 `started` and `update_workers`; the handlers `Metrics`, `BrokerView`, `GetQueueLengths` and `WorkerView`; the Tornado
 options. Celery: `Task` in celery/events/state.py is constructed from its fields.
 """
@@ -58,7 +58,7 @@ STATE_FILE, LOCK_FILE = "flower.json", "flower.lock"
 #: Milliseconds between saves of the state. A killed Flower loses the events since the last save; pages block during a
 #: save.
 SAVE_INTERVAL_MS = 30_000
-#: Newest messages to remember. The state file is about 9 MB at this number.
+#: Maximum number of messages to remember, newest first. The state file is about 9 MB at this number.
 MAX_TASKS = 20_000
 #: Task fields to save: all but the links to other tasks.
 SAVED_FIELDS = frozenset(Task._fields) - {"root", "parent", "children"}  # type: ignore[attr-defined]  # not in the stub
@@ -77,7 +77,7 @@ PASSED_OPTIONS = (
     "tasks_columns",
     "url_prefix",
 )
-#: Headers that a proxy adds. Behind a proxy the remote address does not identify the client.
+#: Headers that a proxy adds. Behind a proxy, the remote address is the proxy's, not the client's.
 PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-Ip")
 
 
@@ -107,7 +107,7 @@ class Dashboard:
         for number in not_ignored(*EXIT_SIGNALS):
             loop.asyncio_loop.add_signal_handler(number, loop.stop)
         try:
-            # Like Flower.start, but without inspecting workers: with none online yet, that only logs a warning.
+            # Like Flower.start, but without inspecting workers, which only logs a warning while no worker is online.
             self._flower.events.start()
             self._flower.started = True
             loop.start()
@@ -116,7 +116,7 @@ class Dashboard:
 
 
 def _configure(settings: Settings, address: str, port: int, password: str | None) -> Any:
-    """Return Flower's options: PASSED_OPTIONS from the environment, the rest from `settings`. Raises UserError."""
+    """Return Flower's options: PASSED_OPTIONS from the environment, all others from `settings`. Raises UserError."""
     options = tornado.options.options
     given = {name: os.environ.get(f"FLOWER_{name.upper()}") for name in PASSED_OPTIONS}
     options.max_tasks = MAX_TASKS
@@ -155,8 +155,8 @@ def _with_reason(task: Any) -> Any:
 class MessageEvents(Events):  # type: ignore[misc]
     """Flower's event store: drops post texts and saves its state between runs.
 
-    met: called on the loop's thread at a worker's first heartbeat, when the worker can answer an inspection. It cannot
-        yet at the earlier worker-online event.
+    met: called on the loop's thread at a worker's first heartbeat. At the earlier worker-online event, the worker
+        cannot answer an inspection yet.
     """
 
     met: Callable[[], object]
@@ -274,7 +274,7 @@ class QueueLengths(OwnQueues, GetQueueLengths):  # type: ignore[misc]
 
 
 class Verbatim:
-    """A text that Flower's pages show verbatim: they capitalise a plain str and replace its dashes."""
+    """A text that Flower's pages show verbatim. In a plain str, the pages capitalise words and replace dashes."""
 
     def __init__(self, text: str) -> None:
         self._text = text

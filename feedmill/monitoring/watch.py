@@ -194,7 +194,7 @@ class RateMeter:
 
 
 class StatusWithRates(NamedTuple):
-    """A snapshot with the rates since earlier ones. A rate that is not known yet is None, or missing from its dict."""
+    """A snapshot with the rates since earlier snapshots. An unknown rate is None, or missing from its dict."""
 
     status: Status
     #: Results per second.
@@ -285,7 +285,7 @@ def check_health(settings: Settings, parts: Collection[HealthPart]) -> Iterator[
 
 
 def _writable(redis: Redis, settings: Settings) -> tuple[bool, str]:
-    """Test a write that changes nothing: Redis refuses it at its memory limit and on a replica."""
+    """Test a write that changes nothing. At its memory limit, or as a replica, Redis refuses it."""
     try:
         with user_errors(settings):
             redis.zadd(TRANSPORT_KEYS["reserved_index_key"], {"": 0}, xx=True)

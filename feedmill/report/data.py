@@ -20,7 +20,7 @@ from shared.results import HOUR_S, ResultsStore, newest_first
 from shared.scripts.stream import Place
 from shared.settings import Settings
 
-#: Maximum labels with separate colours; all others share the name OTHERS and one colour.
+#: Maximum labels with separate colours; all other labels share the name OTHERS and one colour.
 MAX_COLOURED_LABELS = 16
 OTHERS = "others"
 #: Maximum numbers of subreddits, dead letters and gaps to show.
@@ -40,9 +40,9 @@ class Column:
     hour: int
     #: New results by label, from the hourly counters, which include results already trimmed from the stream.
     labels: Counter[str] = field(default_factory=Counter)
-    #: Results read from the stream.
+    #: Number of results read from the stream.
     read: int = 0
-    #: Results by the minute (since 1970) in which they were classified.
+    #: Number of results by minute of classification (minutes since 1970).
     minutes: Counter[int] = field(default_factory=Counter)
     #: Seconds from enqueuing to the result, for messages that carry their time of sending.
     waits: list[float] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Report:
     #: Hours per column.
     width: int
     columns: list[Column]
-    #: Results read from the stream; fewer than `posts` if older ones were trimmed.
+    #: Number of results read from the stream; less than `posts` if older results were trimmed.
     read: int = 0
     labels: Counter[str] = field(default_factory=Counter)
-    #: Results by subreddit and label.
+    #: Number of results by subreddit and label.
     subreddits: dict[str, Counter[str]] = field(default_factory=dict)
     #: Histogram (NUM_BINS bins) of each label's scores, over the results in which it was the best label.
     scores: dict[str, list[int]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Report:
     models: Counter[str] = field(default_factory=Counter)
     gaps: list[Gap] = field(default_factory=list)
     dead: list[DeadLetter] = field(default_factory=list)
-    #: Dead letters by reason.
+    #: Number of dead letters by reason.
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property

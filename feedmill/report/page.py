@@ -13,7 +13,7 @@ from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDIT
 from shared.errors import printable
 from shared.results import HOUR_S
 
-#: Label colours on a light and on a dark page, for the most frequent label first. The last one is for all other labels.
+#: Label colours on a light and on a dark page, for the most frequent label first. The last colour is for other labels.
 LIGHT = (
     "#2f6fb7", "#c2571a", "#3f8f5a", "#8a5fb0", "#b08900", "#2a9aa0", "#b8487f", "#6b7a2a",
     "#7fa8dc", "#e39a6c", "#7dbd92", "#b99ad3", "#d6b95a", "#7cc3c7", "#dc93b6", "#a8b36a", "#a9adb5",

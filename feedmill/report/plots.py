@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workers.pipeline.tuning import Curve
     from workers.training.run import Point
 
-#: Colours of the main series and of secondary ones.
+#: Colours of the main series and of secondary series.
 MAIN, OTHER = "#c2571a", "#b9bdc4"
 #: Width and height of a label's cell in a confusion matrix, in inches.
 CELL_INCHES = 0.42

@@ -27,7 +27,7 @@ from shared.messages import ClassifyOptions, Post
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 
-#: Seconds to wait for the results before showing the ones that have arrived.
+#: Maximum seconds to wait for all results. After that, the results so far are shown.
 RESULTS_TIMEOUT_S = 300.0
 #: Rows of the table, unless `--all` shows every post.
 SAMPLE_ROWS = 16

@@ -21,7 +21,7 @@ from shared.settings import PREFIX
 PROCESSORS = Path("/sys/devices/system/cpu")
 #: Python code that prints the number of GPUs torch sees.
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
-#: Variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer threads.
+#: Environment variables for the number of compute threads (torch, ONNX Runtime) and of tokenizer threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 def shares(wanted: str) -> list[Share]:
     """Return a share for each device that the setting `devices` names.
 
-    Raises SettingsError if the machine lacks a device, UserError if its GPUs cannot be counted.
+    Raises SettingsError if the machine lacks a device, UserError if the GPUs cannot be counted.
     """
     kind, _, number = wanted.partition(":")
     devices = [] if kind == "cpu" else _gpus(wanted)

@@ -33,9 +33,9 @@ RESTARTS_PER_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
 #: Attempts to lock the data folder, and the seconds between them.
 LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
-#: Secrets that are removed from the children's environment. Flower alone gets its password.
+#: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
 WITHHELD_SETTINGS = ("flower_password", "reddit_client_id", "reddit_client_secret")
-#: Settings for the connection to an external Redis, which the embedded one does not use.
+#: Settings for the connection to an external Redis, which the embedded stack does not use.
 EXTERNAL_REDIS_SETTINGS = (
     "redis_ca_file",
     "redis_certificate_file",
@@ -48,7 +48,7 @@ EXTERNAL_REDIS_SETTINGS = (
 class Stack:
     """redis-server, worker and Flower, running from `start` to `stop`.
 
-    The attribute `settings` holds the settings that connect to its Redis. durable: Redis persists its data in the
+    The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
     folder; otherwise the data is lost when the stack stops. Raises StackError.
     """
 
@@ -176,7 +176,7 @@ class Stack:
         return flower
 
     def _hears_events(self) -> bool:
-        """Return True once Flower has subscribed to task events; it would miss events sent earlier.
+        """Return True once Flower has subscribed to task events. Flower misses events sent earlier.
 
         The worker's subscription to remote control is the first of the two patterns.
         """
@@ -233,7 +233,7 @@ class Stack:
         """Stop all processes in order; a second interrupt kills them."""
         try:
             for child in self._children:
-                # The worker may drain for `drain` seconds; the others have nothing to finish.
+                # The worker may drain for `drain` seconds; the other processes have nothing to finish.
                 child.stop(self.settings.drain + 10 if child is self.worker else 10)
         finally:
             for child in self._children:

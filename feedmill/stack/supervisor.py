@@ -1,7 +1,7 @@
 """Supervise several workers on one machine, one process per device: start, restart and stop them.
 
-Each worker is an ordinary `feedmill worker`. The supervisor sees its exit status, its output, which it forwards line by
-line, and its answers to `inspect stats`. The supervisor does not import torch and opens no device.
+Each worker is an ordinary `feedmill worker`. The supervisor sees a worker's exit status and its answers to
+`inspect stats`, and forwards its output line by line. The supervisor does not import torch and opens no device.
 
 The main thread does all the work; a second thread waits for the workers' answers. Signals, exits of workers and answers
 wake the main thread through a socket, with one byte: the signal's number, or ANSWERED.
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 5
 #: Seconds before the first restart; the pause doubles with each further failure.
 FIRST_RESTART_DELAY_S = 1.0
-#: Seconds that a worker must run before its exit no longer counts as consecutive.
+#: Seconds that a worker must run for its next failure to count as the first again.
 STABLE_AFTER_S = 60.0
 #: Seconds beyond the setting `drain` after which a worker that is shutting down is killed.
 KILL_GRACE_S = 10.0
@@ -83,7 +83,7 @@ class Failures:
 class SupervisedWorker:
     """The worker of one device: its current process and its state.
 
-    command: command line to which `--name NODE` is appended. environment: variables besides those of the share.
+    command: command line to which `--name NODE` is appended. environment: variables in addition to the share's.
     """
 
     def __init__(self, share: Share, node: str, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -92,13 +92,13 @@ class SupervisedWorker:
         self._command = [*command, "--name", node]
         self._environment = environment | share.environment
         self.process: subprocess.Popen[bytes] | None = None
-        #: File descriptor of the pipe with its output.
+        #: File descriptor of the pipe with the worker's output.
         self.output = -1
         self.failures = Failures()
-        #: Time of the next start, by time.monotonic; None while it runs, and once it is no longer restarted.
+        #: Time of the next start, by time.monotonic; None while the worker runs, and once it is no longer restarted.
         self.due: float | None = 0.0
         self.restarts = 0
-        #: Latest statistics of its pool; None while it does not answer.
+        #: Latest statistics of the worker's pool; None while the worker does not answer.
         self.statistics: dict[str, Any] | None = None
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         #: Start of an output line whose end has not arrived yet.
@@ -284,7 +284,7 @@ class Supervisor:
                 worker.process.kill()
 
     def _exited(self, worker: SupervisedWorker, status: int) -> None:
-        """Forward the rest of the output, then restart the worker, leave it stopped, or stop all workers."""
+        """Forward the remaining output, then restart the worker, leave it stopped, or stop all workers."""
         while self._forward_output(worker):
             pass
         with suppress(KeyError):

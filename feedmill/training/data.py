@@ -32,7 +32,7 @@ class Provenance(NamedTuple):
 
     source: str
     read: int
-    #: Posts without a label, or with a score below `min_score`.
+    #: Posts without a label or text, or with a score below `min_score`.
     unlabelled: int
     #: Posts left out because they were purged; None if Redis did not answer.
     purged: int | None

@@ -1,13 +1,14 @@
 """Run trainings as Celery tasks: `feedmill.train` is the counterpart of the command `feedmill train`.
 
-Each training runs the command as a child process: its memory is released when it exits, and its error messages are the
-same. Progress is published as the task state PROGRESS, in Celery's result backend and in Flower. The task is registered
-only in the trainer's application, which consumes only its own queue, so workers that classify never train.
+Each training runs the command as a child process, whose memory is released when it exits and whose error message
+becomes the task's error. Progress is published as the task state PROGRESS, in Celery's result backend and in Flower.
+The task is registered only in the trainer's application, which consumes only the training queue, so workers that
+classify never train.
 
 A trainer that shuts down returns an unfinished training to the queue; the next trainer resumes at the last checkpoint.
 
-It depends on Celery 5.7 (celery/events/state.py): a custom event `task-progress` sets the state PROGRESS, and its field
-`result` is shown.
+Relies on Celery 5.7 (celery/events/state.py): the custom event `task-progress` sets the state PROGRESS, and Flower
+shows the event's field `result`.
 """
 
 import json

@@ -9,7 +9,7 @@ import torch
 
 from shared.errors import SettingsError, UserError
 
-#: Cores that torch uses. OMP_NUM_THREADS overrides the default.
+#: Number of cores that torch uses. OMP_NUM_THREADS overrides the default.
 TORCH_THREADS = torch.get_num_threads()
 #: Maximum parallel forward passes on a CPU. Each needs Python's global interpreter lock between operations.
 MAX_LANES = 4
@@ -29,8 +29,8 @@ class Device(NamedTuple):
     def name(self) -> str:
         """The device's name in results: cpu, mps or cuda:2.
 
-        If CUDA_VISIBLE_DEVICES is set, a GPU's number is taken from there. torch itself numbers only the visible GPUs,
-        from 0, so the only GPU of each of several workers would be cuda:0.
+        If CUDA_VISIBLE_DEVICES is set, a GPU's number is taken from that variable. torch numbers the visible GPUs from
+        0, so workers with one visible GPU each would all report cuda:0.
         """
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self.torch.index or 0
@@ -42,8 +42,8 @@ class Device(NamedTuple):
     def lanes(self) -> int:
         """Number of parallel forward passes: up to one per core on a CPU, otherwise one.
 
-        Passes are not split across cores, because cores that share a pass wait for the slowest one after every
-        operation.
+        Parallel passes use the cores better than one pass on all cores, because cores that share a pass wait for the
+        slowest one after every operation.
         """
         return min(TORCH_THREADS, MAX_LANES) if self.torch.type == "cpu" else 1
 
@@ -147,7 +147,7 @@ def _onnx_precision(device: torch.device, dtype: str) -> tuple[torch.dtype, str]
 
 
 def _half_precision(device: torch.device) -> tuple[torch.dtype, str]:
-    """Return half precision if the hardware supports it. Emulation would be slower than float32."""
+    """Return half precision if the hardware supports it, otherwise float32, and the reason. Emulation is slower."""
     if device.type != "cpu":
         return torch.float16, "GPUs compute in half precision"
     capabilities = torch.cpu.get_capabilities()

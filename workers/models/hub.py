@@ -1,7 +1,7 @@
 """Models on the Hugging Face hub: download one commit of a repository into the hub's cache.
 
-huggingface_hub does the work: it reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads, and manages the cache, which every
-program that uses it shares. This module turns its errors into ModelError and its progress bars into log lines. The
+huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN, downloads files, and manages the cache, which all programs that
+use the library share. This module turns the library's errors into ModelError and its progress bars into log lines. The
 caller chooses the files to download.
 """
 
@@ -208,7 +208,7 @@ class Repository:
 def announced_sha256(file: Path) -> str | None:
     """Return the SHA-256 that the hub announced for a file in its cache, or None.
 
-    The cache links each file to content that is named by its hash.
+    In the cache, each file is a link to a file that is named by its SHA-256.
     """
     try:
         content = file.readlink().name

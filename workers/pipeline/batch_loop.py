@@ -1,9 +1,9 @@
 """The batch loop: take the next micro-batch, run the forward pass, hand over the outputs.
 
-It runs on the device threads, which must never wait: all other work happens on other threads meanwhile. A GPU gets its
-next micro-batch while the previous one still runs. A CPU has one device thread, called a lane, per core. Their forward
-passes run side by side, and a micro-batch that finds all other lanes idle gets all cores. A micro-batch that fails is
-split in half, repeatedly, until the failing post is found.
+The loop runs on the device threads, called lanes, which must never wait: all other work runs on other threads. A GPU
+has one lane and gets its next micro-batch while the previous one still runs. A CPU has one lane per core, at most four.
+The lanes' forward passes run in parallel, and a micro-batch that finds all other lanes idle gets all cores. A
+micro-batch that fails is split in half, repeatedly, until the failing post is found.
 """
 
 import logging
@@ -68,7 +68,7 @@ class BatchLoop:
         return None
 
     def _forward(self, loaded: Loaded, rows: Sequence[Row], lane: int) -> list[Part]:
-        """Return the rows' outputs. If the pass raises, split the rows until only the failing one has an error."""
+        """Return the rows' outputs. If the pass raises, split the rows until only failing rows have an error."""
         shared = loaded.budget.shared
         try:
             return [(rows, self._compute(loaded, rows, lane))]

@@ -2,7 +2,7 @@
 
 The best budget depends on the device (a CPU is fastest while a batch fits its caches, a GPU once a batch fills it), the
 model, the precision and the libraries. So the first start tries several budgets on generated rows and writes the best
-to a file. A change of any of these triggers a new measurement. The setting `token_budget` overrides the result.
+to a file. If any of these changes, the next start measures again. The setting `token_budget` overrides the result.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ OTHER_CANDIDATES: tuple[int, ...] = (8192, 16_384, 32_768, 65_536, 131_072, 262_
 #: Minimum seconds per trial of a budget, and rounds of trials. A budget's best round counts, because other processes on
 #: a shared machine can only slow it down.
 MIN_TRIAL_S, ROUNDS = 0.5, 2
-#: Take the smallest budget that reaches this share of the best rate: it waits less and pads less.
+#: Take the smallest budget that reaches this share of the best rate: smaller batches fill sooner and pad less.
 CLOSE_ENOUGH = 0.98
 #: Stop trying larger budgets once one falls below this share of the best rate.
 STOP_RATIO = 0.85
@@ -125,7 +125,7 @@ def _place(classifier: Classifier, settings: Settings) -> tuple[Path, str]:
 
 
 def identity(classifier: Classifier, settings: Settings) -> dict[str, str]:
-    """Return everything the best budget depends on. A digest of the values is the key under which it is remembered."""
+    """Return everything the best budget depends on. A digest of the values is its key in the calibration file."""
     return {
         "device": classifier.device.hardware,
         "lanes": str(classifier.device.lanes),

@@ -62,14 +62,14 @@ TRANSITIONS = {
 class Message:
     """A message inside the worker: its posts and their outcomes.
 
-    arguments: those of `feedmill.classify`, as sent.
+    arguments: the arguments of the task `feedmill.classify`, as sent.
     sent_at: the sender's time, in seconds since 1970; ignored unless plausible.
     task_id: Celery's task id, for dead letters.
     priority: 0 (first) to 9 (last).
     redelivered: whether a worker had the message before.
     pending: anything that the owner needs to reply to the message.
     attempts: number of deliveries, including this one.
-    queue: the queue it was taken from, if any.
+    queue: the queue that the message was taken from, if any.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def dead_letter_without_posts(
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return an error's traceback after those of its causes, without their messages, which may quote a post."""
+    """Return the tracebacks of an error's causes and of the error, without messages, because these may quote a post."""
     found: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(found) < MAX_CHAINED_ERRORS:

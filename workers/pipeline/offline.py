@@ -1,7 +1,7 @@
 """Classify without a queue: the worker's pipeline with both ends replaced.
 
-Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. All steps in
-between are the worker's, so results and measurements apply to a worker as well.
+Posts come from an iterator instead of Celery, and outcomes go to an iterator instead of Redis. All other steps are the
+worker's, so results and measurements apply to a worker as well.
 """
 
 import logging

@@ -87,7 +87,7 @@ class Pipeline:
             thread.start()
 
     def submit(self, message: Message) -> None:
-        """Accept a message. Calls `Owner.recorded` at its end, unless it is no longer wanted or the pipeline stops."""
+        """Accept a message. Calls `Owner.recorded` at its end, unless `Owner.admit` rejects it or the pipeline ends."""
         if message.sent_at is not None:
             self.statistics.totals.messages += 1
             self.statistics.totals.queued_seconds += max(0.0, time.time() - message.sent_at)
@@ -97,7 +97,7 @@ class Pipeline:
         """Fail a whole message now. Return False if it is already finished or dropped.
 
         The message's waiting rows are not computed, and it ends like other messages, with `fault` as its outcome. Posts
-        without an outcome fail with `reason`. A micro-batch that contains rows of the message completes for the others.
+        without an outcome fail with `reason`. Other messages in the same micro-batch are not affected.
         """
         return self._recording.give_up(message, fault, reason)
 

@@ -1,11 +1,11 @@
 """Poison tracking: count how often each post was in a forward pass when its worker died.
 
-A poison post kills its worker, returns to the queue and kills the next one. So a worker records which posts are in
-flight before each pass, with one command. When a message is redelivered, records of dead workers count against its
-posts. These are suspected poison posts, and the pipeline computes each in isolation. Other posts of the message, and
-messages that only waited in the dead worker, are not suspected.
+A poison post kills its worker, returns to the queue and kills the next worker. So before each forward pass, a worker
+records the posts in flight, with one Redis command. When a message is redelivered, the records of dead workers count
+against its posts. A post with such a count is a suspected poison post, and the pipeline computes it in isolation. Other
+posts of the message, and messages that only waited in the dead worker, are not suspected.
 
-Records outlive their worker. A leftover record does not affect a finished post, because that is never redelivered.
+Records outlive their worker. A leftover record does not affect a finished post, which is never redelivered.
 """
 
 import json
@@ -68,7 +68,7 @@ class PoisonTracker:
 
 
 class IsolationQueue(Generic[R]):
-    """Rows of suspected posts that wait for the device, apart from all others. Only its length is thread-safe."""
+    """Rows of suspected poison posts that wait for the device. Only the queue's length is thread-safe."""
 
     def __init__(self) -> None:
         #: The rows of each waiting post.

@@ -22,7 +22,7 @@ from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 
 logger = logging.getLogger(__name__)
 
-#: Maximum rows of one message, because they are prepared and held together.
+#: Maximum rows of one message, because all of its rows are prepared and held in memory together.
 MAX_ROWS_PER_MESSAGE = 32_000
 
 
@@ -33,9 +33,9 @@ class Preparation:
         self._backlog = backlog
         self._context = context
         self._hand_over = hand_over
-        #: Messages, and models that apply to the messages behind them; None ends the thread.
+        #: Messages, and models that apply to all later messages; None ends the thread.
         self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
-        #: Number of posts submitted and prepared. Two counters, because each is written by another thread.
+        #: Number of posts submitted, and of posts prepared. Separate counters, because each has its own writing thread.
         self._posts_in = self._posts_prepared = 0
 
     # Called by other threads.
@@ -90,7 +90,7 @@ class Preparation:
         self._posts_prepared += len(message.raw_posts)
 
     def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
-        """Return the posts to compute with their rows, and set the outcomes of all others."""
+        """Return the posts to compute with their rows, and set the outcomes of all other posts."""
         posts = message.read()
         with self._context.watch.step("the preparation of labels", self._context.timeout):
             label_set = classifier.label_set(message.options)
@@ -115,7 +115,7 @@ class Preparation:
         return [(work, rows) for work, rows in prepared if rows]
 
     def _without_results(self, pending: list[PendingPost]) -> list[PendingPost]:
-        """Return the posts without a stored classification, and set the outcomes of the others."""
+        """Return the posts without a stored classification, and set the outcomes of all other posts."""
         try:
             found = self._context.store.find([(work.post.id, work.fingerprint) for work in pending])
         except RedisError as fault:
@@ -147,7 +147,7 @@ class Preparation:
         return allowed
 
     def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
-        """Return the rows of each post. A post that cannot be prepared has none, and the reason as its outcome."""
+        """Return the rows of each post. A post that cannot be prepared gets no rows, and the reason as its outcome."""
         if not pending:
             return []
         try:

@@ -1,8 +1,8 @@
 """Recording: turn outputs into stored results, set each post's outcome, and finish complete messages.
 
-This is the writer thread's part of the pipeline. Results are stored before their message is finished, and dead letters
-before it is acknowledged, so a finished message always has both. While Redis is unreachable, the writer thread waits;
-after a few micro-batches the device waits too. No computed result is lost.
+This is the writer thread's part of the pipeline. A message's results are stored before the message is finished, and its
+dead letters before its acknowledgement. While Redis is unreachable, the writer thread waits; after a few micro-batches,
+the device waits too. No computed result is lost.
 """
 
 import logging
@@ -28,7 +28,7 @@ from workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
 
-#: Finished micro-batches that may wait for the writer thread before the device waits too. Limits memory while Redis is
+#: Maximum work that waits for the writer thread; beyond it, the device waits too. Limits memory while Redis is
 #: unreachable, and covers slow writes easily.
 MAX_UNWRITTEN_BATCHES = 4
 #: Maximum seconds between two attempts to write to Redis.

@@ -18,7 +18,7 @@ LAG_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0,
 )  # fmt: skip
 
-#: Seconds of device time after which a pass has a third of its weight in the device's speed.
+#: Time constant of the exponential decay of passes in the device's speed, in seconds of device time.
 SPEED_DECAY_S = 10.0
 
 
@@ -27,15 +27,15 @@ class Totals:
     """Sums since the worker started.
 
     Each field has a single writing thread: the submitting thread for messages and queued_seconds, the tokenizer thread
-    for answered, and the writer thread for all others.
+    for answered, and the writer thread for all other fields.
     """
 
-    #: Posts classified, and posts that failed as dead letters.
+    #: Number of posts classified, and of posts that became dead letters.
     posts: int = 0
     failed: int = 0
-    #: Posts answered with a stored classification.
+    #: Number of posts answered with a stored classification.
     answered: int = 0
-    #: Messages with a sending time, and the total seconds that they waited for this worker.
+    #: Number of messages with a sending time, and the total seconds that these messages waited for this worker.
     messages: int = 0
     queued_seconds: float = 0.0
     batches: int = 0
@@ -93,7 +93,7 @@ def _share(part: float, whole: float) -> float:
 
 
 class Histogram:
-    """Counts of values per bucket, and their sum. One thread adds, others read."""
+    """Counts of values per bucket, and the sum of the values. One thread adds, other threads read."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -107,7 +107,7 @@ class Histogram:
 
 
 class Speed:
-    """The device's recent speed in rows per second. One thread adds, others read."""
+    """The device's recent speed in rows per second. One thread adds, other threads read."""
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
@@ -125,7 +125,7 @@ class Speed:
 class Statistics:
     """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
 
-    interval: seconds. now: seconds of a monotonic clock, here and below.
+    interval: in seconds. now (in all methods): seconds of a monotonic clock.
     """
 
     def __init__(self, interval: float, now: float) -> None:

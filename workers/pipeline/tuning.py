@@ -1,13 +1,13 @@
 """The batch-size experiment: measure speed and memory for batches of different sizes.
 
-It compares two ways to form batches from the same posts. By batch size: a fixed number of posts in order of arrival,
-with all of their rows in one forward pass. By token budget: all rows sorted by length, with a new batch wherever the
-next row would exceed the budget, as a worker's window does at its best. Either way the rows within a batch are sorted
-by length, as the engines prefer.
+The experiment compares two ways to form batches from the same posts. By batch size: a fixed number of posts in order of
+arrival, with all of their rows in one forward pass. By token budget: all rows sorted by length, with a new batch
+wherever the next row would exceed the budget. A worker's window does the same at best. In both cases, the rows within a
+batch are sorted by length, as the engines prefer.
 
-Both are measured like `calibrate` does: one forward pass after the other, with the cores of one lane of the device. So
-the two curves are comparable with either engine (ONNX Runtime's cores are fixed when it loads), and the best budget is
-valid for each lane of a worker. Tokenizing is not timed. Independent of how the results are shown.
+Both ways are measured as in `calibrate`: one forward pass after the other, with the cores of one lane of the device. So
+the two curves are comparable with either engine (ONNX Runtime fixes its number of cores on loading), and the best
+budget is valid for each lane of a worker. Tokenizing is not timed. This module does not display results.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from workers.models.device import proc_field
 from workers.pipeline.calibration import CANDIDATES, OTHER_CANDIDATES, best
 
 BATCH_SIZE, TOKEN_BUDGET = "batch_size", "token_budget"
-#: Posts per batch.
+#: Batch sizes to measure, in posts.
 BATCH_SIZES = tuple(range(5, 41, 5))
 #: Minimum batches for a token budget to be measured. With fewer, the unfilled last batch distorts the result.
 MIN_BATCHES = 4
@@ -90,7 +90,7 @@ class Curve(NamedTuple):
 
 
 class Tuning:
-    """Measure each size once per round, every other round in reverse order, because machines drift.
+    """Measure each size once per round, every other round in reverse order, because a machine's speed drifts.
 
     Use `run`, then `curve`. Raises RequestRefused if the model does not support the configured labels.
     """
@@ -117,8 +117,8 @@ class Tuning:
             for size in (Size(kind, value) for kind, values in wanted.items() for value in values)
             if size.value < (self._unfilled[size.kind] or math.inf)
         }
-        #: Seconds and peak memory of each round, by size. Small batches go first, because some allocators never release
-        #: memory.
+        #: Seconds and peak memory (10^6 bytes) of each round, by size. Small batches go first, because some allocators
+        #: never release memory.
         self._rounds_of: dict[Size, list[tuple[float, float | None]]] = {
             size: [] for size in sorted(self._padded, key=lambda size: max(self._padded[size]))
         }
@@ -162,7 +162,7 @@ class Tuning:
         )
 
     def _measure(self, size: Size) -> tuple[float, float | None]:
-        # Prepared for each pass, because rows keep the outputs of theirs.
+        # Prepared again for each measurement, because rows keep their outputs.
         batches = self._cut(self._prepared(), size)
         peak = Peak(self._classifier.device.torch, self._settings.engine)
         began = time.perf_counter()

@@ -41,7 +41,7 @@ class Watch:
         self._latest_tick = self._read()
 
     def now(self) -> float:
-        """Return the seconds that this process has run, without pauses."""
+        """Return the seconds since this watch was created, without pauses of the process."""
         return self._read()[1]
 
     def _read(self) -> tuple[float, float]:

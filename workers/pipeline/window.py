@@ -1,10 +1,10 @@
 """The window: waiting rows, sorted by length, from which micro-batches are cut.
 
-A padded batch costs its longest row times its number of rows, so rows of similar length belong together. But always
-taking the shortest rows would starve the long ones. So each batch is anchored on the oldest row. Of all runs of
+The cost of a padded batch is its longest row times its number of rows, so rows of similar length belong together. But
+always taking the shortest rows would starve the long ones. So each batch contains the oldest row. Of all runs of
 neighbouring lengths that contain this row and fit the budget, the window takes the one with the least padding for its
-tokens. It never delays rows on purpose: an idle device takes what is waiting. Rows of a more urgent priority go first,
-regardless of age, as in the queue; other rows fill the remaining room.
+tokens. The window never delays rows on purpose: an idle device takes what is waiting. Rows of a more urgent priority go
+first, regardless of age, as in the queue; other rows fill the remaining room.
 
 Pure Python, independent of Celery, torch and posts. Not thread-safe: callers lock it.
 """

@@ -5,7 +5,7 @@ A message that no task can process becomes a dead letter. Celery alone would dis
 Relies on these internals of Celery 5.7 and kombu 5.7:
 
 - `QoS.room` and `Channel.room_bytes` decide how much the transport fetches (channel.py); `can_consume` decides
-  whether it fetches at all. Celery's worker_disable_prefetch replaces it too.
+  whether it fetches at all. Celery's worker_disable_prefetch also replaces `can_consume`.
 - `Consumer`'s first argument passes each request to the pool, after any delay. It raises the result backend's errors if
   the request was revoked or has expired.
 - `Consumer.ensure_connected` waits for the broker. The two `on_connection_error_…` methods receive each error that a
@@ -63,8 +63,8 @@ from workers.transport.held import claim, is_held, postpone, unclaim
 
 logger = logging.getLogger(__name__)
 
-#: Fields of kombu's connection info that contain passwords: those of Redis, in Sentinel addresses, and of the
-#: Sentinels.
+#: Fields of kombu's connection info that contain passwords: Redis' own, those in Sentinel addresses, and the
+#: Sentinels' own.
 FIELDS_WITH_PASSWORDS = frozenset({"password", "alternates", "transport_options"})
 #: The type stubs cover little of this module.
 celery_consumer: Any = _celery_consumer
@@ -131,9 +131,9 @@ class Consumer(consumer.Consumer):
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         self._end_if_denied(exc)
-        if isinstance(exc, ResponseError):  # Celery logs only its type
+        if isinstance(exc, ResponseError):  # Celery logs only the error's type
             logger.warning("%s", user_message(exc, self.app.settings) or repr(exc))
-        with warnings.catch_warnings():  # its advice would cancel tasks that are on the device
+        with warnings.catch_warnings():  # following the warning would cancel tasks that are on the device
             warnings.simplefilter("ignore", CPendingDeprecationWarning)
             super().on_connection_error_after_connected(exc)
 
@@ -159,7 +159,7 @@ class Consumer(consumer.Consumer):
         A lost connection returns unclaimed requests (with an ETA, or held back by a rate limit) to the queue.
         """
         if not is_held(request.message):
-            return  # it returned to the queue while it waited
+            return  # the message returned to the queue while the request waited
         if not claim(request.message):
             self.timer.call_after(self.ALONE_INTERVAL_S, self._hand_over, (on_task_request, request))
             return
@@ -361,7 +361,7 @@ class ConsumerFit(bootsteps.StartStopStep):
         return {"broker": {name: value for name, value in connection_info.items() if name not in FIELDS_WITH_PASSWORDS}}
 
     def stop(self, parent: Any) -> None:
-        """Flush pending events to the dispatcher, which passes unsent ones to its successor."""
+        """Flush pending events to the dispatcher, which passes unsent events to its successor."""
         if isinstance(parent.pool, DevicePool):
             parent.pool.flush_events()
 

@@ -10,7 +10,7 @@ from typing import Any
 class EventBatches:
     """Send task events in batches. Celery alone sends one or two at each iteration of its event loop."""
 
-    #: Maximum seconds that an event waits for others. Flower shows whole seconds.
+    #: Maximum seconds that an event waits for other events. Flower shows whole seconds.
     FLUSH_DELAY_S = 0.1
     #: Number of waiting events that triggers an immediate send.
     BATCH_LIMIT = 256

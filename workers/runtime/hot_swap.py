@@ -1,9 +1,9 @@
 """Hot swap: load the model wanted for a worker's queue and activate it while the previous one keeps running.
 
 `feedmill deploy` stores a folder and the hash of its weights in Redis (model_routing.py) and tells the workers to
-check. Workers trust only what they read there. They also check every minute and at each connection, in
-case they missed the command. A worker loads the new model beside the active one, on a separate thread, and tests it.
-The pipeline then switches between two micro-batches. Any failure on the way leaves the active model in place.
+check. The command carries no data: workers read the deployment from Redis. They also check every minute and at each
+connection, in case they missed the command. A worker loads the new model beside the active one, on a separate thread,
+and tests it. The pipeline then switches between two micro-batches. After any failure, the active model stays in place.
 
 A deployment can only select a folder on this machine, below `models_folder` if that is set, with safetensors of that
 hash. Code in the folder never runs. Independent of Celery.
@@ -54,7 +54,7 @@ JOIN_TIMEOUT_S = 5.0
 
 
 def load_wanted(asked: RequestedModel | None, settings: Settings, device: Device) -> Classifier:
-    """Load the wanted model, or that of the settings, and return its classifier. Raises ModelError or SettingsError."""
+    """Load the deployed model, or else the configured one. Return its classifier. Raises ModelError, SettingsError."""
     if asked is None or asked.model is None:
         return load_classifier(settings, device)
     folder = _folder(asked.model, settings)
@@ -181,9 +181,9 @@ class Deployer:
     def _validate(self, classifier: Classifier) -> TokenBudget:
         """Test the model on the device thread, between micro-batches of the active model, and return its token budget.
 
-        The budget is the configured or previously measured one, else that of the active model: a measurement would
-        block the device for ten seconds and is left to the next start. It is shared, and lowered until both models fit
-        in memory. Raises ModelError.
+        The budget is the configured or previously measured one, else the active model's: a measurement would
+        block the device for ten seconds and is left to the next start. The returned budget is shared (see
+        TokenBudget.share), and lowered until both models fit in memory. Raises ModelError.
         """
         name, label_set = classifier.weights.name, classifier.label_set(ClassifyOptions())
         budget = known_budget(classifier, self._settings) or TokenBudget(self._pipeline.budget.unshared)

@@ -56,8 +56,7 @@ class InFlight(Owner):
         self.hub: Any = None
         #: Pending tasks: started and not finished. Used only on the consumer's thread.
         self._held: set[PendingTask] = set()
-        #: Pending tasks that Redis prevented from finishing, each with the call to retry. Used only on the consumer's
-        #: thread.
+        #: Pending tasks whose ending failed on Redis, each with the call to retry. Used only on the consumer's thread.
         self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -117,7 +116,7 @@ class InFlight(Owner):
             pending.request.eventer = eventer
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
-        """Finish requests in flight for as long as `goes_on()` is true. The rest need `return_to_queue`."""
+        """Finish requests in flight for as long as `goes_on()` is true. Unfinished requests need `return_to_queue`."""
         while len(self._held) > len(self._unended) and goes_on():
             try:
                 self._deliveries.get(timeout=0.1)()

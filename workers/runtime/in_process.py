@@ -31,7 +31,7 @@ class Waiting(Owner):
 class InProcessPipeline:
     """The pipeline of this process.
 
-    worker: name recorded in results, which then go to the results store. None stores nothing.
+    worker: name recorded in stored results; None stores no results.
     """
 
     #: One model per process: the latest requested.

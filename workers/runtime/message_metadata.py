@@ -11,7 +11,10 @@ from workers.transport.decoding import delivery_counter
 
 
 def read_arguments(message: Any) -> dict[str, Any]:
-    """Return a message's arguments by their names in `feedmill.classify`. Empty if they cannot be read."""
+    """Return a message's arguments by name; positional arguments get the names of `feedmill.classify`'s parameters.
+
+    Empty if the arguments cannot be read.
+    """
     try:
         found = message.payload
         args, kwargs = (found["args"], found["kwargs"]) if isinstance(found, dict) else found[:2]
@@ -40,5 +43,5 @@ def isolated_death_count(message: Any) -> int:
 
 
 def source_queue(message: Any) -> str | None:
-    """Return the queue that a message came from, or None. Trusts the lease's tag, not the sender."""
+    """Return the queue that a message came from, or None. Read from the transport's tag, not from the sender's data."""
     return str(message.delivery_tag).partition(" ")[2].partition(PRIORITY_MARK)[0] or None

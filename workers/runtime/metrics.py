@@ -115,7 +115,7 @@ class WorkerMetrics:
         self._node = node
         self._redis = RedisMetrics(settings)
         self._loaded: tuple[Pipeline, Callable[[], int]] | None = None
-        #: Time of the event loop's last iteration or of a wait for Redis, in monotonic seconds; None before it runs.
+        #: Time of the event loop's last iteration or of a wait for Redis, in monotonic seconds; None at first.
         self._turned: float | None = None
 
     def serve(self) -> MetricsServer:

@@ -3,7 +3,7 @@
 Relies on these internals of Celery 5.7:
 
 - A pool calls the Request's `on_accepted`, then one of `on_success`, `on_failure` and `on_timeout`. `on_timeout` fails
-  and acknowledges the request. If it was terminated before it was accepted, `on_accepted` ends it.
+  and acknowledges the request. `on_accepted` ends a request that was terminated before it was accepted.
 - The tracer's arguments, as in `Request.execute_using_pool`: task name, id, request dict, body, content type, encoding.
   A content type of None marks the body as decoded (celery/app/trace.py).
 - The tracer handles the task's own errors. It raises only Reject, or errors of the result backend.
@@ -47,8 +47,8 @@ class PendingTask:
     def limits(self, worker_soft: float | None, worker_hard: float | None) -> Iterator[tuple[float, Exception]]:
         """Yield each time limit, in seconds from acceptance, with the error for exceeding it.
 
-        The message's own limit takes precedence over the task's, and that over the worker's. A stock worker keeps the
-        task's limit from its start; this uses the current one.
+        The message's limit takes precedence over the task's, and the task's over the worker's. A stock worker reads the
+        task's limit at startup; this method reads the current value.
         """
         hard, soft = self.request.time_limits
         soft = soft or self.request.task.soft_time_limit or worker_soft
@@ -68,7 +68,7 @@ class PendingTask:
         request = self.request
 
         def ended(outcome: Any) -> None:
-            if isinstance(outcome, ExceptionInfo):  # its body raised a BaseException
+            if isinstance(outcome, ExceptionInfo):  # the task's body raised a BaseException
                 self.ending = partial(request.on_failure, outcome)
                 return
             failed, value, _ = outcome

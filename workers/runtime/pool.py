@@ -1,10 +1,9 @@
 """A Celery worker pool with exactly one slot: the device.
 
-The obvious way to batch with Celery is a strategy that collects requests and calls a task with all of them
-(celery-batches). It takes the requests away from Celery: no events, no revokes, no retries, and one exception
-acknowledges the whole batch. Here the default strategy, the Request class and the tracer stay Celery's own. The pool
-only decides *when* a request's task runs: once the device has its answer. Celery sees a busy pool that holds many
-messages and finishes them one by one.
+A strategy that collects requests and calls a task with all of them (celery-batches) takes the requests away from
+Celery: no events, no revokes, no retries, and one exception acknowledges the whole batch. Here the default strategy,
+the Request class and the tracer stay Celery's own. The pool only decides *when* a request's task runs: after its
+results are stored. Celery sees a busy pool that holds many messages and finishes them one by one.
 
 The consumer hands requests to `run` (consumer.py). This module loads the model, decides how much to prefetch, and
 drains the worker; in_flight.py passes requests to the pipeline and back to Celery. workers/models and workers/pipeline
@@ -79,7 +78,8 @@ class DevicePool(BasePool):
         self.catch_up: Callable[[], None] = lambda: None
         #: Number of signals received that request a shutdown.
         self._shutdown_signals = 0
-        # A second SIGTERM can interrupt the handler of the first, which holds this lock. Celery's own would deadlock.
+        # A second SIGTERM can interrupt the handler of the first, which holds this lock. Celery's own lock is not
+        # reentrant and would deadlock.
         worker_shutting_down.lock = RLock()  # type: ignore[attr-defined]  # not in the stub
         worker_shutting_down.connect(self._on_shutting_down, weak=False)
 
@@ -180,7 +180,7 @@ class DevicePool(BasePool):
             self._post_bytes += min(1.0, posts / POSTS_TO_LEARN) * (size / posts - self._post_bytes)
 
     def room(self) -> int:
-        """Return how many messages to prefetch so that their posts fit; 0 until a quarter of the room is free."""
+        """Return how many messages of one post to prefetch; 0 while less than a quarter of the maximum is free."""
         most = self.pipeline.max_waiting()
         free = most - self.pipeline.waiting()
         return max(1, int(free / self.pipeline.rows_per_post())) if 4 * free >= most else 0
@@ -188,8 +188,8 @@ class DevicePool(BasePool):
     def room_bytes(self) -> int:
         """Return how many bytes to prefetch. The transport may exceed this by one message.
 
-        A message may hold many posts and is only read after it is fetched, so the room for posts is converted into
-        bytes.
+        A message may hold many posts and is only decoded after it is fetched, so the number of posts from `room` is
+        converted to bytes.
         """
         return max(1, int(self.room() * self._post_bytes))
 

@@ -2,7 +2,7 @@
 
 Celery shows a message's arguments as described by its sender. Most senders include the start of the arguments, which is
 a user's post, and `inspect reserved`, shown on Flower's worker page, does not even shorten them. The runtime that
-Celery reports is the tracer's, which starts only when the device is done. `Task.Request` gives a task its own Request.
+Celery reports is the tracer's, which starts only when the device is done. A task selects this class by `Task.Request`.
 
 Relies on these internals of Celery 5.7: Celery shows `_argsrepr`, `_kwargsrepr` and the headers of the same names, and
 sends every event but task-received with `send_event` (celery/worker/request.py, celery/worker/strategy.py).
@@ -47,7 +47,7 @@ def announce_withdrawn(request: Request) -> None:
 class ClassifyRequest(Request):
     """A request of a micro-batched task."""
 
-    #: Monotonic time at which its first row entered a forward pass.
+    #: Time at which the request's first row entered a forward pass, in monotonic seconds.
     _began: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

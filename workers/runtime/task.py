@@ -23,14 +23,14 @@ from shared.errors import MessageFailed, RequestRefused, UserError
 from shared.settings import load
 from workers.pipeline.message import Message
 
-#: The message whose task Celery's tracer runs on this thread. The pool has its outcomes.
+#: The message whose task Celery's tracer runs on this thread, with all of its outcomes.
 CURRENT_MESSAGE: ContextVar[Message | None] = ContextVar("CURRENT_MESSAGE", default=None)
 #: The task's positional arguments, in order.
 ARGUMENT_NAMES = ("posts", "labels", "template", "multi_label", "strict", "top_k")
 
 
 def arguments_by_name(args: object, kwargs: object) -> dict[str, Any]:
-    """Return the task's arguments by name, however they were sent; empty if they are malformed.
+    """Return the task's positional and named arguments by name; empty if they are malformed.
 
     An extra positional argument becomes an unknown option. An argument given twice fails later, in the tracer, with
     Python's own error.
@@ -51,7 +51,7 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
 
     @property
     def queue(self) -> str | None:
-        """The queue to send to: the setting `queue`. None in Feedmill's own applications, where it is the default."""
+        """The queue to send to: the setting `queue`. None in Feedmill's own applications, whose default queue it is."""
         return None if isinstance(self.app, Application) else load().queue
 
     def outcomes(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from celery.exceptions import InvalidTaskError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-#: Required types, by header of task protocol 2 and by field of protocol 1's body. Anything else may have any type.
+#: Required types, by header of task protocol 2 and by field of protocol 1's body. Other fields may have any type.
 FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str,
     "task": str,

@@ -39,7 +39,7 @@ class Dataset(NamedTuple):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Training examples per label."""
+        """Number of training examples per label."""
         counted = Counter(example.label for example in self.train)
         return {label: counted[label] for label in self.labels}
 
@@ -76,7 +76,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
         )
     validation: list[Example] = []
     if options.patience:
-        # A different seed than the test split's: with the same one, no training post would hash below the share.
+        # A different seed than the test split's: with the same seed, no training post would hash below the share.
         train, validation = split(train, "random", VALIDATION_SHARE, options.seed + 1)
         if not validation:
             raise InputError(
@@ -87,7 +87,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
 
 
 def split(examples: Sequence[Example], how: str, share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Return (train, test). share: approximate size of the test set. Raises InputError if posts lack a field."""
+    """Return (train, test). share: approximate share of test examples. Raises InputError if posts lack a field."""
     if how == "none":
         return list(examples), []
     if how == "time":
@@ -134,7 +134,7 @@ def _keep_common_label_set(examples: Sequence[Example], left_out: Counter[str]) 
 
 
 def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
-    """Return the labels in alphabetical order. Raises InputError for too few labels, or posts per label."""
+    """Return the labels in alphabetical order. Raises InputError for too few labels, or too few posts per label."""
     if not train:
         raise InputError(
             "No post is left to train on: no post has a label, or all posts are in the test. Add labelled posts, or "

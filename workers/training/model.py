@@ -20,12 +20,12 @@ from workers.models.weights import Weights
 #: L2 penalty of the fitted head. With the embedded model and 830 real posts, values from 0.02 to 0.2 differ little;
 #: below 0.01 the head overfits.
 RIDGE_PENALTY = 0.05
-#: Maximum L-BFGS iterations; it converges well before.
+#: Maximum L-BFGS iterations. The fit converges well before.
 MAX_ITERATIONS = 200
 
 
 def load_tokenizer(weights: Weights, most: int, remote_code: bool = False) -> Any:
-    """Load the base's tokenizer. It truncates to `most` tokens, or fewer if the base takes fewer. Raises ModelError."""
+    """Load the base's tokenizer, set to truncate to `most` tokens or the base's lower limit. Raises ModelError."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             weights.folder, local_files_only=True, trust_remote_code=remote_code
@@ -85,7 +85,7 @@ def head_parameters(model: Any) -> set[str]:
 
 @torch.no_grad()
 def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[Any, Any], torch.Tensor]) -> None:
-    """Fit the last layer to its current inputs. loss_of: maps logits and labels to a loss per row.
+    """Fit the last linear layer to the features of these batches. loss_of: maps logits and labels to a loss per row.
 
     Leaves the model unchanged if its last layer does not return logits of [rows, labels].
     """
@@ -102,7 +102,7 @@ def fit_head(model: Any, batches: Sequence[dict[str, Any]], loss_of: Callable[[A
             model(**{name: value.to(model.device) for name, value in batch.items() if name != "labels"})
     finally:
         hook.remove()
-    # float64 converges to one result regardless of rounding; the computation is small.
+    # In float64, the fit converges to the same result despite rounding; the computation is small.
     features, wanted = torch.cat(seen).cpu().double(), torch.cat(labels).cpu()
     if features.shape[:-1] != wanted.shape[:1]:
         return

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import Sampler
 
-#: Optimization steps whose examples are sorted by length together. More reduce padding; fewer keep the order random.
+#: Optimization steps whose examples are sorted by length together. More steps reduce padding; fewer add randomness.
 STEPS_SORTED_TOGETHER = 32
 
 
@@ -13,8 +13,8 @@ class Order(Sampler[int]):
     """A reproducible order of examples, different in each epoch and determined by the seed.
 
     batch: examples per optimization step, over all devices. grouped: put examples of similar length into one step, and
-    into one part of it however the step is divided. Steps come in random order; in the first epoch the longest comes
-    first, so that running out of memory shows at once.
+    sort each step by length, so that its forward passes need little padding. Steps then come in random order, but the
+    first epoch begins with the step of the longest example, so that running out of memory shows at once.
     """
 
     def __init__(self, lengths: Sequence[int], batch: int, seed: int, grouped: bool) -> None:

@@ -5,10 +5,11 @@ Differences from the plain Trainer:
 - seed and epoch alone decide the order of examples (`Order`); the Trainer's grouping by length draws from the global
   generator. Resumed, accumulated and multi-process runs therefore see the same batches;
 - the loss is a sum divided by the examples of the whole optimization step, so gradient accumulation is exact;
-- the head has a higher learning rate than the base;
-- on out-of-memory, training restarts with the next smaller batch and more accumulation.
+- the head has its own learning rate, a multiple of the base's;
+- when a single process runs out of memory, training restarts with the next smaller batch and more accumulation.
 
-With several GPUs, torchrun starts one process per GPU. Every process reads the same examples; the first writes.
+With several GPUs, torchrun starts one process per GPU. Every process reads the same examples; only the first one writes
+files.
 """
 
 import gc
@@ -99,7 +100,7 @@ class Trained(NamedTuple):
     plan: Plan
     curve: list[Point]
     seconds: float
-    #: Throughput, without tokenization and head fitting.
+    #: Examples per second, without tokenization and head fitting.
     samples_per_s: float
     #: Peak memory in 10^6 bytes; None if unknown.
     peak_mb: float | None
@@ -109,7 +110,7 @@ class Training:
     """One training run. Raises UserError if it cannot start.
 
     planned: called with the plan before the first step, and again after batches were made smaller. progress: called
-    after each optimization step. Both only in the first process.
+    after each optimization step. Both are called only in the first process.
     """
 
     def __init__(
@@ -350,7 +351,7 @@ class Training:
     def _estimate(
         self, trainer: Trainer, train: list[dict[str, Any]], order: Order, batch_size: int, epochs: float
     ) -> float:
-        """Estimate the training's seconds by a forward and backward pass over a median batch, without an update."""
+        """Estimate the training's duration in seconds from a forward and backward pass over a median batch."""
         batches = [[train[place] for place in some] for some in _batched(list(order), batch_size)]
         tokens = [len(batch) * max(len(row["input_ids"]) for row in batch) for batch in batches]
         middle = sorted(range(len(batches)), key=tokens.__getitem__)[len(batches) // 2]

@@ -17,7 +17,7 @@ from shared.settings import load
 
 
 def posts(answer: dict[str, Any]) -> Iterator[Post]:
-    """Yield the stories that can be classified; print an error for each of the others."""
+    """Yield the stories that can be classified; print an error for every other story."""
     for hit in answer["hits"]:
         story = {
             "id": f"hn-{hit['objectID']}",

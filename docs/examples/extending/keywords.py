@@ -23,8 +23,8 @@ from workers.models.weights import Weights
 class Keywords:
     """Classifier that counts words.
 
-    A row's tokens are label indices, one for each word of the post that belongs to a label; if there is none, the index
-    after the last label.
+    A row's tokens are label indices, one for each word of the post that belongs to a label. If no word does, the only
+    token is the index after the last label.
     """
 
     kind = "keywords"

@@ -17,7 +17,7 @@ from workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Log forward passes that take longer, in seconds.
+#: Duration above which a forward pass is logged, in seconds.
 SLOW_PASS_S = 1.0
 
 

@@ -22,7 +22,7 @@ from workers.models.weights import Weights
 Scores = dict[str, float]
 #: Label -> the texts that replace it in the template.
 LabelDescriptions = Mapping[str, Sequence[str]]
-#: Label sets cached per worker. A message whose label set is not cached pays for preparing it.
+#: Maximum label sets cached per worker. A message waits while a label set that is not cached is prepared.
 MAX_LABEL_SETS = 64
 
 
@@ -32,7 +32,7 @@ class LabelSet:
 
     labels: tuple[str, ...]
     multi_label: bool
-    #: Digest of everything but the post that determines the scores: see `shared.messages.fingerprint`.
+    #: Digest of everything that determines the scores, except the post: see `shared.messages.fingerprint`.
     recipe: str
     #: Rows per post.
     rows: int = 1
@@ -57,9 +57,9 @@ class Row:
 
 
 class LabelSets:
-    """A cache of prepared label sets, one for each combination of labels, template and mode that messages request.
+    """A cache of prepared label sets, one per combination of labels, template and `multi_label`.
 
-    kind, model: the classifier's name, and a digest of its model and limits; part of every label set's recipe.
+    kind: the classifier's name. model: digest of the model and its limits. Both are part of every label set's recipe.
     row_each: one row per label and post, instead of one row per post.
     """
 
@@ -81,7 +81,7 @@ class LabelSets:
     def of(self, options: ClassifyOptions) -> LabelSet:
         """Return the label set for these options, preparing it if needed.
 
-        `prepare` receives each label's sentences; its exceptions propagate.
+        Calls `prepare` with each label's sentences. Exceptions of `prepare` propagate.
         """
         labels: LabelDescriptions = options.labels or self._labels
         template = options.template or self._template

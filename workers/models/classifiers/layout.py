@@ -18,7 +18,7 @@ from shared.messages import digest
 from workers.models.engines.network import POOLINGS
 from workers.models.weights import Weights
 
-#: Files with the text limits. The first that exists counts, as in sentence-transformers.
+#: Possible names of the file with the text limits. As in sentence-transformers, the first existing file is read.
 TEXT_CONFIGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -27,7 +27,7 @@ TEXT_CONFIGS = tuple(
 SUPPORTED_MODULES = frozenset({"Transformer", "Pooling", "Dense", "Normalize"})
 #: Supported activations of dense layers, as in torch.nn.
 ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU"})
-#: Pooling modes as older configurations name them, one boolean key each, instead of `pooling_mode`.
+#: Pooling mode by the boolean key that selects it in older configurations, which have no `pooling_mode`.
 LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -46,12 +46,12 @@ class Layout(NamedTuple):
 
     pooling: tuple[str, ...]
     dense: tuple[torch.nn.Module, ...]
-    #: Tokens read of each text; None if the folder sets no limit.
+    #: Maximum tokens per text; None if the folder sets no limit.
     max_tokens: int | None
     lower_case: bool
     #: Prefix of each text.
     prompt: str
-    #: Digest of the fields above, dense weights included: everything but the transformer that determines an embedding.
+    #: Digest of the fields above and the dense weights: of all that determines an embedding, except the transformer.
     digest: str
 
 
@@ -106,7 +106,7 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
 
 
 def _dense(folder: Path) -> tuple[torch.nn.Module, str]:
-    """Return the dense layer and its digest."""
+    """Return the dense layer with its activation, and a digest of both."""
     config = _json(folder / "config.json")
     ends = {config.get("module_input_name"), config.get("module_output_name")}
     if config.get("use_residual") or ends - {None, "sentence_embedding"}:

@@ -30,7 +30,7 @@ from workers.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Default template, the same as the pipeline's.
+#: Default template, as in transformers' pipeline.
 DEFAULT_TEMPLATE = "This example is {}."
 
 
@@ -154,5 +154,5 @@ class Entailment(Classifier):
 
 
 def entailment_class(label2id: dict[str, int]) -> int | None:
-    """Return the index of the entailment class, found as the pipeline finds it: by the prefix "entail"."""
+    """Return the index of the first class whose name starts with "entail", as transformers' pipeline does, or None."""
     return next((number for label, number in label2id.items() if label.lower().startswith("entail")), None)

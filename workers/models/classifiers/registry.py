@@ -17,7 +17,7 @@ from workers.models.device import Device, proc_field
 from workers.models.plugins import load_plugin
 from workers.models.weights import Weights, locate, parameters
 
-#: Memory that a forward pass needs besides the weights, as a share of them (a lower bound).
+#: Memory that a forward pass needs in addition, as a share of the weights' memory (a lower bound).
 MEMORY_MARGIN = 0.1
 CLASSIFIERS: dict[str, type[Similarity] | type[Entailment] | type[SequenceClassifier]] = {
     classifier.kind: classifier for classifier in (Entailment, SequenceClassifier, Similarity)

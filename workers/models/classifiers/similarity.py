@@ -1,7 +1,7 @@
 """Zero-shot classification by embedding: the best label is the one whose sentences are nearest to the post.
 
 One sentence-transformers model embeds posts and label sentences ("This post is about food."); nearness is the cosine of
-the embeddings. A label with several descriptions is the mean of their unit vectors. In single-label mode with several
+the embeddings. A label's vector is the mean of its descriptions' unit vectors. In single-label mode with several
 labels, softmax(20 · cosine) turns cosines into probabilities: all-MiniLM-L6-v2 was trained with that distribution and
 scale (its model card, "Fine-tuning"). With `multi_label`, or with one label, each score is the cosine itself.
 """
@@ -27,7 +27,7 @@ from workers.models.weights import Weights
 COSINE_SCALE = 20.0
 #: Default template.
 DEFAULT_TEMPLATE = "This post is about {}."
-#: Label sentences per forward pass, so that a large label set needs no more memory than a micro-batch.
+#: Maximum label sentences per forward pass, so that a large label set needs no more memory than a micro-batch.
 SENTENCE_BATCH_SIZE = 32
 
 

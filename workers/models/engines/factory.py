@@ -16,7 +16,7 @@ from workers.models.weights import Weights
 def create_engine(
     weights: Weights, device: Device, settings: Settings, reads: Sequence[str], most: int
 ) -> tuple[Engine, Tokenizer]:
-    """Load a model into the configured engine.
+    """Load a model into the configured engine. Return the engine and the model's tokenizer.
 
     reads: outputs to return, LOGITS or pooling modes (network.py). most: maximum tokens per row; the model's own limit
     applies if it is lower.

@@ -1,8 +1,8 @@
 """A transformers model together with the outputs that Feedmill needs from it.
 
-Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Only this module
-depends on model architectures: which can be packed, which take a ready-made mask, and what to avoid in each. Batch
-layout is in torch_engine.py, ONNX Runtime in onnx_engine.py.
+Classifiers return logits; sentence encoders return a vector pooled from the last hidden states. Differences between
+architectures belong here: packing, attention masks and workarounds. Batch layout is in torch_engine.py, ONNX Runtime in
+onnx_engine.py.
 """
 
 import inspect
@@ -25,19 +25,19 @@ POOLINGS = frozenset({"cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmea
 PACKABLE_TYPES = frozenset({"bert", "electra", "roberta", "xlm-roberta"})
 #: Architectures whose positions start after the padding token's id instead of at 0.
 OFFSET_POSITION_TYPES = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
-#: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. From a mask of [rows, tokens] the model would make
-#: its own, which costs a read back from the device.
+#: Architectures that take a ready-made mask of [rows, 1, 1, tokens]. Given a mask of [rows, tokens], the model would
+#: build the other one itself, and the host would have to wait for the device.
 READY_MASK_TYPES = frozenset({"bart", "bert", "camembert", "electra", "roberta", "xlm-roberta"})
 #: Sequence-to-sequence models, and the class that loads only the encoder: embeddings do not need the decoder.
 ENCODER_CLASSES = {
     name: f"{kind}EncoderModel" for name, kind in (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"))
 }
-#: Architectures whose scores depend on padding, and so on the other rows of the batch.
+#: Architectures whose scores depend on padding, and therefore on the other rows of the batch.
 PADDING_SENSITIVE_TYPES = frozenset({"fnet", "xlnet"})
 
 
 class Run(NamedTuple):
-    """Adjacent rows of equal length in a packed micro-batch."""
+    """Adjacent rows of equal length in a packed micro-batch. start and length are in tokens."""
 
     start: int
     rows: int
@@ -47,8 +47,8 @@ class Run(NamedTuple):
 def pool(states: torch.Tensor, mask: torch.Tensor | None, ways: Sequence[str]) -> torch.Tensor:
     """Pool hidden states into [rows, modes * dimensions], in float32.
 
-    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. The
-    result equals that of sentence-transformers' Pooling, for rows padded on the right.
+    states: [rows, tokens, dimensions]. mask: [rows, tokens], true for real tokens; None if no row is padded. ways:
+    pooling modes. For rows padded on the right, the result equals that of sentence-transformers' Pooling.
     """
     pooled = [_pooled(states, mask, way) for way in ways]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
@@ -235,7 +235,7 @@ def first_position(config: Any) -> int:
 
 
 def max_row_tokens(config: Any) -> int | None:
-    """Return the maximum tokens per row that the model's positions allow; None if they set no limit."""
+    """Return the maximum tokens per row that the model's positions allow; None if the positions are unlimited."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions - first_position(config) if isinstance(positions, int) and positions > 0 else None
 
@@ -243,8 +243,8 @@ def max_row_tokens(config: Any) -> int | None:
 def _bart_layer(layer: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run BART's encoder layer without waiting for the device.
 
-    In float16, transformers' BartEncoderLayer.forward asks on the host whether all values are finite, which blocks in
-    each of twelve layers. Here the device decides whether to clamp.
+    In float16, transformers' BartEncoderLayer.forward tests on the host whether all values are finite, which blocks
+    the host in every layer. Here the device decides whether to clamp.
     """
     attended, _ = layer.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
     hidden_states = layer.self_attn_layer_norm(hidden_states + attended)

@@ -50,7 +50,7 @@ PROVIDERS = {
     "cuda": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
     "cpu": ("CPUExecutionProvider",),
 }
-#: File name of the graph; weights of more than 2 GB are stored beside it.
+#: File name of the graph. Weights of more than 2 GB are in a separate file beside it.
 GRAPH_FILE = "model.onnx"
 
 

@@ -101,7 +101,7 @@ class TorchEngine:
         self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
 
     def begin(self) -> Any:
-        """Return a mark of the micro-batch's start, for TensorOutputs."""
+        """Mark the start of a micro-batch; pass the mark to TensorOutputs."""
         if not self._cuda:
             return time.perf_counter()
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
