@@ -260,8 +260,8 @@ def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
     delimiter, header = _columns(header_line)
     if not _posts_columns(header_line):
         raise InputError(
-            f"{name} is neither JSON nor a CSV file with a title or body column. Its columns: "
-            f"{printable(', '.join(header)):.200}. Rename one to: "
+            f"{name} is neither JSON nor a CSV file with a title or body column (its columns: "
+            f"{printable(', '.join(header)):.200}). Rename one to: "
             f"{', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
         )
     is_exported = exported.is_export_row(header)

@@ -95,7 +95,10 @@ class State:
         return Track(name, float(beginning), float(watermark or beginning), dict.fromkeys(known, ""))
 
     def begin(self, beginnings: Mapping[str, float], gaps: Iterable[Gap]) -> None:
-        """Record a walk's gaps, and where a first walk begins. Call before the walk's posts are sent."""
+        """Record a walk's gaps, and for each newly followed subreddit the time of its oldest post.
+
+        Call it before the walk's posts are sent.
+        """
         pipe: Any = self._redis.pipeline()
         for name, beginning in beginnings.items():
             pipe.hsetnx(REDDIT_BEGINNINGS, name.lower(), beginning)

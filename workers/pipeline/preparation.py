@@ -77,7 +77,8 @@ class Preparation:
         except RequestRefused as refused:
             message.refused = refused
         except Exception as error:
-            logger.exception("cannot prepare a message of %d posts", len(message.raw_posts))
+            count = len(message.raw_posts)
+            logger.exception("cannot prepare message %s: its %d posts become dead letters", message.task_id, count)
             message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
             message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traceback_of(error))
         unsuspected = [row for work, rows in prepared if work.index not in message.deaths for row in rows]

@@ -236,8 +236,8 @@ class Consumer(consumer.Consumer):
             fields = message.payload if isinstance(message.payload, dict) else {}  # task protocol 1
             if message.headers.get("eta") or fields.get("eta"):
                 raise InvalidTaskError(
-                    f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes of this worker; send them "
-                    "closer to their ETA"
+                    f"messages with an ETA would take more than {MAX_ETA_BYTES:,} bytes of this worker's memory; send "
+                    "them closer to their ETA"
                 )
 
     def _refuse_fatal(self, message: Any) -> None:
