@@ -30,8 +30,8 @@ demo: $(VENV)/demo ## Install the demo into .venv and run it
 test: $(VENV)/test lint ## Install the test dependencies, run all checks and tests
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(STRICT),--strict-skips)
 
-test-redis: $(VENV)/test ## Run the tests that use this machine's first redis-server, without those that use every one
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not each_redis" \
+test-redis: $(VENV)/test ## Run the tests that use any one redis-server, on the first of this machine
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not each_redis and not system_redis" \
 		$(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
 long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing

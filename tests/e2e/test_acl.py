@@ -29,6 +29,8 @@ from tests.support import (
     wait_until,
 )
 
+pytestmark = pytest.mark.system_redis
+
 USERS = Path(__file__).parent.parent.parent / "docker" / "users.conf"
 POSTS = 40
 

@@ -72,6 +72,7 @@ def test_tests_named_in_security_page_exist() -> None:
         assert not test or f"def {test}(" in (ROOT / path).read_text(), test
 
 
+@pytest.mark.system_redis
 def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
     path = redis_servers().get("system")
     if path is None:

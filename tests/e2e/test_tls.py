@@ -28,6 +28,8 @@ from tests.support import (
 )
 from workers.transport.redis_transport import use_leases
 
+pytestmark = pytest.mark.system_redis
+
 
 class SecureRedis(RedisServer):
     """A Redis with a TLS certificate. Redis can present only one, so each certificate needs its own process."""
