@@ -332,6 +332,7 @@ def test_queue_length_counts_all_priorities(redis: RedisServer, tmp_path: Path) 
         assert "redis://:**@127.0.0.1" in text
 
 
+@pytest.mark.system_redis
 def test_runs_with_a_workers_permissions_over_tls(tmp_path: Path) -> None:
     """docker/users.conf has no user for Flower, so Flower must work with exactly the permissions of a worker's user."""
     authority = Authority(tmp_path)
