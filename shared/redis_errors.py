@@ -6,8 +6,9 @@ from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from shared.errors import clause
 
-#: Text of Redis' error when a script runs a command that the Redis user may not. redis-py has no type for it.
-DENIED_SCRIPT = "user executing the script can't"
+#: Texts of the error when a script runs a command that the Redis user may not: Redis 6.2 and 7, then Redis 8 and
+#: Valkey. redis-py has no type for it.
+DENIED_SCRIPT = ("user executing the script can't", "ACL failure in script")
 #: Text of Redis' error when a key has the wrong type. In a script's error it is surrounded by other text.
 WRONG_TYPE = "WRONGTYPE"
 
@@ -43,7 +44,10 @@ def is_replica(fault: BaseException) -> bool:
 
 def is_denied(fault: BaseException) -> bool:
     """Return whether Redis denied the command to its user."""
-    return any(isinstance(cause, NoPermissionError) or DENIED_SCRIPT in str(cause) for cause in exception_chain(fault))
+    return any(
+        isinstance(cause, NoPermissionError) or any(text in str(cause) for text in DENIED_SCRIPT)
+        for cause in exception_chain(fault)
+    )
 
 
 def is_wrong_type(fault: BaseException) -> bool:

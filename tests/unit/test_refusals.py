@@ -35,6 +35,19 @@ def test_recognizes_a_redis_that_cannot_save() -> None:
         assert rejects_writes(ResponseError(message))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The user executing the script can't access at least one of the keys mentioned in the command arguments",
+        "ACL failure in script: No permissions to access a key script: b3afe1cd, on @user_script:1.",
+        "ACL failure in script: User bob has no permissions to run the 'lpush' command script: on @user_script:1.",
+    ],
+    ids=["Redis 7", "Redis 8", "Valkey 9"],
+)
+def test_recognizes_denied_commands_of_scripts(text: str) -> None:
+    assert "docs/redis.md" in str(permanent_reason(ResponseError(text)))
+
+
 def test_examines_the_causes_of_an_error() -> None:
     outer = ValueError("wrapped")
     outer.__cause__ = NoPermissionError("this user has no permissions to run the 'hdel' command")
