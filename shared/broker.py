@@ -191,6 +191,9 @@ def _why(fault: BaseException, settings: Settings) -> str | None:
         hint = f"If it requires TLS, {PREFIX}REDIS_URL must begin with rediss://."
     elif settings.redis.scheme == "rediss" and "Timeout" in str(fault):
         hint = f"Check that the port in {PREFIX}REDIS_URL is its TLS port."
+    # In TLS 1.3, a server rejects a client without a certificate after the handshake, and the reason can get lost.
+    elif settings.redis.scheme == "rediss" and re.search("closed|reset", str(fault)):
+        hint = f"If it requires a client certificate, set {PREFIX}REDIS_CERTIFICATE_FILE and {PREFIX}REDIS_KEY_FILE."
     return f"is unreachable ({clause(fault)}). {hint}"
 
 

@@ -41,8 +41,8 @@ exec chroot "$0" /usr/bin/env -i $2 sh -c "$1"
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512-BF16",
-    "avx512f": "AVX-512",
-    "": "AVX2",
+    "avx512f": "AVX-512, float32",
+    "avx2": "AVX2, float32",
     "AVX512_CORE_BF16": "AVX512-BF16",
     "AVX2": "AVX2, float32",
 }

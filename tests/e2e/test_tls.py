@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as ConnectionFault
 
 from feedmill.stack.processes import free_port
 from shared.broker import connect, make_app, publish, user_errors
@@ -170,6 +171,15 @@ def test_client_certificates(authority: Authority, tmp_path: Path) -> None:
             connect(load(**flags)).ping()
     finally:
         server.stop()
+
+
+def test_a_reset_connection_may_have_lacked_a_client_certificate(authority: Authority) -> None:
+    """Since TLS 1.3 the client can be writing when the server rejects it, and then learns only of the reset."""
+    settings = load(redis_url="rediss://127.0.0.1:1/0", redis_ca_file=authority.file)
+    with pytest.raises(RedisUnavailable, match="FEEDMILL_REDIS_CERTIFICATE_FILE"), user_errors(settings):
+        raise ConnectionFault("Error 104 while writing to socket. Connection reset by peer.")
+    with pytest.raises(RedisUnavailable, match="feedmill up"), user_errors(settings):
+        raise ConnectionFault("Error 111 connecting to 127.0.0.1:1. Connection refused.")
 
 
 def test_plain_text_to_a_tls_port_mentions_tls(secure: SecureRedis) -> None:
