@@ -4,6 +4,7 @@ With labels of the user's own, classify three sentences in this process instead.
 """
 
 import html
+import io
 import json
 import random
 import shutil
@@ -15,6 +16,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -188,7 +190,10 @@ def run_own(settings: Settings, as_json: bool) -> None:
     Raises UserError without a sentence, and if the model cannot be loaded.
     """
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
-    sentences = _ask(notes, list(settings.labels or {})) if sys.stdin.isatty() else list(_read(sys.stdin))
+    sentences: list[str] = []
+    if isinstance(sys.stdin, io.TextIOWrapper):  # None if the parent process closed it
+        sys.stdin.reconfigure(errors="replace")
+        sentences = _ask(notes, list(settings.labels or {})) if sys.stdin.isatty() else list(_read(sys.stdin))
     if not sentences:
         raise UserError(
             "No sentence was given. Type one in a terminal, or pipe one per line: "
@@ -224,9 +229,10 @@ def _ask(notes: Console, labels: Sequence[str]) -> list[str]:
     return found
 
 
-def _read(lines: Iterable[str]) -> Iterable[str]:
+def _read(lines: IO[str]) -> Iterable[str]:
     """Return the first non-empty lines: one more than are classified, to know whether there are more."""
-    return islice((line.strip()[:OWN_CHARACTERS] for line in lines if line.strip()), OWN_SENTENCES + 1)
+    found = iter(partial(lines.readline, OWN_CHARACTERS), "")
+    return islice((line.strip() for line in found if line.strip()), OWN_SENTENCES + 1)
 
 
 def _show_own(post: Post, outcome: Outcome) -> None:
