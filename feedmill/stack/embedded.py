@@ -24,8 +24,9 @@ from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
 from feedmill.stack.processes import Child, python_command
 from feedmill.stack.restarts import Service
-from shared.broker import connect, make_app
+from shared.broker import make_app
 from shared.errors import StackError
+from shared.metrics import connect_for_monitoring
 from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
@@ -90,8 +91,8 @@ class Stack:
             }
         )
         #: A single client and application for all checks: Python discards an exception that a signal handler raises
-        #: while a client is being destroyed.
-        self._redis = connect(self.settings)
+        #: while a client is being destroyed. Its timeouts are short, because another program may hold Redis' port.
+        self._redis = connect_for_monitoring(self.settings)
         self._app = make_app(self.settings)
         #: The processes in the order in which they are stopped.
         self._services: list[Service] = []

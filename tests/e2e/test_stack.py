@@ -114,7 +114,7 @@ def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> 
         wait_until(lambda: len(shown_posts(results)) == 10, "the first posts are shown")
         os.kill(redis_of(tmp_path / "data"), signal.SIGKILL)
         wait_until(lambda: up.says("redis answers again"), "Redis is restarted")
-        assert up.says("redis exited with status -9: restarting it in 1 s")
+        assert re.search("redis .*-9", up.text())
         assert feedmill("enqueue", "-", cwd=tmp_path, stdin=first, **data).stdout.startswith("0 ")
         assert feedmill("enqueue", "-", cwd=tmp_path, stdin=second, **data).stdout.startswith("10 ")
         wait_until(lambda: len(shown_posts(results)) == 20, "the second posts are shown")
