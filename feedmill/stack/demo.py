@@ -7,6 +7,7 @@ import html
 import io
 import json
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -69,7 +70,8 @@ def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
                 notes.print(f"Flower is at {stack.flower_url}; Ctrl-C stops everything. In another terminal, run:")
-                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {_command()} status", markup=False)
+                command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
+                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
@@ -165,23 +167,27 @@ def _table(results: Sequence[Result]) -> Table:
 
 def _next_steps() -> str:
     """Return the commands to try next, with the user's own labels."""
-    command = _command()
+    activate = Path(sys.executable).parent / "activate"
     steps = {
-        f"demo --own {EXAMPLE_LABELS}": "type three sentences",
-        f"classify posts.csv --labels {EXAMPLE_LABELS}": "label a file",
-        "up": "keep everything running, and `enqueue` files",
+        f"feedmill demo --own {EXAMPLE_LABELS}": "type three sentences",
+        f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label a file",
+        "feedmill up": "keep everything running",
     }
+    if not _is_on_path() and activate.exists():
+        steps = {f". {shlex.quote(_from_here(activate))}": "put feedmill on the PATH"} | steps
     width = max(map(len, steps))
-    lines = (f"  {command} {arguments:<{width}}  # {purpose}" for arguments, purpose in steps.items())
-    return "\n".join(["\nNext, with your own labels:", *lines])
+    return "\n".join(["\nNext, with your own labels:", *(f"  {step:<{width}}  # {why}" for step, why in steps.items())])
 
 
-def _command() -> str:
-    """Return how to type this command here: by its name if the PATH leads to it, else by its path."""
+def _is_on_path() -> bool:
+    """Return whether the shell finds this installation's command by its name."""
     own = Path(sys.executable).parent / "feedmill"
-    if not own.exists() or shutil.which("feedmill") == str(own):
-        return "feedmill"
-    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
+    return not own.exists() or shutil.which("feedmill") == str(own)
+
+
+def _from_here(path: Path) -> str:
+    """Return the path relative to the current directory if it lies below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def run_own(settings: Settings, as_json: bool) -> None:

@@ -47,10 +47,9 @@ def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
     assert demo.text().count("written for: ") == 160 - summary["correct"]
     # Whole titles, although they wrap.
     shown = " ".join(demo.text().split())
-    assert all(" ".join(html.unescape(post.title).split()) in shown for post in sample_posts() if len(post.title) < 40)
-    assert "…\n" not in demo.text()
+    assert all(" ".join(html.unescape(post.title).split()) in shown for post in sample_posts())
     assert "padding" not in demo.text().replace(told, "")
-    assert f"{Path(FEEDMILL)} demo --own " in demo.text()
+    assert "feedmill demo --own " in demo.text()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
