@@ -135,8 +135,8 @@ def demo(
 def up(data_folder: DataFolder = None) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
 
-    Data and logs stay in the data folder for the next `feedmill up`. While it runs, other commands connect to its Redis
-    by default.
+    Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
+    restarted. While it runs, other commands connect to its Redis by default.
     """
     settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -66,7 +66,12 @@ class Stack:
         self._folder = folder
         self._durable = durable
         self._lock = _lock(folder)
-        self._addresses, self._notes = kept_addresses(folder) if durable else (new_addresses(), [])
+        #: Lines for the user about ports and passwords that had to change.
+        self.notes: list[str] = []
+        if durable:
+            self._addresses, self.notes = kept_addresses(folder)
+        else:
+            self._addresses = new_addresses()
         url = f"redis://:{self._addresses.redis_password}@127.0.0.1:{self._addresses.redis_port}/0"
         unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
         self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))
@@ -101,7 +106,6 @@ class Stack:
 
     def start(self) -> Iterator[str]:
         """Start the processes and yield a line about each one once it answers. Raises StackError."""
-        yield from self._notes
         yield self._start_redis()
         self.step = "loading the model"
         worker = self._add(self._launch_worker, self._ping_worker)

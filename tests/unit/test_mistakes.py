@@ -195,6 +195,8 @@ def test_up_prints_markup_in_settings_literally(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stack:
+        notes = ()
+
         def __init__(self, *_: object, **__: object) -> None: ...
 
         def start(self) -> Iterator[str]:
