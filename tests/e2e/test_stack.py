@@ -70,7 +70,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
-        wait_until(lambda: up.says("Ctrl-C"), "the stack is up")
+        wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
         assert str(tmp_path / "data") in second.stderr
@@ -101,6 +101,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
+@pytest.mark.timeout(360)
 def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> None:
     """`results --follow` and `status --watch` run throughout; nothing that was sent is lost."""
     data = {"FEEDMILL_DATA_FOLDER": "data"}
@@ -120,7 +121,7 @@ def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> 
         wait_until(lambda: len(shown_posts(results)) == 20, "the second posts are shown")
         assert up.end(signal.SIGINT) == 0
         with running("up", cwd=tmp_path, **data) as again:
-            wait_until(lambda: again.says("Ctrl-C"), "the stack is up again")
+            wait_until(lambda: again.says("Ctrl-C"), "the stack is up again", 150)
             assert feedmill("enqueue", "-", cwd=tmp_path, stdin=third, **data).stdout.startswith("10 ")
             wait_until(lambda: len(shown_posts(results)) == 30, "the third posts are shown")
             wait_until(lambda: '"stored": 30' in status.text().splitlines()[-1], "the status is current")
@@ -129,7 +130,7 @@ def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> 
 @contextmanager
 def following(up: Feedmill, *arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
     """Run a command that follows a stack, once the stack is up."""
-    wait_until(lambda: up.says("Ctrl-C"), "the stack is up")
+    wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
     with running(*arguments, cwd=cwd, **environment) as command:
         yield command
 
@@ -279,7 +280,7 @@ def test_restarts_every_process(stack: Stack) -> None:
         stack.supervise(said.append)
         return sum("answers again" in line for line in said) == len(before)
 
-    wait_until(is_restarted, "every process answers again")
+    wait_until(is_restarted, "every process answers again", 150)
     assert not set(before) & {service.child.process.pid for service in stack._services}
     assert {line.split()[0] for line in said} == {"redis", "worker", "flower"}
 
