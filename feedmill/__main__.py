@@ -6,6 +6,8 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent
 PACKAGES = ("shared", "producers", "workers")
+#: Commands that start the embedded stack, and flags with which they do not.
+STARTING_COMMANDS, NOT_STARTING_FLAGS = ("demo", "up"), ("--help", "--own")
 
 
 def shadowed_package() -> str | None:
@@ -30,6 +32,14 @@ def main() -> None:
     if problem := shadowed_package():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
+    if (
+        sys.argv[1:2]
+        and sys.argv[1] in STARTING_COMMANDS
+        and not any(argument.startswith(NOT_STARTING_FLAGS) for argument in sys.argv[2:])
+    ):
+        # Before the imports, which take seconds on a slow disk.
+        sys.stderr.write("Starting Redis, a worker and Flower\n")
+        sys.stderr.flush()
     from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above
 
     run()

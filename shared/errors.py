@@ -61,7 +61,7 @@ class ModelError(UserError):
 
 
 class StackError(UserError):
-    """A process of the embedded stack did not start, or exited unexpectedly.
+    """A process of the embedded stack did not start, or keeps failing.
 
     `feedmill up` and `feedmill demo` stop the processes that they started and exit with status 2.
     """

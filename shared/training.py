@@ -18,6 +18,9 @@ RESULTS = "results"
 #: training's posts and options; and TensorBoard's logs.
 CHECKPOINTS, BEGUN, RUNS = "checkpoints", "begun.json", "runs"
 
+#: Former name of the option `targets`, which looked like the label sets of other commands.
+RENAMED = "labels"
+
 #: Metadata of a boolean option that has no opposite flag, such as --no-resume.
 SWITCH = "switch"
 
@@ -47,8 +50,8 @@ class TrainOptions(BaseModel):
     )
     #: "topic" uses the posts' topics; "zero-shot" uses each result's best label; "soft" uses all of a result's scores,
     #: so that the trained model also learns their confidence.
-    labels: Literal["topic", "zero-shot", "soft"] = Field(
-        "topic", description="Label source: topic, zero-shot or soft."
+    targets: Literal["topic", "zero-shot", "soft"] = Field(
+        "topic", description="What to learn: topic, zero-shot or soft."
     )
     #: Posts with a lower score are skipped. At 0.5, no other label is as likely. Does not apply to topics.
     min_score: float = Field(0.5, ge=0, le=1, description="Minimum score of the best label in results or exports.")
@@ -60,7 +63,7 @@ class TrainOptions(BaseModel):
     # Test.
 
     #: With this option, all posts of `source` are used for training.
-    test: Text | None = Field(None, description="File of posts with topics to test on, instead of a split.")
+    test: Text | None = Field(None, description="File of posts with topics to test on (default: a split).")
     #: "random" uses a hash of the posts' ids, so that a post keeps its side when posts are added. "subreddit" and
     #: "time" hold out whole subreddits, or the newest posts, to measure accuracy on unfamiliar data.
     split: Literal["random", "subreddit", "time", "none"] = Field(
@@ -75,7 +78,9 @@ class TrainOptions(BaseModel):
 
     #: A few hundred posts need several passes; too many passes cause overfitting.
     epochs: float = Field(4.0, gt=0, le=1000, description="Passes over the training posts.")
-    max_steps: int | None = Field(None, ge=1, le=10_000_000, description="Optimization steps, instead of --epochs.")
+    max_steps: int | None = Field(
+        None, ge=1, le=10_000_000, description="Optimization steps (default: those of --epochs)."
+    )
     #: If the device runs out of memory, lower this value and raise `accumulation`.
     batch_size: Size = Field(16, description="Rows per forward pass and device.")
     #: Effective batch size = batch size x accumulation x devices.
@@ -135,6 +140,8 @@ class TrainOptions(BaseModel):
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "TrainOptions":
         """Parse options; None means unset. Raises UserError with the option and the reason."""
+        if given.get(RENAMED) is not None:
+            raise UserError(f"{RENAMED}: this option is now `targets`, which is topic, zero-shot or soft.")
         try:
             return cls.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:

@@ -52,10 +52,12 @@ from feedmill.cli.options import (
     settings_of,
 )
 from feedmill.stack.demo import run as run_demo
+from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
 from shared.broker import connect, user_errors
 from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
@@ -64,6 +66,8 @@ from shared.purge import purge as purge_posts
 from shared.purge import rewrite_append_only_file as rewrite_file
 from shared.settings import DAY_S, PREFIX, is_stack_running
 
+#: Token budget of `feedmill demo --own`.
+OWN_TOKEN_BUDGET = 2048
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -97,22 +101,42 @@ def main(
 @app.command()
 def demo(
     keep: Annotated[bool, typer.Option(help="Keep everything running until Ctrl-C.")] = False,
-    all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of one per topic.")] = False,
+    all_posts: Annotated[bool, typer.Option("--all", help="Show every post instead of a random sample.")] = False,
+    own: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LABELS",
+            help="Classify three sentences that you type or pipe in, by these labels: a,b,c or JSON.",
+        ),
+    ] = None,
     as_json: JsonSummary = False,
 ) -> None:
     """Run the whole system once on the bundled posts.
 
-    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops.
+    Starts Redis, a worker and Flower in a temporary folder, classifies 160 posts, prints their labels and stops. With
+    --own, classifies your sentences without starting anything.
     """
-    run_demo(settings_of(), keep, as_json, all_posts)
+    if own is None:
+        run_demo(settings_of(), keep, as_json, all_posts)
+        return
+    if keep or all_posts:
+        raise UserError("--own classifies only your sentences and starts nothing. Leave out --keep and --all.")
+    try:
+        # A fixed token budget: measuring it takes longer than three sentences.
+        settings = settings_of(labels=own, token_budget=OWN_TOKEN_BUDGET)
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("--labels", "--own", 1)) from None
+    if len(settings.labels or {}) < 2:
+        raise UserError("--own needs at least two labels, separated by commas, such as delivery,refund.")
+    run_own(settings, as_json)
 
 
 @app.command()
 def up(data_folder: DataFolder = None) -> None:
     """Run Redis, a worker and Flower until Ctrl-C or SIGTERM.
 
-    Data and logs stay in the data folder for the next `feedmill up`. While it runs, other commands connect to its Redis
-    by default.
+    Data, logs, ports and passwords stay in the data folder for the next `feedmill up`. Processes that exit are
+    restarted. While it runs, other commands connect to its Redis by default.
     """
     settings = settings_of(data_folder=data_folder)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -124,8 +148,7 @@ def up(data_folder: DataFolder = None) -> None:
     with exit_on_signals():
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
-            for line in stack.start():
-                notes.print("[green]✓[/]", Text(line))
+            start(stack, notes)
             notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C stops everything."))
             notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(partial(notes.print, markup=False))

@@ -59,7 +59,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
         kind = get_args(kind)[0]  # unwrap an optional or constrained type; a Literal ends at its first choice
     if kind is bool and not is_switch:
         flag = f"{flag}/{flag.replace('--', '--no-')}"
-    if not (is_switch or field.is_required() or field.default is None or "(default: " in description):
+    if not (field.is_required() or field.default is None or "(default: " in description):
         description = f"{description.removesuffix('.')} (default: {_shown(field.default)})."
     parsed = kind if isinstance(kind, type) else str
     annotation: Any = Annotated[parsed | None, typer.Option(flag, help=description)]

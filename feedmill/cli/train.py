@@ -17,7 +17,7 @@ from feedmill.report import plots
 from shared.errors import UserError
 from shared.settings import Settings
 from shared.topics import DESCRIBED_TOPICS
-from shared.training import BEGUN, CHECKPOINTS, RUNS, TrainOptions
+from shared.training import BEGUN, CHECKPOINTS, RENAMED, RUNS, TrainOptions
 
 if TYPE_CHECKING:
     from workers.training.examples import Dataset
@@ -38,11 +38,15 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per line: plan, progress, trained.")
     ] = False,
+    renamed: Annotated[str | None, typer.Option(f"--{RENAMED}", hidden=True)] = None,
 ) -> None:
     """Fine-tune a classifier on labelled posts.
 
-    Serve the trained model with `feedmill worker --model OUT`. See docs/training.md.
+    Switch running workers to the trained model with `feedmill deploy OUT`, or start one with `feedmill worker --model
+    OUT`. See docs/training.md.
     """
+    if renamed is not None:
+        raise UserError("--labels is now --targets, which selects what to learn: topic, zero-shot or soft.")
     settings = settings_of(device=device, redis_url=redis_url)
     _check_packages()
     _train(options, settings, as_json)

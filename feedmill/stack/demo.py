@@ -1,29 +1,38 @@
-"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything."""
+"""`feedmill demo`: start the whole system, classify the bundled posts, show the labels, stop everything.
+
+With labels of the user's own, classify three sentences in this process instead.
+"""
 
 import html
+import io
 import json
 import random
+import shlex
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from feedmill.cli.offline import classify_posts
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.embedded import WORKER_NODE, Stack
 from feedmill.stack.signals import exit_on_signals
+from feedmill.stack.start import start
 from producers.push import Pusher
 from shared.broker import connect, make_app
-from shared.errors import StackError
-from shared.messages import ClassifyOptions, Post
+from shared.errors import PostRefused, StackError, UserError, json_line, printable
+from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.results import Result, ResultsStore
 from shared.settings import Settings
 
@@ -34,6 +43,12 @@ SAMPLE_ROWS = 16
 #: Seed of the sample. Fixed before any result was seen, so that the rows are neither picked by hand nor different in
 #: each run.
 SAMPLE_SEED = 7
+#: Sentences that `--own` classifies, and the maximum characters of one.
+OWN_SENTENCES, OWN_CHARACTERS = 3, 10_000
+#: Labels shown per sentence, and the width of the longest bar in characters.
+OWN_LABELS, BAR_WIDTH = 5, 30
+#: Labels in the examples of the next steps. Subjects, because the embedded model recognises a text's subject.
+EXAMPLE_LABELS = "delivery,refund,password"
 
 
 def sample_posts() -> list[Post]:
@@ -44,19 +59,19 @@ def sample_posts() -> list[Post]:
 
 def run(settings: Settings, keep: bool, as_json: bool, show_all: bool) -> None:
     """Start the stack, classify the sample posts, print their labels, stop everything. Raises StackError."""
-    console = Console()
+    console = Console(highlight=False)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="feedmill-demo-") as folder, exit_on_signals():
         stack = Stack(settings, Path(folder), durable=False)
         try:
-            for line in stack.start():
-                notes.print("[green]✓[/]", Text(line))
+            start(stack, notes)
             posts = sample_posts()
             seconds = _classify(stack, posts, notes)
             _report(stack, posts, seconds, console, as_json, show_all)
             if keep:
                 notes.print(f"Flower is at {stack.flower_url}; Ctrl-C stops everything. In another terminal, run:")
-                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} feedmill status", markup=False)
+                command = "feedmill" if _is_on_path() else shlex.quote(str(Path(sys.executable).parent / "feedmill"))
+                notes.print(f"  FEEDMILL_DATA_FOLDER={folder} {command} status", markup=False)
                 stack.stay(partial(notes.print, markup=False))
         finally:
             stack.stop()
@@ -88,34 +103,30 @@ def _classify(stack: Stack, posts: Sequence[Post], notes: Console) -> float:
 def _report(
     stack: Stack, posts: Sequence[Post], seconds: float, console: Console, as_json: bool, show_all: bool
 ) -> None:
+    """Print the labels, how many are right, and what to run next; with `as_json` also the summary as a JSON line."""
     results = ResultsStore(connect(stack.settings), stack.settings).latest(len(posts))
-    statistics = worker_statistics(make_app(stack.settings)).get(WORKER_NODE)
-    if statistics is None:
-        raise StackError(f"The worker does not answer. See its log in {stack.settings.data_folder}.")
-    efficiency = statistics["padding_efficiency"]
     results = sorted(results, key=lambda result: result.post.id)
-    title = f"All {len(results)} posts: {_share_right(results)}"
-    if show_all:
-        shown = results
-    else:
-        shown = random_sample(results)
-        title = f"{len(shown)} posts drawn at random (seed {SAMPLE_SEED}): {_share_right(shown)}\n{title}"
-    console.print(_table(shown, title, console.width))
-    if not show_all:
-        console.print(f"[dim]`feedmill demo --all` shows all {len(results)} posts.[/]", highlight=False)
+    shown = results if show_all else random_sample(results)
+    console.print(_table(shown))
     console.print(
-        f"{len(results)} posts in {seconds:.1f} s · {len(results) / seconds:.0f} posts/s · "
-        f"padding efficiency {efficiency:.2f}",
-        highlight=False,
-        soft_wrap=True,
+        f"\n[bold]{_share_right(results)}[/]. A label is right if it is the topic that the post was written for."
     )
+    if not show_all:
+        console.print(
+            f"Shown: {len(shown)} drawn at random, of which {_count_right(shown)} are right. `--all` shows every post."
+        )
+    console.print(f"It took {seconds:.1f} s: {len(results) / seconds:.0f} posts per second.")
+    console.print(_next_steps(), soft_wrap=True, markup=False)
     if as_json:
+        statistics = worker_statistics(make_app(stack.settings)).get(WORKER_NODE)
+        if statistics is None:
+            raise StackError(f"The worker does not answer. See its log in {stack.settings.data_folder}.")
         summary = {
             "posts": len(posts),
             "classified": len(results),
             "correct": _count_right(results),
             "posts_per_s": round(len(results) / seconds, 1),
-            "padding_efficiency": efficiency,
+            "padding_efficiency": statistics["padding_efficiency"],
             "seconds": round(seconds, 3),
         }
         sys.stdout.write(json.dumps(summary) + "\n")
@@ -134,18 +145,109 @@ def _count_right(results: Sequence[Result]) -> int:
 def _share_right(results: Sequence[Result]) -> str:
     right = _count_right(results)
     share = f" ({right / len(results):.0%})" if results else ""
-    return f"{right} of {len(results)} labels are right{share}"
+    return f"{right} of {len(results)} right{share}"
 
 
-def _table(results: Sequence[Result], title: str, width: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    # The other columns and the frame take 50 characters.
-    table.add_column("post", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 50))
-    for name, least in (("topic", 14), ("label", 14), ("", 1), ("score", 5)):
-        table.add_column(name, no_wrap=True, min_width=least)
+def _table(results: Sequence[Result]) -> Table:
+    """Return a table with whole titles, wrapped at the terminal's width."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", width=1)
+    for name in ("label", "score"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("post", overflow="fold")
     for post, found in results:
-        text = " ".join(html.unescape(post.title or post.body).split())
-        colour, mark = ("green", "✓") if found.label == post.topic else ("red", "")
-        score = f"{found.scores[found.label]:.2f}"
-        table.add_row(escape(text), post.topic, Text(found.label, colour), f"[{colour}]{mark}[/]", score)
+        is_right = found.label == post.topic
+        text = Text(printable(" ".join(html.unescape(post.title or post.body).split())))
+        if not is_right:
+            text.append(f"\nwritten for: {post.topic}", "dim")
+        colour, mark = ("green", "✓") if is_right else ("red", "✗")
+        table.add_row(Text(mark, colour), Text(found.label, colour), f"{found.scores[found.label]:.2f}", text)
     return table
+
+
+def _next_steps() -> str:
+    """Return the commands to try next, with the user's own labels."""
+    activate = Path(sys.executable).parent / "activate"
+    steps = {
+        f"feedmill demo --own {EXAMPLE_LABELS}": "type three sentences",
+        f"feedmill classify posts.csv --labels {EXAMPLE_LABELS}": "label a file",
+        "feedmill up": "keep everything running",
+    }
+    if not _is_on_path() and activate.exists():
+        steps = {f". {shlex.quote(_from_here(activate))}": "put feedmill on the PATH"} | steps
+    width = max(map(len, steps))
+    return "\n".join(["\nNext, with your own labels:", *(f"  {step:<{width}}  # {why}" for step, why in steps.items())])
+
+
+def _is_on_path() -> bool:
+    """Return whether the shell finds this installation's command by its name."""
+    own = Path(sys.executable).parent / "feedmill"
+    return not own.exists() or shutil.which("feedmill") == str(own)
+
+
+def _from_here(path: Path) -> str:
+    """Return the path relative to the current directory if it lies below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def run_own(settings: Settings, as_json: bool) -> None:
+    """Classify three sentences from standard input by the labels in the settings, and print the scores.
+
+    Raises UserError without a sentence, and if the model cannot be loaded.
+    """
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    sentences: list[str] = []
+    if isinstance(sys.stdin, io.TextIOWrapper):  # None if the parent process closed it
+        sys.stdin.reconfigure(errors="replace")
+        sentences = _ask(notes, list(settings.labels or {})) if sys.stdin.isatty() else list(_read(sys.stdin))
+    if not sentences:
+        raise UserError(
+            "No sentence was given. Type one in a terminal, or pipe one per line: "
+            "echo 'The parcel never came' | feedmill demo --own delivery,refund"
+        )
+    if len(sentences) > OWN_SENTENCES:
+        sentences.pop()
+        notes.print(f"The demo classifies the first {OWN_SENTENCES} lines. For a file, use `feedmill classify FILE`.")
+    try:
+        posts = [Post.parse({"id": str(number), "body": text}) for number, text in enumerate(sentences, 1)]
+    except PostRefused as refused:
+        raise UserError(f"Cannot classify line {refused.post_id}: {refused.reason}.") from None
+    with notes.status("loading the model …"):
+        outcomes = list(classify_posts(posts, settings, ClassifyOptions()))
+    for post, outcome in outcomes:
+        if as_json:
+            found = {"error": outcome.error} if isinstance(outcome, PostError) else outcome.model_dump(mode="json")
+            sys.stdout.write(json_line({"sentence": post.body} | found) + "\n")
+        else:
+            _show_own(post, outcome)
+
+
+def _ask(notes: Console, labels: Sequence[str]) -> list[str]:
+    """Read sentences from the terminal until an empty line."""
+    notes.print(f"Labels: {printable(', '.join(labels))}", markup=False)
+    notes.print(f"Type {OWN_SENTENCES} sentences, with Enter after each. An empty line ends earlier.")
+    found: list[str] = []
+    while len(found) < OWN_SENTENCES:
+        notes.print(f"{len(found) + 1}> ", end="")
+        if not (line := sys.stdin.readline(OWN_CHARACTERS).strip()):
+            break
+        found.append(line)
+    return found
+
+
+def _read(lines: IO[str]) -> Iterable[str]:
+    """Return the first non-empty lines: one more than are classified, to know whether there are more."""
+    found = iter(partial(lines.readline, OWN_CHARACTERS), "")
+    return islice((line.strip() for line in found if line.strip()), OWN_SENTENCES + 1)
+
+
+def _show_own(post: Post, outcome: Outcome) -> None:
+    console = Console(highlight=False)
+    console.print(Text(f"\n{printable(post.body)}", "bold"))
+    if not isinstance(outcome, Classification):
+        console.print(Text(f"failed: {printable(outcome.error)}", "red"))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for label, score in list(outcome.scores.items())[:OWN_LABELS]:
+        table.add_row(f"  {score:.2f}", Text(printable(label)), "█" * round(BAR_WIDTH * max(0.0, score)))
+    console.print(table)

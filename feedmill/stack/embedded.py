@@ -6,7 +6,6 @@ The worker is the ordinary `feedmill worker`, connected to a Redis that this pro
 import fcntl
 import json
 import os
-import secrets
 import signal
 import sys
 import time
@@ -17,22 +16,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from feedmill.cli.flower import choose_flower_password, is_regular_file
+from feedmill.cli.flower import is_regular_file
+from feedmill.stack.addresses import kept_addresses, new_addresses
 from feedmill.stack.prerequisites import OLDEST_REDIS, installed_redis_server, server_version
-from feedmill.stack.processes import Child, free_port, python_command
-from shared.broker import connect, make_app
+from feedmill.stack.processes import Child, python_command
+from feedmill.stack.restarts import Service
+from shared.broker import make_app
 from shared.errors import StackError
+from shared.metrics import connect_for_monitoring
 from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
 MEASURING = "measuring the token budget"
-#: Maximum number of worker restarts per minute; after one more exit the stack gives up.
-RESTARTS_PER_MINUTE = 3
 WORKER_NODE = "worker@feedmill"
 #: Attempts to lock the data folder, and the seconds between them.
 LOCK_ATTEMPTS, LOCK_PAUSE_S = 10, 0.05
+#: Seconds between checks for processes that have exited.
+POLL_INTERVAL_S = 0.5
 #: Secrets that are removed from the children's environment. Only Flower's own process gets `flower_password`.
 WITHHELD_SETTINGS = ("flower_password", "reddit_client_id", "reddit_client_secret")
 #: Settings for the connection to an external Redis, which the embedded stack does not use.
@@ -49,7 +52,8 @@ class Stack:
     """redis-server, worker and Flower, running from `start` to `stop`.
 
     The attribute `settings` holds settings for the stack's own Redis. durable: Redis persists its data in the
-    folder; otherwise the data is lost when the stack stops. Raises StackError.
+    folder, and ports and passwords stay the same at the next start; otherwise the data is lost when the stack stops.
+    Raises StackError.
     """
 
     def __init__(self, settings: Settings, folder: Path, durable: bool) -> None:
@@ -61,14 +65,19 @@ class Stack:
             ) from None
         self._folder = folder
         self._durable = durable
-        self._port = free_port()
-        self._password = secrets.token_urlsafe(24)
-        url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        self._lock = _lock(folder)
+        #: Lines for the user about ports and passwords that had to change.
+        self.notes: list[str] = []
+        if durable:
+            self._addresses, self.notes = kept_addresses(folder)
+        else:
+            self._addresses = new_addresses()
+        url = f"redis://:{self._addresses.redis_password}@127.0.0.1:{self._addresses.redis_port}/0"
         unset = dict.fromkeys(EXTERNAL_REDIS_SETTINGS)
         self.settings = Settings(**(settings.model_dump() | unset | {"redis_url": url, "data_folder": folder}))
-        self._flower_port = free_port()
-        self.flower_url = f"http://127.0.0.1:{self._flower_port}"
-        self.flower_password = choose_flower_password(settings)
+        self.flower_url = f"http://127.0.0.1:{self._addresses.flower_port}"
+        chosen = settings.flower_password
+        self.flower_password = chosen.get_secret_value() if chosen else self._addresses.flower_password
         # Passwords are passed in the environment and through a pipe, because `ps` shows command lines.
         withheld = {f"{PREFIX}{name.upper()}" for name in WITHHELD_SETTINGS}
         self._environment = (
@@ -86,35 +95,33 @@ class Stack:
                 else settings.model,
             }
         )
-        #: A single client for all checks: Python discards an exception that a signal handler raises while a client is
-        #: being destroyed.
-        self._redis = connect(self.settings)
-        self._children: list[Child] = []
-        self._lock: IO[str] | None = None
-        #: Times of the worker's exits within the last minute, by time.monotonic.
-        self._exits: list[float] = []
-        self.worker: Child | None = None
+        #: A single client and application for all checks: Python discards an exception that a signal handler raises
+        #: while a client is being destroyed. Its timeouts are short, because another program may hold Redis' port.
+        self._redis = connect_for_monitoring(self.settings)
+        self._app = make_app(self.settings)
+        #: The processes in the order in which they are stopped.
+        self._services: list[Service] = []
+        #: The current step of `start`, for display.
+        self.step = "starting Redis"
 
     def start(self) -> Iterator[str]:
         """Start the processes and yield a line about each one once it answers. Raises StackError."""
-        self._lock_folder()
         yield self._start_redis()
-        self.worker = self._start_worker()
-        flower = self._start_flower()
-        yield from self._await_worker(self.worker)
+        self.step = "loading the model"
+        worker = self._add(self._launch_worker, self._ping_worker)
+        flower = self._add(self._launch_flower, lambda: _answers(f"{self.flower_url}/healthcheck"))
+        yield from self._await_worker(worker.child)
         yield f"worker {WORKER_NODE}"
-        flower.wait_until(lambda: _answers(f"{self.flower_url}/healthcheck") and self._hears_events())
+        self.step = "waiting for Flower"
+        flower.child.wait_until(lambda: flower.answers() and self._hears_events())
         self._announce()
         yield f"Flower at {self.flower_url}, user {self.settings.flower_user}, {self._password_hint()}"
 
-    def _lock_folder(self) -> None:
-        """Lock the data folder until this process exits. Raises StackError if another stack uses it."""
-        lock = (self._folder / LOCK_FILE).open("w")
-        if not _locks(lock):
-            lock.close()
-            raise StackError(f"Another embedded stack is running in {self._folder}. Stop it, or use --data-folder.")
-        self._lock = lock
-        (self._folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
+    def _add(self, launch: Callable[[], Child], answers: Callable[[], bool]) -> Service:
+        """Start a process. It is stopped before those that were started earlier: a worker needs Redis to the end."""
+        service = Service(launch, answers)
+        self._services.insert(0, service)
+        return service
 
     def _start_redis(self) -> str:
         server = find_redis_server()
@@ -126,8 +133,8 @@ class Stack:
             )
         configuration = {
             "bind": "127.0.0.1",
-            "port": self._port,
-            "requirepass": self._password,
+            "port": self._addresses.redis_port,
+            "requirepass": self._addresses.redis_password,
             "dir": f'"{self._folder}"',
             "save": '""',
             "appendonly": "yes" if self._durable else "no",
@@ -140,40 +147,43 @@ class Stack:
         lines = "".join(f"{name} {value}\n" for name, value in configuration.items())
         # SIGTERM, not SIGKILL, lets an orphaned redis-server finish writing its append-only file.
         environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
-        redis = Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines)
-        self._children.append(redis)
-        redis.wait_until(self._redis_answers)
-        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._port}"
+        redis = self._add(
+            lambda: Child("redis", [server, "-"], self._folder, environment, signal.SIGTERM, stdin=lines),
+            self._redis_answers,
+        )
+        redis.child.wait_until(redis.answers)
+        return f"{Path(server).name} {'.'.join(map(str, version))} on port {self._addresses.redis_port}"
 
     def _redis_answers(self) -> bool:
         with suppress(RedisError):
             return bool(self._redis.ping())
         return False
 
-    def _start_worker(self) -> Child:
+    def _launch_worker(self) -> Child:
         command = [*python_command(), "worker", "--name", WORKER_NODE]
-        worker = Child("worker", command, self._folder, self._environment)
-        self._children.insert(0, worker)  # stopped before Redis, which must still receive its acknowledgements
-        return worker
+        return Child("worker", command, self._folder, self._environment)
+
+    def _ping_worker(self) -> bool:
+        with suppress(RedisError, OperationalError):
+            return bool(self._app.control.inspect(destination=[WORKER_NODE], timeout=1, limit=1).ping())
+        return False
 
     def _await_worker(self, worker: Child) -> Iterator[str]:
-        inspect = make_app(self.settings).control.inspect(destination=[WORKER_NODE], timeout=1, limit=1)
-        worker.wait_until(lambda: MEASURING in worker.output() or bool(inspect.ping()))
+        worker.wait_until(lambda: MEASURING in worker.output() or self._ping_worker())
         if MEASURING in worker.output():
-            yield "model loaded; measuring the token budget of a micro-batch (about 10 s, once per machine)"
-        worker.wait_until(lambda: bool(inspect.ping()))
+            self.step = "measuring the token budget of a micro-batch (about 10 s, once per machine)"
+            yield "model loaded"
+        worker.wait_until(self._ping_worker)
 
-    def _start_flower(self) -> Child:
-        command = [*python_command(), "flower", "--port", str(self._flower_port)]
+    def _launch_flower(self) -> Child:
+        command = [*python_command(), "flower", "--port", str(self._addresses.flower_port)]
         # Flower's own variables, such as those for TLS, are meant for a public Flower, not for this one on loopback.
         environment = {name: value for name, value in self._environment.items() if not name.startswith("FLOWER_")}
         environment |= {
             f"{PREFIX}FLOWER_USER": self.settings.flower_user,
             f"{PREFIX}FLOWER_PASSWORD": self.flower_password,
         }
-        flower = Child("flower", command, self._folder, environment)
-        self._children.insert(0, flower)
-        return flower
+        return Child("flower", command, self._folder, environment)
 
     def _hears_events(self) -> bool:
         """Return True once Flower has subscribed to task events. Flower misses events sent earlier.
@@ -202,46 +212,47 @@ class Stack:
             return f"password in {self._folder / STACK_FILE}"
         return f"password {self.flower_password}"
 
-    def _replace(self, ended: Child) -> None:
-        """Start a new worker. Raises StackError if workers exit too often."""
-        now = time.monotonic()
-        self._exits = [exited for exited in self._exits if now - exited < 60] + [now]
-        if len(self._exits) > RESTARTS_PER_MINUTE:
-            raise StackError(f"The worker exited {len(self._exits)} times within a minute. {ended.log_tail()}")
-        self._children.remove(ended)
-        self.worker = self._start_worker()
-
     def check(self) -> None:
         """Raise StackError if one of the processes has exited."""
-        for child in self._children:
-            if child.process.poll() is not None:
-                raise StackError(f"{child.name} exited with status {child.process.returncode}. {child.log_tail()}")
+        for service in self._services:
+            service.child.check()
 
     def stay(self, say: Callable[[str], None]) -> None:
-        """Run until Ctrl-C, restarting the worker if it exits. say: prints a line. Raises StackError."""
+        """Run until Ctrl-C, restarting processes that exit. say: prints a line. Raises StackError."""
         try:
             while True:
-                if self.worker is not None and self.worker.process.poll() is not None:
-                    say(f"worker exited with status {self.worker.process.returncode}: starting a new one")
-                    self._replace(self.worker)
-                self.check()
-                time.sleep(0.5)
+                self.supervise(say)
+                time.sleep(POLL_INTERVAL_S)
         except KeyboardInterrupt:
             say("stopping …")
+
+    def supervise(self, say: Callable[[str], None]) -> None:
+        """Restart processes that have exited. Raises StackError if one of them keeps failing."""
+        for service in reversed(self._services):  # Redis first: the others need it
+            service.supervise(say)
 
     def stop(self) -> None:
         """Stop all processes in order; a second interrupt kills them."""
         try:
-            for child in self._children:
+            for service in self._services:
                 # The worker may drain for `drain` seconds; the other processes have nothing to finish.
-                child.stop(self.settings.drain + 10 if child is self.worker else 10)
+                service.child.stop(self.settings.drain + 10 if service.child.name == "worker" else 10)
         finally:
-            for child in self._children:
-                child.kill()
+            for service in self._services:
+                service.child.kill()
             self._redis.close()
-            if self._lock is not None:  # without the lock, the file belongs to another stack
-                (self._folder / STACK_FILE).unlink(missing_ok=True)
-                self._lock.close()
+            (self._folder / STACK_FILE).unlink(missing_ok=True)
+            self._lock.close()
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Lock the data folder until the file is closed. Raises StackError if another stack uses it."""
+    lock = (folder / LOCK_FILE).open("w")
+    if not _locks(lock):
+        lock.close()
+        raise StackError(f"Another embedded stack is running in {folder}. Stop it, or use --data-folder.")
+    (folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
+    return lock
 
 
 def _locks(lock: IO[str]) -> bool:

@@ -61,11 +61,15 @@ class Child:
         """Wait until `answers` returns True. Raises StackError if the child exits or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not answers():
-            if self.process.poll() is not None:
-                raise StackError(f"{self.name} exited with status {self.process.returncode}. {self.log_tail()}")
+            self.check()
             if time.monotonic() > deadline:
                 raise StackError(f"{self.name} did not answer within {START_TIMEOUT_S:.0f} s. {self.log_tail()}")
             time.sleep(0.05)
+
+    def check(self) -> None:
+        """Raise StackError if the process has exited."""
+        if self.process.poll() is not None:
+            raise StackError(f"{self.name} exited with status {self.process.returncode}. {self.log_tail()}")
 
     def output(self) -> str:
         """Return the output of this run."""

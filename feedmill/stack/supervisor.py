@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from selectors import EVENT_READ, DefaultSelector
@@ -33,6 +33,7 @@ from rich.text import Text
 from feedmill.monitoring.watch import worker_statistics
 from feedmill.stack.devices import Share
 from feedmill.stack.processes import die_with
+from feedmill.stack.restarts import MAX_FAILURES, Failures
 from feedmill.stack.signals import handle_signals, not_ignored
 from shared import logs
 from shared.broker import make_app
@@ -42,12 +43,6 @@ from shared.systemd import NOTIFY_SOCKET, notify
 
 logger = logging.getLogger(__name__)
 
-#: Consecutive failures after which a device's worker is no longer restarted.
-MAX_FAILURES = 5
-#: Seconds before the first restart; the pause doubles with each further failure.
-FIRST_RESTART_DELAY_S = 1.0
-#: Seconds that a worker must run for its next failure to count as the first again.
-STABLE_AFTER_S = 60.0
 #: Seconds beyond the setting `drain` after which a worker that is shutting down is killed.
 KILL_GRACE_S = 10.0
 #: Seconds between requests for statistics in a terminal, and while a worker does not answer.
@@ -61,23 +56,6 @@ ANSWERED = 0
 #: Signals that stop the workers, and signals that are forwarded to them.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
-
-
-class Failures:
-    """Count a device's consecutive worker failures and compute the backoff before the next restart."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._count = 0
-        self._since = clock()
-
-    def started(self) -> None:
-        self._since = self._clock()
-
-    def ended(self) -> float | None:
-        """Record an exit. Return the seconds to wait before the restart, or None after MAX_FAILURES."""
-        self._count = 1 if self._clock() - self._since >= STABLE_AFTER_S else self._count + 1
-        return FIRST_RESTART_DELAY_S * 2 ** (self._count - 1) if self._count < MAX_FAILURES else None
 
 
 class SupervisedWorker:

@@ -81,7 +81,7 @@ def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collec
         dict(labelled_by),
     )
     if tested is not None:
-        topics = options.model_copy(update={"labels": "topic"})
+        topics = options.model_copy(update={"targets": "topic"})
         known = (_example(post, topics, Counter()) for post in tested if not gone or _post(post).id not in gone)
         return Collected(examples, [example for example in known if example], provenance)
     return Collected(examples, None, provenance)
@@ -94,25 +94,25 @@ def _post(found: Post | Labelled) -> Post:
 def _example(found: Post | Labelled, options: TrainOptions, labelled_by: Counter[str]) -> Example | None:
     """Return the training example, or None without a label or with a score below `min_score`."""
     post, label, scores = _post(found), _post(found).topic, None
-    if options.labels != "topic":
+    if options.targets != "topic":
         if isinstance(found, Post) or found.scores[found.label] < options.min_score:
             return None
         labelled_by[found.model] += 1
-        label, scores = found.label, found.scores if options.labels == "soft" else None
+        label, scores = found.label, found.scores if options.targets == "soft" else None
     if not label or not post.text:  # the stream truncates bodies, possibly to nothing
         return None
     return Example(post, label.strip(), scores)
 
 
 def _nothing(posts: int, options: TrainOptions) -> str:
-    if options.labels == "topic":
+    if options.targets == "topic":
         return (
             f"None of {posts:,} posts has a topic to learn. Add topics to the file, or train on a model's labels "
-            "with --labels zero-shot."
+            "with --targets zero-shot."
         )
     return (
         f"None of {posts:,} posts has a model's label with a score of at least {options.min_score}; only results and "
-        "exports contain such labels. Lower --min-score, or use --labels topic."
+        "exports contain such labels. Lower --min-score, or use --targets topic."
     )
 
 

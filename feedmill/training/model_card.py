@@ -143,10 +143,10 @@ def _card(folder: Path, options: TrainOptions, dataset: Dataset, record: Mapping
 
 
 def _labels_from(options: TrainOptions, labelled_by: Mapping[str, int]) -> str:
-    if options.labels == "topic":
+    if options.targets == "topic":
         return "the posts' topics"
     models = ", ".join(f"{printable(model)} ({count:,})" for model, count in labelled_by.items())
-    what = "the best label" if options.labels == "zero-shot" else "all scores"
+    what = "the best label" if options.targets == "zero-shot" else "all scores"
     return f"{what} of each post whose best score is at least {options.min_score}, by {models}"
 
 
@@ -161,7 +161,7 @@ def _result(tested: Mapping[str, Any] | None, zero_shot: Mapping[str, Any] | Non
     if tested is None:
         return "Not tested."
     against = (
-        "the topics" if options.labels == "topic" or options.test else "labels by the models above, which may be wrong"
+        "the topics" if options.targets == "topic" or options.test else "labels by the models above, which may be wrong"
     )
     lines = [f"On {tested['posts']:,} posts outside the training data, compared with {against}:", ""]
     lines += ["| | accuracy | macro-F1 | calibration error | posts/s |", "|---|---|---|---|---|"]

@@ -1,6 +1,7 @@
 """Print a training's plan, progress and result, as text or as JSON lines."""
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,9 @@ class TrainingReport:
         if record["metrics"]:
             measured = ((str(folder), record["metrics"]), ("its base, zero-shot", record["zero_shot"]))
             console.print(models_table("", measured))
-        typer.echo(f"Serve the model with `feedmill worker --model {printable(str(folder))}`.")
+        where = printable(shlex.quote(str(folder)))
+        typer.echo(f"Next, switch running workers to this model:\n  feedmill deploy {where}")
+        typer.echo(f"Or start a worker with it:\n  feedmill worker --model {where}")
 
     def _line(self, key: str, value: Mapping[str, Any]) -> None:
         typer.echo(json.dumps({key: value}, ensure_ascii=False))

@@ -1,12 +1,18 @@
 """`feedmill demo`: its output, and cleaning up after itself."""
 
+import html
 import json
+import os
+import pty
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support import feedmill, processes_in, running, wait_until
+from feedmill.stack.demo import sample_posts
+from tests.support import FEEDMILL, feedmill, last_json, processes_in, running, wait_until
 
 
 def hostile(folder: Path) -> Path:
@@ -37,7 +43,13 @@ def test_demo_ignores_packages_named_like_ours(tmp_path: Path) -> None:
     assert 0.5 < summary["padding_efficiency"] <= 1
     assert f"{summary['correct']} of 160 " in demo.text()
     assert "http://127.0.0.1:" in demo.text()
-    assert len([line for line in demo.text().splitlines() if line.startswith("│")]) == 160
+    assert len(re.findall("^[✓✗]  [a-z]", demo.text(), re.MULTILINE)) == 160
+    assert demo.text().count("written for: ") == 160 - summary["correct"]
+    # Whole titles, although they wrap.
+    shown = " ".join(demo.text().split())
+    assert all(" ".join(html.unescape(post.title).split()) in shown for post in sample_posts())
+    assert "padding" not in demo.text().replace(told, "")
+    assert "feedmill demo --own " in demo.text()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
@@ -55,3 +67,76 @@ def test_failed_startup_leaves_no_process(tmp_path: Path) -> None:
     assert "'/no/such/model'" in said.stderr
     assert "Traceback" not in said.stderr
     assert processes_in(tmp_path) == []
+
+
+def test_says_what_it_does_before_the_imports(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise RuntimeError('imported')")
+    for arguments, begins in ((["demo"], "Starting Redis"), (["up"], "Starting Redis"), (["demo", "--help"], "Trace")):
+        said = feedmill(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path), NEW_INTERPRETER="1")
+        assert said.stderr.startswith(begins)
+        assert "imported" in said.stderr
+
+
+SENTENCES = "The parcel never came\n\nPlease reset my password\n I want my money back \n"
+OWN_LABELS = ("--own", "delivery,refund,password")
+
+
+def test_own_labels_from_a_pipe(tmp_path: Path) -> None:
+    said = feedmill("demo", *OWN_LABELS, cwd=tmp_path, stdin=SENTENCES)
+    assert said.returncode == 0, said.stderr
+    found = re.findall(r"^(\S.*)\n +\S+ +(\S+)", said.stdout, re.MULTILINE)
+    assert found == [
+        ("The parcel never came", "delivery"),
+        ("Please reset my password", "password"),
+        ("I want my money back", "refund"),
+    ]
+    assert processes_in(tmp_path) == []
+
+
+def test_own_labels_as_json_from_a_longer_pipe(tmp_path: Path) -> None:
+    said = feedmill("demo", *OWN_LABELS, "--json", cwd=tmp_path, stdin=SENTENCES + "and more\n" * 2)
+    assert len(said.stdout.splitlines()) == 3
+    last = last_json(said.stdout)
+    assert (last["sentence"], last["label"]) == ("I want my money back", "refund")
+    assert set(last["scores"]) == {"delivery", "refund", "password"}
+    assert "first 3 lines" in said.stderr
+
+
+def test_own_labels_in_a_terminal(tmp_path: Path) -> None:
+    """An empty line ends the input. Control characters are shown escaped."""
+    terminal, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FEEDMILL_")}
+    with subprocess.Popen(
+        [FEEDMILL, "demo", *OWN_LABELS],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+    ) as command:
+        os.close(theirs)
+        os.write(terminal, b"The parcel never came\nsend me a new \x1b[31mpass\x9bword\n\n")
+        said = command.communicate(timeout=120)[0]
+    os.close(terminal)
+    assert command.returncode == 0
+    assert "The parcel never came" in said
+    assert "\\x1b[31mpass\ufffdword" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--own", "a,b"), "No sentence"),
+        (("--own", "one"), "two labels"),
+        (("--own", '{"a":'), "--own: "),
+        (("--own", "a,b", "--keep"), "--keep"),
+        (("--own", "a,b", "--all"), "--all"),
+    ],
+)
+def test_own_labels_name_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    said = feedmill("demo", *arguments, cwd=tmp_path)
+    assert said.returncode == 2
+    assert said.stderr.startswith("feedmill: ")
+    assert words in said.stderr

@@ -5,17 +5,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from feedmill.stack import addresses, processes, restarts
 from feedmill.stack import embedded as stack_module
-from feedmill.stack import processes
+from feedmill.stack.addresses import ADDRESSES_FILE, kept_addresses
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import Child
 from producers.push import Pusher
@@ -24,7 +26,7 @@ from shared.errors import StackError
 from shared.messages import ClassifyOptions
 from shared.results import ResultsStore
 from shared.settings import Settings
-from tests.support import FEEDMILL, as_jsonl, feedmill, make_posts, processes_in, running, wait_until
+from tests.support import FEEDMILL, Feedmill, as_jsonl, feedmill, make_posts, processes_in, running, wait_until
 
 
 def test_up_names_an_unusable_data_folder(tmp_path: Path) -> None:
@@ -64,11 +66,11 @@ def test_names_a_process_that_does_not_answer_in_time(tmp_path: Path, monkeypatc
 
 
 def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
-    """After a kill -9, no process survives, and the next `feedmill up` has the data."""
+    """After a kill -9, no process survives, and the next `feedmill up` has the data, the ports and the passwords."""
     posts = as_jsonl(make_posts(40))
     data = {"FEEDMILL_DATA_FOLDER": "data"}
     with running("up", cwd=tmp_path, **data) as up:
-        wait_until(lambda: up.says("Ctrl-C"), "the stack is up")
+        wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
         assert str(tmp_path / "data") in second.stderr
@@ -82,10 +84,13 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert json.loads(kept.read_text())["flower_password"] not in up.text()
         # The command itself, redis-server, a worker and Flower.
         assert len(processes_in(tmp_path)) == 4, processes_in(tmp_path)
+        before = json.loads(kept.read_text())
         up.end(signal.SIGKILL)
         wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
     with up_to_flower(tmp_path, data) as (command, said):
         found = json.loads(kept.read_text())
+        assert found == before
+        assert (tmp_path / "data" / ADDRESSES_FILE).stat().st_mode & 0o777 == 0o600
         assert said.endswith(f"Flower at {found['flower_url']}, user feedmill, password {found['flower_password']}\n")
         sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
@@ -94,6 +99,94 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert command.wait(60) == 0
     assert processes_in(tmp_path) == []
     assert not kept.exists()
+
+
+@pytest.mark.timeout(360)
+def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> None:
+    """`results --follow` and `status --watch` run throughout; nothing that was sent is lost."""
+    data = {"FEEDMILL_DATA_FOLDER": "data"}
+    first, second, third = (as_jsonl(make_posts(30)[start : start + 10]) for start in (0, 10, 20))
+    with (
+        running("up", cwd=tmp_path, **data) as up,
+        following(up, "results", "--follow", cwd=tmp_path, **data) as results,
+        following(up, "status", "--watch", "--json", cwd=tmp_path, **data) as status,
+    ):
+        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=first, **data).stdout.startswith("10 ")
+        wait_until(lambda: len(shown_posts(results)) == 10, "the first posts are shown")
+        os.kill(redis_of(tmp_path / "data"), signal.SIGKILL)
+        wait_until(lambda: up.says("redis answers again"), "Redis is restarted")
+        assert re.search("redis .*-9", up.text())
+        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=first, **data).stdout.startswith("0 ")
+        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=second, **data).stdout.startswith("10 ")
+        wait_until(lambda: len(shown_posts(results)) == 20, "the second posts are shown")
+        assert up.end(signal.SIGINT) == 0
+        with running("up", cwd=tmp_path, **data) as again:
+            wait_until(lambda: again.says("Ctrl-C"), "the stack is up again", 150)
+            assert feedmill("enqueue", "-", cwd=tmp_path, stdin=third, **data).stdout.startswith("10 ")
+            wait_until(lambda: len(shown_posts(results)) == 30, "the third posts are shown")
+            wait_until(lambda: '"stored": 30' in status.text().splitlines()[-1], "the status is current")
+
+
+@contextmanager
+def following(up: Feedmill, *arguments: str, cwd: Path, **environment: str) -> Iterator[Feedmill]:
+    """Run a command that follows a stack, once the stack is up."""
+    wait_until(lambda: up.says("Ctrl-C"), "the stack is up", 150)
+    with running(*arguments, cwd=cwd, **environment) as command:
+        yield command
+
+
+def shown_posts(results: Feedmill) -> set[str]:
+    assert results.process.poll() is None, results.text()
+    return set(re.findall(r"^(p\d+) ", results.text(), re.MULTILINE))
+
+
+def redis_of(folder: Path) -> int:
+    """Return the process ID of the redis-server that runs in the folder."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cwd").readlink() == folder and b"redis-server" in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+    raise AssertionError(f"no redis-server runs in {folder}")
+
+
+def test_up_replaces_a_port_that_another_program_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "PORT_TIMEOUT_S", 0.0)
+    before, notes = kept_addresses(tmp_path)
+    assert notes == []
+    with socket.create_server(("127.0.0.1", before.redis_port)):
+        after, notes = kept_addresses(tmp_path)
+    assert re.search(rf"\b{before.redis_port}\b.*\b{after.redis_port}\b", "".join(notes))
+    assert before.redis_port != after.redis_port
+    assert after == before.model_copy(update={"redis_port": after.redis_port})
+    assert kept_addresses(tmp_path) == (after, [])
+    with socket.create_server(("127.0.0.1", after.flower_port)):
+        last, notes = kept_addresses(tmp_path)
+    assert re.search(rf"\b{after.flower_port}\b.*\b{last.flower_port}\b", "".join(notes))
+    assert last == after.model_copy(update={"flower_port": last.flower_port})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "x" * 10_000, '{"redis_port": 99999}'], ids=["empty", "list", "long", "port"]
+)
+def test_up_replaces_an_invalid_file_of_addresses(tmp_path: Path, text: str) -> None:
+    path = tmp_path / ADDRESSES_FILE
+    path.write_text(text)
+    found, (note,) = kept_addresses(tmp_path)
+    assert str(path) in note
+    assert kept_addresses(tmp_path) == (found, [])
+
+
+@pytest.mark.parametrize("password", ["a b", 'x\nrequirepass ""', "short", "p@ss:word/1234567890"])
+def test_kept_passwords_cannot_change_the_configuration(tmp_path: Path, password: str) -> None:
+    found, _ = kept_addresses(tmp_path)
+    (tmp_path / ADDRESSES_FILE).write_text(json.dumps(found.model_dump() | {"redis_password": password}))
+    assert kept_addresses(tmp_path)[0].redis_password not in (password, found.redis_password)
+
+
+def test_up_names_unreadable_addresses(tmp_path: Path) -> None:
+    (tmp_path / ADDRESSES_FILE).mkdir()
+    with pytest.raises(StackError, match=re.escape(str(tmp_path / ADDRESSES_FILE))):
+        kept_addresses(tmp_path)
 
 
 @contextmanager
@@ -105,7 +198,7 @@ def up_to_flower(folder: Path, environment: dict[str, str]) -> Iterator[tuple["s
     )  # fmt: skip
     with command:
         try:
-            yield command, next((line for line in command.stderr or () if "Flower" in line), "")
+            yield command, next((line for line in command.stderr or () if "Flower at" in line), "")
         finally:
             command.kill()
 
@@ -129,6 +222,7 @@ def test_startup_reports_a_token_budget_measurement(tmp_path: Path) -> None:
         assert next(made._await_worker(child))
     finally:
         child.kill()
+        made.stop()
 
 
 @pytest.fixture
@@ -169,18 +263,42 @@ def test_flower_shows_every_messages_progress(stack: Stack) -> None:
         assert stack.flower_password not in line
 
 
-def test_reports_a_dead_redis_and_a_crash_looping_worker(stack: Stack) -> None:
+def test_check_names_a_dead_process(stack: Stack) -> None:
     stack.check()
-    redis = stack._children[-1]
-    os.kill(redis.process.pid, signal.SIGKILL)
-    redis.process.wait()
+    kill_redis(stack)
     with pytest.raises(StackError, match="redis .* -9"):
         stack.check()
-    for _ in range(3):
-        assert stack.worker
-        stack.worker.kill()
-        stack._replace(stack.worker)
-    assert stack.worker
-    stack.worker.kill()
-    with pytest.raises(StackError, match=r"\b4 times"):
-        stack._replace(stack.worker)
+
+
+def test_restarts_every_process(stack: Stack) -> None:
+    before = [service.child.process.pid for service in stack._services]
+    for service in stack._services:
+        service.child.kill()
+    said: list[str] = []
+
+    def is_restarted() -> bool:
+        stack.supervise(said.append)
+        return sum("answers again" in line for line in said) == len(before)
+
+    wait_until(is_restarted, "every process answers again", 150)
+    assert not set(before) & {service.child.process.pid for service in stack._services}
+    assert {line.split()[0] for line in said} == {"redis", "worker", "flower"}
+
+
+def test_gives_up_on_a_redis_that_keeps_failing(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_RESTART_DELAY_S", 0.0)
+    kill_redis(stack)
+    said: list[str] = []
+    # Another program takes the port meanwhile.
+    with socket.create_server(("127.0.0.1", stack.settings.redis.hosts[0][1])), pytest.raises(StackError) as error:
+        wait_until(lambda: stack.supervise(said.append), "the stack gives up")
+    assert re.search(
+        r"^redis failed 5 times in a row, last with status 1\..*Address already in use", str(error.value), re.S
+    )
+    assert sum("restarting" in line for line in said) == 4
+
+
+def kill_redis(stack: Stack) -> None:
+    redis = stack._services[-1].child
+    assert redis.name == "redis"
+    redis.kill()

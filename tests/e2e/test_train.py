@@ -55,6 +55,9 @@ def test_train_writes_a_model_that_can_be_served(redis: RedisServer, tmp_path: P
     assert re.search(r"steps, 4 epochs", said.stdout)
     assert "loss " in said.stdout
     out = tmp_path / "out"
+    assert said.stdout.endswith(
+        f"  feedmill deploy {out}\nOr start a worker with it:\n  feedmill worker --model {out}\n"
+    )
     record = json.loads((out / "training.json").read_text())
     assert record["posts"]["purged"] == 1
     assert record["train"] + record["test"] == 95
@@ -104,8 +107,8 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
     assert feedmill("export", "--format", "parquet", "export", cwd=tmp_path, **url).returncode == 0
     learning = ("--base", str(base), "--max-steps", "1", "--no-compare", "--device", "cpu", "--json")
     for flags in (
-        ("--from", "results", "--labels", "zero-shot", "--min-score", "0.8", "--out", "one"),
-        ("--from", "export", "--labels", "soft", "--split", "time", "--out", "two"),
+        ("--from", "results", "--targets", "zero-shot", "--min-score", "0.8", "--out", "one"),
+        ("--from", "export", "--targets", "soft", "--split", "time", "--out", "two"),
     ):
         said = feedmill("train", *flags, *learning, cwd=tmp_path, **url)
         assert said.returncode == 0, said.stderr
@@ -126,7 +129,8 @@ def test_trains_on_results_and_exports(redis: RedisServer, tmp_path: Path, base:
         ),
         (["--from", "posts.jsonl", "--out", "new", "--resume"], "new"),
         (["--from", "posts.jsonl", "--out", "new", "--base", "no/such/base"], "no/such/base"),
-        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "soft|labels|posts"),
+        (["--from", "posts.jsonl", "--out", "new", "--targets", "soft"], "soft|targets|posts"),
+        (["--from", "posts.jsonl", "--out", "new", "--labels", "soft"], "--targets"),
         (["--from", "posts.jsonl", "--out", "new", "--precision", "float16"], "float16"),
     ],
 )

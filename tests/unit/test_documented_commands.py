@@ -5,6 +5,7 @@ Commands in blocks marked `sh` must be complete. Inline code may omit arguments.
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_documented_python_modules_have_the_flags() -> None:
         source = source_of(module)
         for flag in words:
             assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{page}: {module} {flag}"
+
+
+def test_documented_extras_and_pins_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    installed = 0
+    for page in PAGES:
+        for line in re.findall(r"pip install .*", page.read_text()):
+            for extras in re.findall(r"(?:feedmill|\.|\.whl)\[([\w,]+)\]", line):
+                assert set(extras.split(",")) <= set(project["optional-dependencies"]), f"{page}: {line}"
+                installed += 1
+            for pin in re.findall(r"\b[a-z]\S*==[\d.]+", line):
+                assert pin in pins, f"{page}: {line}"
+    assert installed
 
 
 def parse_error(words: tuple[str, ...]) -> str | None:

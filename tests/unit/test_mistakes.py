@@ -188,13 +188,15 @@ def test_demo_reports_a_worker_that_ended(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(demo, "ResultsStore", lambda *_: SimpleNamespace(latest=lambda _: []))
     monkeypatch.setattr(demo, "worker_statistics", lambda _: {})
     with pytest.raises(StackError, match=naming("worker", "/data")):
-        demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), False, False)
+        demo._report(Mock(settings=Settings(data_folder=Path("/data"))), [], 1.0, Mock(), True, False)
 
 
 def test_up_prints_markup_in_settings_literally(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stack:
+        notes = ()
+
         def __init__(self, *_: object, **__: object) -> None: ...
 
         def start(self) -> Iterator[str]:

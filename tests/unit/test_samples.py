@@ -1,11 +1,16 @@
 """The bundled posts: ten per default topic, as uneven in length as real posts."""
 
+import html
+import re
 from collections import Counter
+from pathlib import Path
 
 from feedmill.stack.demo import SAMPLE_ROWS, random_sample, sample_posts
 from shared.messages import Classification, Post
 from shared.results import Result
 from shared.topics import TOPICS
+
+README = Path(__file__).parent.parent.parent / "README.md"
 
 
 def test_sample_posts_cover_topics_and_lengths() -> None:
@@ -45,3 +50,14 @@ def test_draws_the_same_posts_whatever_their_labels() -> None:
 def test_draws_every_post_when_few_results_have_arrived() -> None:
     few = [labelled(post, "none") for post in sample_posts()[:3]]
     assert sorted(result.post.id for result in random_sample(few)) == [result.post.id for result in few]
+
+
+def test_readme_shows_the_sample() -> None:
+    """The README quotes a run. Its labels depend on the machine's precision, its posts do not."""
+    (block,) = re.findall(r"^Starting Redis.*?^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    shown = " ".join(block.split())
+    sample = random_sample([labelled(post, "none") for post in sample_posts()])
+    assert all(" ".join(html.unescape(result.post.title).split()) in shown for result in sample)
+    assert len(re.findall("^[✓✗]  [a-z]", block, re.MULTILINE)) == SAMPLE_ROWS
+    right = len(re.findall("^✓  ", block, re.MULTILINE))
+    assert f"{SAMPLE_ROWS} drawn at random, of which {right} are right" in shown

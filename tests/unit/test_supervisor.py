@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from feedmill.stack.devices import Share
-from feedmill.stack.supervisor import (
-    MAX_FAILURES,
-    MAX_LINE_BYTES,
-    STABLE_AFTER_S,
-    Failures,
-    SupervisedWorker,
-    Supervisor,
-)
+from feedmill.stack.restarts import MAX_FAILURES, STABLE_AFTER_S, Failures
+from feedmill.stack.supervisor import MAX_LINE_BYTES, SupervisedWorker, Supervisor
 from shared.errors import SettingsError
 from shared.settings import Settings
 

@@ -228,7 +228,7 @@ def test_learns_soft_labels(base: Path, tmp_path: Path) -> None:
     """A model trained on the scores 0.6, 0.3, 0.1 predicts them for any text."""
     scores = dict(zip(LABELS, (0.6, 0.3, 0.1), strict=True))
     dataset = Dataset(LABELS, [each._replace(scores=scores) for each in examples(60)], [], [], {})
-    options = options_of(base, tmp_path / "out", labels="soft", batch_size=8, accumulation=2, epochs=10)
+    options = options_of(base, tmp_path / "out", targets="soft", batch_size=8, accumulation=2, epochs=10)
     found = Training(dataset, options, Settings(device="cpu")).run()
     tokens = found.tokenizer(["the match of the team", "bread"], padding=True, return_tensors="pt")
     with torch.inference_mode():

@@ -1,6 +1,7 @@
 """Training and test data: labels, duplicate texts, splits, and reading exports and files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_early_stopping_holds_back_posts() -> None:
     ("examples", "options", "named"),
     [
         ([], {}, "train"),
-        ([], {"labels": "soft"}, "train"),
+        ([], {"targets": "soft"}, "train"),
         ([example(1), example(2)], {}, "'a'"),
         ([example(1), example(2), example(3, "b")], {"min_posts": 2}, naming("b (1)", 2)),
         ([example(1), example(2, "b")], {"split": "random", "test_share": 1e-9}, "test"),
@@ -125,7 +126,7 @@ def test_flags_express_the_options() -> None:
 
 def test_command_parses_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option has a flag, whose value reaches the training unchanged."""
-    values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "labels": "soft", "min_score": 0.25}
+    values: dict[str, Any] = {"from": "posts.csv", "out": "o", "base": "b", "targets": "soft", "min_score": 0.25}
     values |= {"min_posts": 2, "limit": 3, "test": "t.csv", "split": "time", "test_share": 0.5, "compare": False}
     values |= {"epochs": 1.5, "max_steps": 4, "batch_size": 5, "accumulation": 6, "learning_rate": 0.01}
     values |= {"head_rate": 2.0, "warmup": 0.2, "schedule": "cosine", "weight_decay": 0.3, "fit_head": False}
@@ -187,13 +188,13 @@ def collected(path: Path, **options: Any) -> Collected:
 
 @pytest.mark.parametrize("how", ["csv", "jsonl", "parquet", "folder"])
 def test_reads_labels_of_an_export(tmp_path: Path, how: str) -> None:
-    found = collected(export(tmp_path, how), labels="zero-shot")
+    found = collected(export(tmp_path, how), targets="zero-shot")
     assert [(each.post.id, each.post.title, each.label, each.scores) for each in found.examples] == [
         ("p1", "=text 1", "food", None),
         ("p3", "=text 3", "sports", None),
     ]
     assert found.provenance._replace(source="") == ("", 3, 1, None, {"m": 3 - 1})
-    soft = collected(tmp_path / path_of(how), labels="soft", min_score=0.0)
+    soft = collected(tmp_path / path_of(how), targets="soft", min_score=0.0)
     assert [each.scores for each in soft.examples] == [row.found["scores"] for row in rows()]
     topics = collected(tmp_path / path_of(how))
     assert [(each.post.id, each.label) for each in topics.examples] == [("p1", "Food")]
@@ -218,7 +219,7 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     ("text", "options", "named"),
     [
         ('{"id": 1, "title": "t"}\n', {}, "topic"),
-        ('{"id": 1, "title": "t", "topic": "a"}\n', {"labels": "zero-shot"}, "--labels|--min-score"),
+        ('{"id": 1, "title": "t", "topic": "a"}\n', {"targets": "zero-shot"}, "--targets|--min-score"),
         ('{"id": 1, "title": "t", "topic": "a"}\n', {"test": "/no/such"}, "/no/such"),
         ('{"id": 1, "title": "t"}\n', {"test": "posts.jsonl"}, naming("posts.jsonl", "topic")),
     ],
@@ -243,7 +244,20 @@ def test_rejects_an_export_with_an_invalid_row(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.set_column(table.column_names.index("id"), "id", pa.array([""] * len(table))), path)
     with pytest.raises(InputError, match=naming(path)):
-        collected(path, labels="zero-shot")
+        collected(path, targets="zero-shot")
+
+
+def test_names_the_new_option_for_the_old_one() -> None:
+    with pytest.raises(UserError, match=naming("labels", "targets")):
+        TrainOptions.parse({"from": "posts.csv", "out": "o", "labels": "soft"})
+
+
+def test_help_shows_every_default() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "300"}).output
+    for name, field in TrainOptions.model_fields.items():
+        (line,) = re.findall(rf"^[│ *]+--{(field.alias or name).replace('_', '-')} .*", shown, re.MULTILINE)
+        assert "[required]" in line or "(default: " in line
+    assert "--labels" not in shown
 
 
 def test_calibration_error_of_known_bins() -> None:

@@ -57,7 +57,7 @@ def make_dataset(found: Iterable[Example], tested: Iterable[Example] | None, opt
     """
     left_out: Counter[str] = Counter()
     examples = _deduplicate(found, left_out, "repeated text")
-    if options.labels == "soft":
+    if options.targets == "soft":
         examples = _keep_common_label_set(examples, left_out)
     if tested is None:
         train, test = split(examples, options.split, options.test_share, options.seed)
@@ -141,7 +141,7 @@ def _labels(train: Sequence[Example], options: TrainOptions) -> tuple[str, ...]:
             "lower --test-share."
         )
     counts = Counter(example.label for example in train)
-    if options.labels == "soft":
+    if options.targets == "soft":
         # Soft labels come from all scores, including labels that are never the best.
         return tuple(sorted(train[0].scores or ()))
     if len(counts) < 2:

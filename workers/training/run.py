@@ -174,7 +174,7 @@ class Training:
             return []
         place = {label: number for number, label in enumerate(self._dataset.labels)}
         tokens = self._tokenizer([example.post.text for example in examples], truncation=True)
-        soft = self._options.labels == "soft"
+        soft = self._options.targets == "soft"
         labels = [self._distribution(each) if soft else place[each.label] for each in examples]
         columns = {**tokens, "labels": labels}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
