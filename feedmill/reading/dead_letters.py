@@ -7,6 +7,7 @@ undecodable message's name is a digest of its bytes, `raw-1f2e3d4c5b6a7988`. Dea
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from redis import Redis
@@ -15,6 +16,7 @@ from redis.client import NEVER_DECODE
 from shared.keys import DEAD_LETTERS, UNDECODABLE, dead_letter_key
 from shared.messages import DeadLetter
 from shared.results import PAGE_SIZE, dead_letter_digest, newest_first
+from shared.scripts.runs import remove_retried
 
 #: Prefix of the names of undecodable messages.
 RAW_ID_PREFIX = "raw-"
@@ -51,20 +53,30 @@ class DeadLetters:
         elements: Any = self._redis.llen(UNDECODABLE)
         return int(letters + elements)
 
-    def newest(self, count: int) -> Iterator[DeadLetterEntry | UndecodableMessage]:
-        """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first."""
-        if count > 0:
-            yield from self._elements(count)
-            yield from self.letters(count)
+    def newest(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry | UndecodableMessage]:
+        """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first.
 
-    def letters(self, count: int) -> Iterator[DeadLetterEntry]:
-        """Yield the newest `count` dead letters, oldest first.
+        run: only dead letters of this run.
+        """
+        if count > 0:
+            if run is None:
+                yield from self._elements(count)
+            yield from self.letters(count, run)
+
+    def letters(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry]:
+        """Yield the newest `count` dead letters, oldest first. run: only posts of this run.
 
         The first pass collects only stream ids; the second reads the entries in order, one page in memory at a time.
         """
-        names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
-        if names:
-            yield from self._between(names[-1], names[0])
+        if run is None:
+            names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
+            if names:
+                yield from self._between(names[-1], names[0])
+            return
+        entries = (_entry(*each) for each in newest_first(self._redis, DEAD_LETTERS))
+        names = [each.name for each in islice((each for each in entries if each.letter.run == run), count)]
+        for name in reversed(names):
+            yield from self._between(name, name)
 
     def all(self) -> Iterator[DeadLetterEntry | UndecodableMessage]:
         """Yield all undecodable messages, then all dead letters, oldest first; skip letters added meanwhile."""
@@ -90,6 +102,13 @@ class DeadLetters:
     def expect_again(self, letter: DeadLetter) -> None:
         """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
         self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
+
+    def remove_retried(self, each: DeadLetterEntry | UndecodableMessage) -> None:
+        """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
+        if isinstance(each, DeadLetterEntry) and each.letter.run is not None:
+            remove_retried(self._redis, each.name, each.letter.run)
+        else:
+            self.remove(each)
 
     def remove(self, each: DeadLetterEntry | UndecodableMessage) -> None:
         """Delete an entry. Undecodable messages with identical bytes are all deleted."""
