@@ -86,6 +86,7 @@ def results(
     label: str | None = None,
     min_score: float | None = None,
     subreddit: str | None = None,
+    run: str | None = None,
     since: float | None = None,
     claim_after: float = 60.0,
 ) -> "Generator[Result | Missed]":
@@ -104,6 +105,7 @@ def results(
         label: Yield only results with this best label, spelled exactly.
         min_score: Yield only results whose best label has at least this score.
         subreddit: Yield only posts of this subreddit, in upper or lower case, with or without `r/`.
+        run: Yield only posts of this run.
         since: Start at this time, in seconds since 1970; 0 starts at the oldest result in the stream. Default: now,
             or 0 with `follow=False` and no group. An existing group ignores it.
         claim_after: Seconds after which this reader takes over results that another reader of the group received and
@@ -136,7 +138,7 @@ def results(
     if since is None and not follow and group is None:
         since = 0.0
     redis = connect(settings)
-    filters = ResultFilter(label, min_score, subreddit)
+    filters = ResultFilter(label, min_score, subreddit, run)
     reader = open_reader(redis, group, consumer, filters, since, claim_after=claim_after)
     return _items(reader, follow, settings, redis)
 

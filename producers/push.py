@@ -20,8 +20,9 @@ from redis.exceptions import RedisError
 
 from shared import broker
 from shared.errors import QueueFull, SettingsError
-from shared.messages import ClassifyOptions, Post, digest
+from shared.messages import ClassifyOptions, Post, digest, scope_of
 from shared.redis_errors import is_full
+from shared.runs import MAX_RUNS
 from shared.scripts import queue as scripts
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
 
@@ -37,7 +38,7 @@ FULL_QUEUE_POLL_S = 0.5
 
 
 class Mark(NamedTuple):
-    """Identity of a sent post: its id, and a digest of its text, options and queue."""
+    """Identity of a sent post: its id, and a digest of its text, options, queue and run (`Post.scope`)."""
 
     post_id: str
     field: str
@@ -50,6 +51,11 @@ def send_scope(settings: Settings, options: ClassifyOptions) -> str:
     """
     text = options.model_dump_json()
     return text if settings.queue == DEFAULT_QUEUE else f"{settings.queue} {text}"
+
+
+def mark_of(post: Post, purpose: str) -> Mark:
+    """Return the mark of a post. purpose: see `send_scope`."""
+    return Mark(post.id, digest(post.text, purpose, *scope_of(post)))
 
 
 class QueueGate:
@@ -88,6 +94,7 @@ class Pusher:
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
     refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
+    run: name of the run that the posts belong to; replaces the posts' own. None keeps theirs and counts no progress.
 
     Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After any exception, even
     one raised by a signal handler, the same posts can be pushed again. One case is unsafe: if a signal handler raises
@@ -105,6 +112,7 @@ class Pusher:
         wait: Callable[[float], None] = time.sleep,
         refuse: bool = False,
         wait_for_memory: bool = False,
+        run: str | None = None,
     ) -> None:
         self._app = app
         self._redis = redis
@@ -115,6 +123,7 @@ class Pusher:
         self._wait = wait
         self._refuse = refuse
         self._wait_for_memory = wait_for_memory
+        self._run = run
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
         #: Reason why `push` is waiting, for display; "" if it is not.
@@ -151,6 +160,9 @@ class Pusher:
     def _push(self, posts: Iterable[Post]) -> None:
         size = self._settings.posts_per_message
         unsent: list[tuple[Mark, Post]] = []
+        if self._run is not None:
+            run = {"run": self._run}
+            posts = (post.model_copy(update=run) for post in posts)
         for trip in _round_trips(posts, size):
             unsent += self._unsent(trip, {mark for mark, _ in unsent})
             whole = len(unsent) - len(unsent) % size
@@ -160,7 +172,7 @@ class Pusher:
 
     def _unsent(self, posts: Sequence[Post], waiting: set[Mark]) -> Iterator[tuple[Mark, Post]]:
         """Yield posts that must be sent, with their marks. waiting: marks of posts already collected, extended here."""
-        marks = [Mark(post.id, digest(post.text, self._purpose)) for post in posts]
+        marks = [mark_of(post, self._purpose) for post in posts]
         for mark, post, status in zip(marks, posts, scripts.lookup(self._redis, marks), strict=True):
             if status == scripts.PURGED:
                 self.gone += 1
@@ -182,7 +194,15 @@ class Pusher:
             self.messages += len(messages)
             marks = [mark for mark, _ in fitting]
             self.retry_until_memory(
-                partial(scripts.mark, self._redis, marks, int(time.time()), self._settings.sent_ttl)
+                partial(
+                    scripts.mark,
+                    self._redis,
+                    marks,
+                    int(time.time()),
+                    self._settings.sent_ttl,
+                    self._run or "",
+                    MAX_RUNS,
+                )
             )
 
     def _wait_for_room(self) -> int:

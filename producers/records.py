@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import REMOVED_BODIES, Post, digest
+from shared.messages import REDDIT_FULLNAME, REMOVED_BODIES, Post, digest
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -42,7 +42,6 @@ EDITED_FLAGS = frozenset({"false", "true", "0", "1"})
 #: A post's id in a Reddit URL, bare as in the API, and as a fullname with the prefix t3_.
 REDDIT_ADDRESS = re.compile(r"/comments/([a-z0-9]+)", re.IGNORECASE)
 REDDIT_ID = re.compile(r"[a-z0-9]+")
-REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 #: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.

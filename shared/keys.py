@@ -15,6 +15,8 @@ DEAD_LETTERS = "feedmill:dead"
 #: letters), `gone` (posts purged before they could be stored), `answered` (requests answered with a stored result),
 #: `trimmed` and `dead_trimmed` (entries trimmed from the results and dead-letter streams).
 COUNTERS = "feedmill:counters"
+#: Runs, scored by the time of their latest activity, in seconds since 1970.
+RUNS = "feedmill:runs"
 #: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
 #: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
@@ -54,6 +56,11 @@ def reddit_known_key(subreddit: str) -> str:
 def result_key(post_id: str) -> str:
     """Results of a post: fingerprint -> Classification, as JSON; and `score` -> its latest score, as JSON."""
     return f"feedmill:result:{post_id}"
+
+
+def run_key(run: str) -> str:
+    """Progress of a run: posts `sent`, `stored`, `failed`; `began`, `latest`, `used` in milliseconds. run: its name."""
+    return f"feedmill:run:{run}"
 
 
 def poison_key(message: str) -> str:
@@ -124,6 +131,8 @@ TABLE: tuple[Key, ...] = (
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
+    Key("feedmill:run:*", "hash", "shared/runs.py", "six fields; ttl sent_ttl"),
+    Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),
     Key(REDDIT_WATERMARKS, "hash", "producers/reddit/state.py", "one field per subreddit of the topics file"),

@@ -5,6 +5,7 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 """
 
 import html
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
@@ -19,13 +20,23 @@ from pydantic import (
     Field,
     JsonValue,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import from_json, to_json
 
-from shared.errors import LONGEST_REASON, PostRefused, RequestRefused, first_problem, truncate
+from shared.errors import (
+    LONGEST_REASON,
+    UNPRINTABLE_CHARACTERS,
+    PostRefused,
+    RequestRefused,
+    UserError,
+    first_problem,
+    printable,
+    truncate,
+)
 
 #: Incremented only if an older worker would misread a message. Workers read this version and all earlier ones. New
 #: optional fields do not change the version. See docs/messages.md and shared/schema/.
@@ -45,12 +56,16 @@ MAX_DEAD_POST_BYTES, MAX_DEAD_OPTIONS_BYTES, MAX_DEAD_MESSAGE_BYTES = 2**19, 2**
 MAX_DEAD_TRACEBACK = 8_000
 #: Maximum characters of an id.
 MAX_ID = 128
+#: Maximum characters of a run's name.
+MAX_RUN = 100
 #: Maximum labels per message; descriptions per label; and descriptions of all labels together.
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
 MAX_ALL_DESCRIPTIONS = 512
 #: Body texts that Reddit shows in place of removed or deleted bodies.
 REMOVED_BODIES = frozenset({"[removed]", "[deleted]"})
+#: A post's fullname on Reddit: the only ids that are unique across runs.
+REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 
 
 def clean(title: str, body: str) -> str:
@@ -76,6 +91,19 @@ def _normalize_text(value: object) -> object:
 Repaired = BeforeValidator(_normalize_text)
 
 
+def _check_run(run: str) -> str:
+    if UNPRINTABLE_CHARACTERS.search(run):
+        raise ValueError("control characters are not allowed in the name of a run")
+    return run
+
+
+#: Name of a run: one enqueued file, or any other set of posts that its sender names.
+Run = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=MAX_RUN, strip_whitespace=True),
+    AfterValidator(_check_run),
+    Repaired,
+]
 #: Seconds since 1970, UTC, up to the year 9999.
 UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799)]
 
@@ -103,6 +131,8 @@ class Post(BaseModel):
     nsfw: bool = False
     spoiler: bool = False
     extra: dict[str, JsonValue] | None = None
+    #: Run that the post belongs to. Ids that are not Reddit fullnames (t3_…) are unique within their run only.
+    run: Run | None = None
 
     @field_validator("extra")
     @classmethod
@@ -130,6 +160,11 @@ class Post(BaseModel):
     def text(self) -> str:
         """The text to classify; see `clean`."""
         return clean(self.title, self.body)
+
+    @property
+    def scope(self) -> str | None:
+        """The run within which the id is unique; None if the id is a Reddit fullname, or the post has no run."""
+        return None if REDDIT_FULLNAME.fullmatch(self.id) else self.run
 
     @classmethod
     def parse(cls, raw: object) -> "Post":
@@ -305,6 +340,8 @@ class DeadLetter(BaseModel):
     queue: Annotated[str, Repaired] | None = None
     #: Body of a message whose posts could not be read, truncated to MAX_DEAD_POST_BYTES.
     payload: Annotated[str, Repaired] | None = None
+    #: Run of the post; None if it has none, or an invalid one.
+    run: str | None = None
 
 
 def digest(*parts: str | None) -> str:
@@ -318,7 +355,36 @@ def fingerprint(post: Post, recipe: str) -> str:
 
     recipe: digest of model, weights, label set, template, multi-label flag and truncation length.
     """
-    return digest(post.id, post.text, str(CLEANING_VERSION), recipe)
+    return digest(post.id, post.text, str(CLEANING_VERSION), recipe, *scope_of(post))
+
+
+def scope_of(post: Post) -> tuple[str, ...]:
+    """Return the post's scope as parts of a digest. Digests of posts without a scope do not depend on runs."""
+    return () if post.scope is None else (post.scope,)
+
+
+def parse_run(name: str) -> str:
+    """Return the name of a run in the form of `Post.run`. Raises UserError."""
+    try:
+        run: str = _RUN.validate_python(name)
+    except ValidationError as error:
+        raise UserError(
+            f"'{printable(truncate(name))}' is not the name of a run: {first_problem(error)[1]}. Use 1 to {MAX_RUN} "
+            "printable characters."
+        ) from None
+    return run
+
+
+def run_of(raw: object) -> str | None:
+    """Return the run of a raw post; None if it has none, or an invalid one."""
+    run = raw.get("run") if isinstance(raw, dict) else None
+    try:
+        return None if run is None else str(_RUN.validate_python(run))
+    except ValidationError:
+        return None
+
+
+_RUN: TypeAdapter[str] = TypeAdapter(Run, config=ConfigDict(coerce_numbers_to_str=True))
 
 
 def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:

@@ -18,6 +18,7 @@ from redis import Redis
 from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, labels_key, result_key
 from shared.messages import Classification, DeadLetter, Post, digest
 from shared.replay import Replay
+from shared.runs import MAX_RUNS
 from shared.scripts import results as scripts
 from shared.scripts.results import SCORE
 from shared.settings import DEFAULT_QUEUE, PREFIX, Settings
@@ -121,13 +122,24 @@ class ResultsStore:
     ) -> tuple[Callable[[], tuple[int, int]], int]:
         """Return the script call, and the number of bytes that it sends."""
         new = [
-            (post.id, found.fingerprint, found.label, found.model_dump_json(), self._clipped(post))
+            (
+                post.id,
+                found.fingerprint,
+                found.label,
+                post.run or "",
+                post.scope is not None,
+                found.model_dump_json(),
+                self._clipped(post),
+            )
             for post, found in results
         ]
         # Posts sent without an id get "", which is not a valid id and cannot be purged.
-        letters = [((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json()) for letter in dead]
+        letters = [
+            ((letter.id or "").strip(), dead_letter_digest(letter), letter.model_dump_json(), letter.run or "")
+            for letter in dead
+        ]
         hour = int(time.time() // HOUR_S)
-        return scripts.prepare_write(self._redis, self._settings, new, letters, hour, MAX_LABELS_PER_HOUR)
+        return scripts.prepare_write(self._redis, self._settings, new, letters, hour, MAX_LABELS_PER_HOUR, MAX_RUNS)
 
     def _clipped(self, post: Post) -> str:
         """Return a post as JSON for its stream entry, with its body truncated."""

@@ -89,7 +89,7 @@ def retry(ids: DeadLetterIds = None, every: All = False, redis_url: RedisUrl = N
                 typer.echo(f"feedmill: {printable(each.name)} not retried: {printable(why)}", err=True)
                 refused += 1
             else:
-                dead.remove(each)
+                dead.remove_retried(each)
                 sent += 1
     _report_missing(missing)
     typer.echo(f"{sent:,} retried" + (f", {refused:,} not retried and kept" if refused else ""))

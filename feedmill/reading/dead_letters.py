@@ -15,6 +15,7 @@ from redis.client import NEVER_DECODE
 from shared.keys import DEAD_LETTERS, UNDECODABLE, dead_letter_key
 from shared.messages import DeadLetter
 from shared.results import PAGE_SIZE, dead_letter_digest, newest_first
+from shared.scripts.runs import remove_retried
 
 #: Prefix of the names of undecodable messages.
 RAW_ID_PREFIX = "raw-"
@@ -90,6 +91,13 @@ class DeadLetters:
     def expect_again(self, letter: DeadLetter) -> None:
         """Allow a new dead letter for the same post. Call before a retry: otherwise a second failure writes none."""
         self._redis.delete(dead_letter_key(dead_letter_digest(letter)))
+
+    def remove_retried(self, each: DeadLetterEntry | UndecodableMessage) -> None:
+        """Delete an entry whose post was sent again, and subtract it from the failures of its run."""
+        if isinstance(each, DeadLetterEntry) and each.letter.run is not None:
+            remove_retried(self._redis, each.name, each.letter.run)
+        else:
+            self.remove(each)
 
     def remove(self, each: DeadLetterEntry | UndecodableMessage) -> None:
         """Delete an entry. Undecodable messages with identical bytes are all deleted."""

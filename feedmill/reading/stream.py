@@ -44,12 +44,15 @@ class ResultFilter(NamedTuple):
     min_score: float | None = None
     #: Subreddit, case-insensitive, with or without "r/".
     subreddit: str | None = None
+    #: Name of the run, matched exactly.
+    run: str | None = None
 
     def has(self, result: Result) -> bool:
         found = result.classification
         return (
             (self.label is None or found.label == self.label)
             and (self.min_score is None or found.scores[found.label] >= self.min_score)
+            and (self.run is None or result.post.run == self.run)
             and (self.subreddit is None or normalize(result.post.subreddit or "") == normalize(self.subreddit))
         )
 

@@ -23,6 +23,7 @@ from shared.messages import (
     MAX_EXTRA_BYTES,
     MAX_LABELS,
     MAX_POSTS_PER_MESSAGE,
+    MAX_RUN,
     MESSAGE_VERSION,
     REMOVED_BODIES,
     ClassifyOptions,
@@ -35,6 +36,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 #: Characters that pydantic trims: Unicode's White_Space. Python's `str.strip` trims four control characters more.
 SPACE = r"\t-\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 PYTHON_SPACE = rf"\u001c-\u001f{SPACE}"
+#: Control characters that a name must not contain: shared.errors.UNPRINTABLE_CHARACTERS without lone surrogates, which
+#: are replaced before.
+UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 #: End of text. Python's `$` also matches before a final line break.
 END = r"(?![\s\S])"
 WHOLE_NUMBER = rf"^[{SPACE}]*[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?[{SPACE}]*{END}"
@@ -47,9 +51,10 @@ NUMBER = (
 YES_OR_NO = ("true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0")
 
 
-def _trimmed(longest: int, space: str) -> str:
+def _trimmed(longest: int, space: str, forbidden: str = "") -> str:
     """Return a pattern for text of 1 to `longest` characters, not counting surrounding whitespace."""
-    return rf"^[{space}]*[^{space}](?:[\s\S]{{0,{longest - 2}}}[^{space}])?[{space}]*{END}"
+    inside = f"[^{forbidden}]" if forbidden else r"[\s\S]"
+    return rf"^[{space}]*[^{space}{forbidden}](?:{inside}{{0,{longest - 2}}}[^{space}{forbidden}])?[{space}]*{END}"
 
 
 def _in_any_case(words: tuple[str, ...]) -> str:
@@ -164,6 +169,9 @@ class Reads(Described):
         """Allow None where empty text is allowed: it becomes empty text."""
         refused = any("pattern" in each for each in inner.get("anyOf", [inner]))
         return inner if refused else _any_of(inner, {"type": "null"})
+
+    def _check_run(self, inner: dict[str, Any]) -> dict[str, Any]:
+        return _any_of(_text_of(_trimmed(MAX_RUN, SPACE, UNPRINTABLE)), *inner["anyOf"][1:])
 
     def _has_text(self, post: dict[str, Any]) -> dict[str, Any]:
         gone = "|".join(re.escape(words) for words in sorted(REMOVED_BODIES))

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import sent_key, tombstone_key
+from shared.keys import RUNS, run_key, sent_key, tombstone_key
 from shared.scripts import Script
+from shared.scripts.runs import COUNT_PROGRESS
 
 #: Status of a post in `lookup`; 0 if it is unknown.
 SENT, PURGED = 1, 2
+#: Marks of one id after which expired ones are deleted: an id can occur in any number of runs, and each new mark
+#: extends the lifetime of all.
+PRUNE_MARKS = 32
 
 #:   Keys: feedmill:sent:<id> (hash), feedmill:gone:<id> (string). ARGV[1], ARGV[2]: the prefixes of their names.
 #:   ARGV[3]: a JSON list of [id, hash field] per post, because redis-py is slow with many arguments.
@@ -27,15 +31,32 @@ for i, mark in ipairs(cjson.decode(ARGV[3])) do
 end
 return found
 """)
-#:   ARGV[1] to ARGV[3]: see _LOOKUP. ARGV[4]: current time. ARGV[5]: TTL in seconds.
-_MARK: Script[None] = Script("""
+#:   KEYS[1]: feedmill:runs, zset. ARGV[1] to ARGV[3]: see _LOOKUP. ARGV[4]: current time. ARGV[5]: TTL in seconds.
+#:   ARGV[6]: the posts' run, "" for none. ARGV[7]: prefix of the names of runs' keys. ARGV[8]: maximum runs listed.
+#:   ARGV[9]: PRUNE_MARKS.
+_MARK: Script[None] = Script(
+    COUNT_PROGRESS
+    + """
+local new = 0
 for _, mark in ipairs(cjson.decode(ARGV[3])) do
+  local key = ARGV[1] .. mark[1]
   if redis.call('EXISTS', ARGV[2] .. mark[1]) == 0 then
-    redis.call('HSET', ARGV[1] .. mark[1], mark[2], ARGV[4])
-    redis.call('EXPIRE', ARGV[1] .. mark[1], ARGV[5])
+    new = new + redis.call('HSET', key, mark[2], ARGV[4])
+    redis.call('EXPIRE', key, ARGV[5])
+    -- One mark in sixteen checks, by the first digit of its digest.
+    if ARGV[6] ~= '' and string.byte(mark[2]) == 48 and redis.call('HLEN', key) > tonumber(ARGV[9]) then
+      local marks, oldest = redis.call('HGETALL', key), tonumber(ARGV[4]) - tonumber(ARGV[5])
+      for i = 1, #marks, 2 do
+        if tonumber(marks[i + 1]) < oldest then redis.call('HDEL', key, marks[i]) end
+      end
+    end
   end
 end
-""")
+if new > 0 and ARGV[6] ~= '' then
+  count_progress(KEYS[1], ARGV[7], ARGV[6], {sent = new}, ARGV[5], ARGV[8], true)
+end
+"""
+)
 #: Reads only the last 32 KiB of a message, because whole messages can be megabytes long: kombu writes headers after the
 #: body. Post text cannot match, because its quotes are escaped.
 #:
@@ -57,9 +78,13 @@ def lookup(redis: Redis, marks: Sequence[tuple[str, str]]) -> list[int]:
     return _LOOKUP(redis, [], [sent_key(""), tombstone_key(""), json.dumps(marks)])
 
 
-def mark(redis: Redis, marks: Sequence[tuple[str, str]], at: int, ttl: int) -> None:
-    """Mark posts as sent, except posts that were purged meanwhile. at: seconds since 1970. ttl: seconds."""
-    _MARK(redis, [], [sent_key(""), tombstone_key(""), json.dumps(marks), at, ttl])
+def mark(redis: Redis, marks: Sequence[tuple[str, str]], at: int, ttl: int, run: str = "", max_runs: int = 0) -> None:
+    """Mark posts as sent, except posts that were purged meanwhile, and count new marks in the progress of their run.
+
+    at: seconds since 1970. ttl: seconds. run: the posts' run; "" for none. max_runs: runs listed.
+    """
+    arguments = [sent_key(""), tombstone_key(""), json.dumps(marks), at, ttl, run, run_key(""), max_runs, PRUNE_MARKS]
+    _MARK(redis, [RUNS], arguments)
 
 
 def next_header_values(redis: Redis, lists: Sequence[str], header: str) -> list[float]:

@@ -7,29 +7,62 @@ from typing import Any
 
 from redis import Redis
 
-from shared.keys import COUNTERS, DEAD_LETTERS, RESULTS_STREAM, dead_letter_key, labels_key, result_key, tombstone_key
+from shared.keys import (
+    COUNTERS,
+    DEAD_LETTERS,
+    RESULTS_STREAM,
+    RUNS,
+    dead_letter_key,
+    labels_key,
+    result_key,
+    run_key,
+    tombstone_key,
+)
 from shared.scripts import Script
+from shared.scripts.runs import COUNT_PROGRESS
 from shared.settings import Settings
 
 #: Field with the latest score, in the hash of a post's classifications. No fingerprint equals it: they are hex.
 SCORE = "score"
+#: Fields after which a post's expired classifications are deleted: an id can occur in any number of runs, and each new
+#: result extends the lifetime of the whole hash.
+PRUNE_FIELDS = 32
 
 #:   KEYS[1]  feedmill:results      stream    KEYS[2]  feedmill:counters  hash
 #:   KEYS[3]  feedmill:dead         stream    KEYS[4]  feedmill:labels:<hour>  hash
-#:   KEYS[5+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
-#:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result
+#:   KEYS[5]  feedmill:runs       zset
+#:   KEYS[6+] feedmill:gone:<id> and feedmill:buried:<digest>, string, of each dead letter
+#:   feedmill:result:<id>  hash, and feedmill:gone:<id>, string, of each result; feedmill:run:<name>  hash, of each run
 #:   ARGV[1]  ttl of a result, seconds        ARGV[2]  length of the results stream
 #:   ARGV[3]  length of the dead-letter stream  ARGV[4]  ttl of counts by label, seconds
 #:   ARGV[5]  maximum labels counted per hour
 #:   ARGV[6], ARGV[7]  prefixes of the names of each result's two keys
-#:   ARGV[8]  id, fingerprint and label of each result, as one JSON text: redis-py is slow with many arguments
-#:   ARGV[9+] classification and post of each result; then id and letter of each dead letter
-_WRITE: Script[tuple[int, int]] = Script("""
-local results, new, failed, gone, labels = cjson.decode(ARGV[8]), 0, 0, 0, {}
+#:   ARGV[8]  id, fingerprint, label, run ("" for none) and whether the run is the id's scope, of each result, as one
+#:   JSON text: redis-py is slow with many arguments
+#:   ARGV[9], ARGV[10], ARGV[11]  prefix of the names of runs' keys, their ttl in seconds, and maximum runs listed
+#:   ARGV[12], ARGV[13]  PRUNE_FIELDS, and SCORE
+#:   ARGV[14+] classification and post of each result; then id, letter and run of each dead letter
+_WRITE: Script[tuple[int, int]] = Script(
+    COUNT_PROGRESS
+    + """
+local results, new, failed, gone, labels, runs = cjson.decode(ARGV[8]), 0, 0, 0, {}, {}
+local function prune(key)
+  local fields, oldest = redis.call('HGETALL', key), tonumber(redis.call('TIME')[1]) - tonumber(ARGV[1])
+  for i = 1, #fields, 2 do
+    local at = fields[i] ~= ARGV[13] and tonumber(string.match(fields[i + 1], '"classified_at":([%d.e+]+)'))
+    if at and at < oldest then redis.call('HDEL', key, fields[i]) end
+  end
+end
+local function count(run, what)
+  if run ~= '' then
+    local counts = runs[run] or {}
+    runs[run], counts[what] = counts, (counts[what] or 0) + 1
+  end
+end
 local length, dead = redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[3])
 for i, result in ipairs(results) do
-  local id, fingerprint, label = unpack(result)
-  local key, classification, post = ARGV[6] .. id, ARGV[7 + 2 * i], ARGV[8 + 2 * i]
+  local id, fingerprint, label, run, scoped = unpack(result)
+  local key, classification, post = ARGV[6] .. id, ARGV[12 + 2 * i], ARGV[13 + 2 * i]
   if redis.call('EXISTS', ARGV[7] .. id) == 1 then
     gone = gone + 1
   else
@@ -37,6 +70,9 @@ for i, result in ipairs(results) do
       redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'id', id, 'classification', classification, 'post', post)
       new = new + 1
       labels[label] = (labels[label] or 0) + 1
+      count(run, 'stored')
+      -- One result in sixteen checks, by the first digit of its fingerprint.
+      if scoped and string.byte(fingerprint) == 48 and redis.call('HLEN', key) > tonumber(ARGV[12]) then prune(key) end
     end
     redis.call('EXPIRE', key, ARGV[1])
   end
@@ -48,8 +84,8 @@ for label, count in pairs(labels) do
 end
 if new > 0 then redis.call('EXPIRE', KEYS[4], ARGV[4]) end
 local counts = {stored = new, repeated = #results - new - gone}
-local at = 9 + 2 * #results
-for i = 5, #KEYS, 2 do
+local at = 14 + 2 * #results
+for i = 6, #KEYS, 2 do
   local entry = redis.call('GET', KEYS[i + 1])
   if redis.call('EXISTS', KEYS[i]) == 1 then
     gone = gone + 1
@@ -57,8 +93,12 @@ for i = 5, #KEYS, 2 do
     entry = redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[at], 'letter', ARGV[at + 1])
     redis.call('SET', KEYS[i + 1], entry, 'EX', ARGV[1])
     failed = failed + 1
+    count(ARGV[at + 2], 'failed')
   end
-  at = at + 2
+  at = at + 3
+end
+for run, found in pairs(runs) do
+  count_progress(KEYS[5], ARGV[9], run, found, ARGV[10], ARGV[11])
 end
 counts.failed, counts.gone, counts.trimmed = failed, gone, length + new - redis.call('XLEN', KEYS[1])
 counts.dead_trimmed = dead + failed - redis.call('XLEN', KEYS[3])
@@ -66,7 +106,8 @@ for name, count in pairs(counts) do
   if count > 0 then redis.call('HINCRBY', KEYS[2], name, count) end
 end
 return {new, counts.dead_trimmed}
-""")
+"""
+)
 #:   KEYS[1]  feedmill:counters  hash     feedmill:result:<id>  hash of each post
 #:   ARGV[1]  prefix of the latter's names
 #:   ARGV[2]  id and fingerprint of each post, as one JSON text: redis-py is slow with many arguments
@@ -95,10 +136,11 @@ return refreshed
 def prepare_write(
     redis: Redis,
     settings: Settings,
-    results: Sequence[tuple[str, str, str, str, str]],
-    letters: Sequence[tuple[str, str, str]],
+    results: Sequence[tuple[str, str, str, str, bool, str, str]],
+    letters: Sequence[tuple[str, str, str, str]],
     hour: int,
     max_labels: int,
+    max_runs: int,
 ) -> tuple[Callable[[], tuple[int, int]], int]:
     """Return a function that writes a micro-batch and may be called repeatedly, and the number of bytes that it sends.
 
@@ -106,10 +148,11 @@ def prepare_write(
     worker may have held a post when it was purged. It writes a dead letter unless one with its digest is in the stream.
     It returns the numbers of new results and of trimmed dead letters.
 
-    results: post id, fingerprint, label, classification and post of each, the latter two as JSON. letters: post id,
-    digest and JSON of each. hour: hours since 1970, of the counts by label. max_labels: labels counted per hour.
+    results: post id, fingerprint, label, run ("" for none), whether the run is the id's scope, classification and post
+    of each, the latter two as JSON. letters: post id, digest, JSON and run of each. hour: hours since 1970, of the
+    counts by label. max_labels: labels counted per hour. max_runs: runs listed.
     """
-    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(hour)]
+    keys = [RESULTS_STREAM, COUNTERS, DEAD_LETTERS, labels_key(hour), RUNS]
     arguments: list[Any] = [
         settings.results_ttl,
         settings.results_stream_length,
@@ -118,16 +161,21 @@ def prepare_write(
         max_labels,
         result_key(""),
         tombstone_key(""),
-        json.dumps([each[:3] for each in results]),
+        json.dumps([each[:5] for each in results]),
+        run_key(""),
+        settings.sent_ttl,
+        max_runs,
+        PRUNE_FIELDS,
+        SCORE,
     ]
     for result in results:
-        arguments += result[3:]
-    for post_id, digest, letter in letters:
+        arguments += result[5:]
+    for post_id, digest, letter, run in letters:
         keys += [tombstone_key(post_id), dead_letter_key(digest)]
-        arguments += [post_id, letter]
+        arguments += [post_id, letter, run]
     # Encoded once, for all repetitions, and to bytes: a Python string can take four bytes per character.
     arguments = [each.encode() if isinstance(each, str) else each for each in arguments]
-    return partial(_WRITE, redis, keys, arguments), sum(len(each) for each in arguments[7:])
+    return partial(_WRITE, redis, keys, arguments), sum(len(each) for each in arguments if isinstance(each, bytes))
 
 
 def find(redis: Redis, wanted: Sequence[tuple[str, str]]) -> list[str | None]:

@@ -27,6 +27,7 @@ from shared.messages import (
     Post,
     PostError,
     parse_posts,
+    run_of,
 )
 
 #: Seconds since 1970, in the year 5138. Later times in a header are invalid and ignored.
@@ -167,6 +168,7 @@ class Message:
                 failed_at=now,
                 attempts=self.attempts,
                 queue=self.queue,
+                run=run_of(raw),
             )
             for raw, why, _ in failures
         ]

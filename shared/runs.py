@@ -1,0 +1,86 @@
+"""Runs: progress of each named set of posts, from counters in Redis.
+
+The scripts that mark posts as sent, store results and store dead letters also count them (shared/scripts/runs.py), so
+that a redelivered message counts once and no reader scans the store.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from shared.keys import RUNS, run_key
+
+#: Maximum number of runs listed: the most recently active ones.
+MAX_RUNS = 1000
+#: Seconds without activity after which a run with pending posts counts as waiting for a worker.
+WAITING_AFTER_S = 60.0
+
+
+class Progress(NamedTuple):
+    """The progress of a run. Times are seconds since 1970, by Redis' clock."""
+
+    run: str
+    #: Distinct posts sent. 0 if the sender does not record what it sent.
+    sent: int = 0
+    #: Results stored, and posts that became dead letters.
+    stored: int = 0
+    failed: int = 0
+    began: float = 0.0
+    latest: float = 0.0
+    #: Seconds in which the run was active: pauses of more than a minute count as one minute.
+    used: float = 0.0
+
+    @property
+    def settled(self) -> int:
+        """Return the number of posts with a result or a dead letter."""
+        return self.stored + self.failed
+
+    @property
+    def pending(self) -> int:
+        """Return the number of posts that were sent and are not settled."""
+        return max(0, self.sent - self.settled)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the settled posts per second of the time used; None if nothing can be said yet."""
+        return self.settled / self.used if self.settled and self.used > 0 else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the estimated seconds until nothing is pending; None without a rate."""
+        return self.pending / self.rate if self.rate else None
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"pending": self.pending, "rate": self.rate, "seconds_left": self.seconds_left}
+
+
+def progress(redis: Redis, run: str) -> Progress | None:
+    """Return the progress of a run; None if it is unknown. Raises redis.exceptions.RedisError."""
+    (found,) = _read(redis, [run])
+    return found
+
+
+def recent(redis: Redis, count: int) -> list[Progress]:
+    """Return the most recently active runs, newest first. Raises redis.exceptions.RedisError."""
+    names: Any = redis.zrevrange(RUNS, 0, count - 1) if count > 0 else []
+    return [found for found in _read(redis, names) if found]
+
+
+def _read(redis: Redis, runs: Sequence[str]) -> list[Progress | None]:
+    pipe: Any = redis.pipeline(transaction=False)
+    for run in runs:
+        pipe.hgetall(run_key(run))
+    return [_parsed(run, fields) if fields else None for run, fields in zip(runs, pipe.execute(), strict=True)]
+
+
+def _parsed(run: str, fields: dict[str, str]) -> Progress:
+    sent, stored, failed = (max(0, int(fields.get(name, 0))) for name in ("sent", "stored", "failed"))
+    began, latest, used = (int(fields.get(name, 0)) / 1000 for name in ("began", "latest", "used"))
+    return Progress(run, sent, stored, failed, began, latest, used)
+
+
+def is_waiting(found: Progress, now: float | None = None) -> bool:
+    """Return whether posts are pending, but nothing has happened for a while. now: seconds since 1970."""
+    return bool(found.pending) and (time.time() if now is None else now) - found.latest > WAITING_AFTER_S

@@ -1,0 +1,182 @@
+"""Runs: ids belong to their run, and the progress of a run is counted exactly once."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
+from producers.push import Pusher
+from shared import runs
+from shared.broker import make_app
+from shared.errors import UserError
+from shared.keys import COUNTERS, RUNS, find, result_key, run_key, sent_key
+from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
+from shared.purge import purge
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, body_of
+
+
+@pytest.fixture
+def settings(server: RedisServer) -> Settings:
+    return Settings.model_validate({"redis_url": server.url})
+
+
+@pytest.fixture
+def store(server: RedisServer, settings: Settings) -> ResultsStore:
+    return ResultsStore(server.client, settings)
+
+
+def post(post_id: str, run: str | None = None, title: str = "a title") -> Post:
+    return Post(id=post_id, title=title, run=run)
+
+
+def result(of: Post, at: float = 1.0) -> Result:
+    classification = Classification(
+        id=of.id, label="food", scores={"food": 0.9}, model="m", revision=None, weights="00",
+        fingerprint=fingerprint(of, "recipe"), classified_at=at, worker="w", device="cpu", queued_seconds=None,
+    )  # fmt: skip
+    return Result(of, classification)
+
+
+def letter(of: Post) -> DeadLetter:
+    return DeadLetter(
+        id=of.id, reason="no", post=of.model_dump_json(exclude_defaults=True), options="{}", message="m", worker="w",
+        failed_at=1.0, run=of.run,
+    )  # fmt: skip
+
+
+def push(server: RedisServer, settings: Settings, posts: Sequence[Post], run: str | None, **options: Any) -> Pusher:
+    pusher = Pusher(make_app(settings), server.client, settings, ClassifyOptions(), run=run, **options)
+    pusher.push(posts)
+    return pusher
+
+
+def counts(server: RedisServer, run: str) -> tuple[int, int, int]:
+    found = runs.progress(server.client, run)
+    assert found
+    return found.sent, found.stored, found.failed
+
+
+def test_equal_ids_of_two_runs_have_their_own_results(store: ResultsStore) -> None:
+    assert store.write([result(post("0", "a")), result(post("0", "b")), result(post("0"))]) == 3
+    assert [found.post.run for found in store.latest(9)] == ["a", "b", None]
+    assert len({found.fingerprint for found in store.get("0")}) == 3
+
+
+def test_reddit_posts_have_one_identity_in_every_run(store: ResultsStore) -> None:
+    assert store.write([result(post("t3_x", "a")), result(post("t3_x", "b"))]) == 1
+    assert post("t3_x", "a").scope is None
+    assert [post(post_id, "a").scope for post_id in ("t3_X", "xt3_x", "0")] == ["a", "a", "a"]
+
+
+def test_posts_without_a_run_keep_the_identity_of_earlier_versions() -> None:
+    assert fingerprint(Post(id="1", title="x"), "r") == "5259b4dfcb90a978a201eed364db9adc"
+
+
+def test_posts_are_marked_as_sent_by_run(server: RedisServer, settings: Settings) -> None:
+    posts = [post("0"), post("t3_x")]
+    assert push(server, settings, posts, "a").sent == 2
+    assert push(server, settings, posts, "a").skipped == 2
+    again = push(server, settings, posts, "b")
+    assert (again.sent, again.skipped) == (1, 1)
+    assert push(server, settings, posts, None).sent == 1
+    assert server.client.hlen(sent_key("0")) == 3
+
+
+def test_messages_carry_the_run(server: RedisServer, settings: Settings) -> None:
+    push(server, settings, [post("0", "of an export")], "monday")
+    (message,) = server.client.lrange("feedmill", 0, -1)
+    assert body_of(message)[1]["posts"] == [{"id": "0", "title": "a title", "run": "monday"}]
+
+
+def test_progress_counts_each_post_once(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
+    posts = [post(str(number), "monday") for number in range(5)]
+    push(server, settings, posts, "monday")
+    push(server, settings, posts, "monday", again=True)
+    results = [result(each) for each in posts[:3]]
+    for _ in range(2):  # a redelivery
+        store.write(results, [letter(posts[3])])
+    assert counts(server, "monday") == (5, 3, 1)
+    assert int(server.client.hget(COUNTERS, "stored") or 0) == 3
+    found = runs.progress(server.client, "monday")
+    assert found
+    assert (found.settled, found.pending) == (4, 1)
+    assert found.began <= found.latest
+    assert 0 <= found.used <= found.latest - found.began + 0.001
+
+
+def test_counts_several_runs_of_one_micro_batch(server: RedisServer, store: ResultsStore) -> None:
+    batch = [result(post("0", "a")), result(post("1", "a")), result(post("0", "b")), result(post("2"))]
+    store.write(batch, [letter(post("5", "b")), letter(post("6"))])
+    assert (counts(server, "a"), counts(server, "b")) == ((0, 2, 0), (0, 1, 1))
+    assert {found.run for found in runs.recent(server.client, 9)} == {"a", "b"}
+    assert len(runs.recent(server.client, 1)) == 1
+    assert runs.progress(server.client, "unknown") is None
+
+
+def test_a_retried_dead_letter_is_no_longer_a_failure(server: RedisServer, store: ResultsStore) -> None:
+    store.write([], [letter(post("0", "a"))])
+    (entry,) = DeadLetters(server.client).newest(9)
+    assert isinstance(entry, DeadLetterEntry)
+    for _ in range(2):
+        DeadLetters(server.client).remove_retried(entry)
+    assert counts(server, "a") == (0, 0, 0)
+    assert DeadLetters(server.client).count() == 0
+
+
+def test_lists_a_bounded_number_of_runs_that_expire(
+    server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.push.MAX_RUNS", 3)
+    for number in range(5):
+        push(server, settings, [post("0")], f"run {number}")
+    assert server.client.zcard(RUNS) == 3
+    assert 0 < server.client.ttl(run_key("run 4")) <= settings.sent_ttl
+    assert 0 < server.client.ttl(RUNS) <= settings.sent_ttl
+    assert all(find(str(key)) for key in server.client.scan_iter())
+
+
+def test_an_id_of_many_runs_does_not_grow_for_ever(
+    server: RedisServer, settings: Settings, store: ResultsStore
+) -> None:
+    """Each result and each mark extends the lifetime of its hash, so expired fields are deleted."""
+    for number in range(400):
+        store.write([result(post("0", f"run {number}"))])  # classified in 1970
+        server.client.hset(sent_key("0"), f"{number}", 1)
+    assert server.client.hlen(result_key("0")) < 200
+    for number in range(100):
+        push(server, settings, [post("0")], f"run {number}")
+    assert server.client.hlen(sent_key("0")) < 200
+
+
+def test_keeps_unexpired_results_of_many_runs(server: RedisServer, store: ResultsStore) -> None:
+    for number in range(200):
+        store.write([result(post("0", f"run {number}"), at=1e10)])
+    assert server.client.hlen(result_key("0")) == 200
+
+
+def test_a_purge_finds_a_post_in_every_run(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
+    for run in ("a", "b"):
+        push(server, settings, [post("0"), post("1")], run)
+        store.write([result(post("0", run)), result(post("1", run))], [letter(post("0", run))])
+    found = purge(server.client, settings, ["0"])
+    assert (found.entries, found.dead_letters, found.messages) == (2, 2, 2)
+    assert server.client.exists(sent_key("0"), result_key("0")) == 0
+    assert {found.post.id for found in store.latest(9)} == {"1"}
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31m", "x" * (MAX_RUN + 1), "a\u202eb"])
+def test_refuses_names_that_cannot_be_shown(name: str) -> None:
+    with pytest.raises(UserError):
+        parse_run(name)
+    assert run_of({"run": name}) is None
+
+
+def test_reads_the_run_of_raw_posts() -> None:
+    assert parse_run(" Käse 2026-11-22 21:30:05 ") == "Käse 2026-11-22 21:30:05"
+    posts: list[object] = [{"run": "a"}, {"run": 5}, {"run": None}, {}, "no post", {"run": []}]
+    assert [run_of(raw) for raw in posts] == ["a", "5", None, None, None, None]
+    assert json.loads(letter(post("1", "a")).model_dump_json())["run"] == "a"
