@@ -13,6 +13,8 @@ Classify in this process; this needs `pip install 'feedmill[worker]'`:
 | `classify` | a function that classifies texts, dictionaries, or a pandas or polars DataFrame in this process |
 | `Classifier` | a loaded model, for callers that decide when it is loaded and released |
 | `Prediction`, `Predictions` | the label of one text, and a list of them |
+| `submit` | a function that sends texts, dictionaries or a DataFrame through a running queue |
+| `SubmittedRun` | what `submit` returns: progress and results of the sent items |
 | `results` | a function that reads classification results from Redis |
 | `Result` | a post and its classification, as `results` yields it |
 | `Missed` | results that were trimmed from the stream before they were read, as `results` yields it |
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from feedmill.api.classify import classify as classify
     from feedmill.api.predictions import Prediction as Prediction
     from feedmill.api.predictions import Predictions as Predictions
+    from feedmill.api.submission import SubmittedRun as SubmittedRun
+    from feedmill.api.submission import submit as submit
     from feedmill.reading.results import Reader
     from feedmill.reading.stream import Missed as Missed
     from shared.errors import MessageFailed as MessageFailed
@@ -69,11 +73,13 @@ __all__ = [
     "Prediction",
     "Predictions",
     "Result",
+    "SubmittedRun",
     "UserError",
     "__version__",
     "classify",
     "classify_task",
     "results",
+    "submit",
 ]
 
 
@@ -164,9 +170,11 @@ _LAZY_NAMES = {
     "Prediction": "feedmill.api.predictions",
     "Predictions": "feedmill.api.predictions",
     "Result": "shared.results",
+    "SubmittedRun": "feedmill.api.submission",
     "UserError": "shared.errors",
     "classify": "feedmill.api.classify",
     "classify_task": "workers.runtime.task",
+    "submit": "feedmill.api.submission",
 }
 
 

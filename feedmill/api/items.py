@@ -36,11 +36,16 @@ class Columns(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An item to classify. post: None if it cannot be classified, because of `reason`. id: the caller's, if any."""
+    """An item to classify.
+
+    post: None if it cannot be classified, because of `reason`. id: the caller's, if any. given: the dictionary, if it
+    was one.
+    """
 
     post: Post | None
     reason: str = ""
     id: str | None = None
+    given: Mapping[Any, Any] | None = None
 
 
 def is_missing(value: object) -> bool:
@@ -89,7 +94,7 @@ def item_of(value: object, position: int, columns: Columns) -> Item:
         found = _Fields(value, columns)
     except ValueError as error:
         return Item(None, str(error))
-    return make_item(position, found.of("title"), found.of("body"), found.id())
+    return make_item(position, found.of("title"), found.of("body"), found.id())._replace(given=value)
 
 
 class _Fields:

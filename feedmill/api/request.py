@@ -59,8 +59,8 @@ class Request:
         prefix: str = "",
         progress: bool = False,
     ) -> None:
-        self._options, self._scores, self._prefix, self._progress = options, scores, prefix, progress
-        self._table: Table | None = None
+        self.options, self._scores, self._prefix, self._progress = options, scores, prefix, progress
+        self.table: Table | None = None
         self.is_single = isinstance(items, str | Mapping | Post)
         if isinstance(items, PurePath) or (isinstance(items, str) and FILE_NAME.fullmatch(items)):
             raise InputError(
@@ -74,10 +74,10 @@ class Request:
             self.items: Iterator[Item] = iter((item,))
             self._total: int | None = 1
             return
-        self._table = table_of(items)
-        if self._table:
-            self.items = rows_of(self._table, columns)
-            self._total = len(self._table)
+        self.table = table_of(items)
+        if self.table:
+            self.items = rows_of(self.table, columns)
+            self._total = len(self.table)
         elif isinstance(items, bytes | bytearray) or not isinstance(items, Iterable):
             raise InputError(
                 f"Cannot classify a {type(items).__name__}. Give a text, a dictionary with title and body, a list of "
@@ -90,30 +90,27 @@ class Request:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to classify, and no model is needed to say so."""
-        return self._total == 0 and not (self._scores and self._options.labels is None)
-
-    def check_columns(self, labels: Sequence[str]) -> None:
-        """Raise InputError if the frame has a column that would be added. labels: those of the model."""
-        if self._table:
-            check_new_columns(self._table, self._new_columns(labels), self._prefix)
+        return self._total == 0 and not (self._scores and self.options.labels is None)
 
     def run(self, engine: Engine, labels: Sequence[str]) -> Any:
         """Classify the items and return the frame, the predictions, or the single prediction.
 
         labels: labels of the model, for calls without any.
         """
-        labels = tuple(self._options.labels or labels)
-        self.check_columns(labels)
-        failures = _Failures()
+        labels = tuple(self.options.labels or labels)
+        new = LabelColumns(labels if self._scores else (), self._prefix)
+        if self.table:
+            new.check(self.table)  # before the work
+        failures = Failures()
         with progress_bar(self._progress, "classifying", self._total) as advance:
             found = failures.watch(self.predictions(engine), advance)
-            result = self._with_labels(self._table, found, labels) if self._table else Predictions(found)
+            result = new.add_to(self.table, found) if self.table else Predictions(found)
         if self.is_single:
             (only,) = result
             if only.error is not None:
                 raise UserError(f"Cannot classify the item: {clause_of(only.error)}.")
             return only
-        failures.warn("row" if self._table else "item")
+        failures.warn("row" if self.table else "item")
         return result
 
     def predictions(self, engine: Engine) -> Iterator[Prediction]:
@@ -126,32 +123,40 @@ class Request:
                 if item.post is not None:
                     yield item.post
 
-        for _, outcome in engine(posts(), self._options):
+        for _, outcome in engine(posts(), self.options):
             while waiting[0].post is None:
-                yield _failed(waiting.popleft())
+                yield failed_prediction(waiting.popleft())
             yield _prediction(waiting.popleft(), outcome)
         while waiting:
-            yield _failed(waiting.popleft())
+            yield failed_prediction(waiting.popleft())
 
-    def _new_columns(self, labels: Sequence[str]) -> list[str]:
-        scores = [SCORE_COLUMN.format(label) for label in labels] if self._scores else []
-        return [f"{self._prefix}{name}" for name in ("label", "label_score", *scores)]
 
-    def _with_labels(self, table: Table, found: Iterable[Prediction], labels: Sequence[str]) -> Any:
-        """Return the frame with the new columns. Holds one text and a few numbers for each row."""
+class LabelColumns:
+    """The columns that are added to a frame. scores: labels with a column of their own. prefix: of the names."""
+
+    def __init__(self, scores: Sequence[str], prefix: str) -> None:
+        self._scores, self._prefix = scores, prefix
+        self._names = [f"{prefix}{name}" for name in ("label", "label_score", *map(SCORE_COLUMN.format, scores))]
+
+    def check(self, table: Table) -> None:
+        """Raise InputError if the frame has one of the columns."""
+        check_new_columns(table, self._names, self._prefix)
+
+    def add_to(self, table: Table, found: Iterable[Prediction]) -> Any:
+        """Return the frame with the columns. Holds one text and a few numbers for each row."""
         texts: list[str | None] = []
         best = array("d")
-        each = [array("d") for _ in labels if self._scores]
+        each = [array("d") for _ in self._scores]
         for prediction in found:
             texts.append(prediction.label)
             best.append(nan if prediction.score is None else prediction.score)
-            for label, column in zip(labels, each, strict=False):
+            for label, column in zip(self._scores, each, strict=True):
                 column.append(prediction.scores.get(label, nan))
-        label, *numbers = self._new_columns(labels)
+        label, *numbers = self._names
         return table.with_columns({label: texts}, dict(zip(numbers, (best, *each), strict=True)))
 
 
-class _Failures:
+class Failures:
     """The items without a label: how many, and the first reasons."""
 
     def __init__(self) -> None:
@@ -188,12 +193,14 @@ def clause_of(reason: str) -> str:
     return reason.removesuffix(".")
 
 
-def _failed(item: Item) -> Prediction:
-    return Prediction(None, None, id=item.id, error=item.reason)
+def failed_prediction(item: Item, reason: str = "") -> Prediction:
+    """Return the prediction for an item without a label. reason: default: the item's own."""
+    text = item.post.text if item.post else ""
+    return Prediction(None, None, text=text, id=item.id, error=reason or item.reason)
 
 
 def _prediction(item: Item, outcome: Outcome) -> Prediction:
     text = item.post.text if item.post else ""
     if isinstance(outcome, PostError):
-        return Prediction(None, None, text=text, id=item.id, error=outcome.error)
+        return failed_prediction(item, outcome.error)
     return Prediction(outcome.label, outcome.scores[outcome.label], outcome.scores, text, item.id)

@@ -464,8 +464,8 @@ except feedmill.UserError as error:
 def test_dir_shows_the_public_names() -> None:
     assert dir(api) == sorted(api.__all__)
     assert [name for name in dir(api) if name != "__version__"] == [
-        "Classifier", "ClassifyTask", "MessageFailed", "Missed", "Prediction", "Predictions", "Result", "UserError",
-        "classify", "classify_task", "results",
+        "Classifier", "ClassifyTask", "MessageFailed", "Missed", "Prediction", "Predictions", "Result",
+        "SubmittedRun", "UserError", "classify", "classify_task", "results", "submit",
     ]  # fmt: skip
     for name in dir(api):
         assert getattr(api, name) is not None
