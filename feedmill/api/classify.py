@@ -46,11 +46,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _explain_task(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse the arguments of the Celery task, which had this name before."""
+#: Likely guesses at the name of the argument `body`.
+GUESSES = ("text", "column", "text_column", "body_column")
+
+
+def _explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Explain likely wrong arguments: those of the Celery task, which had this name before, and guesses at `body`."""
 
     @wraps(function)
     def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        if guessed := next((name for name in GUESSES if name in kwargs), None):
+            raise TypeError(f"feedmill.classify() has no argument {guessed!r}: name the text's column with body=.")
         if "posts" in kwargs:
             raise TypeError(
                 "feedmill.classify() classifies in this process: write feedmill.classify(posts). The Celery task is "
@@ -71,7 +77,7 @@ def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[Opti
 def classify(items: Series, labels: Labels | None = None, **options: Unpack[Options]) -> Any: ...
 @overload
 def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]) -> Predictions: ...
-@_explain_task
+@_explain_arguments
 def classify(
     items: Any,
     labels: Labels | None = None,

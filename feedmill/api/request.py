@@ -75,7 +75,7 @@ class Request:
             self._total: int | None = 1
             return
         self.table = table_of(items)
-        if self.table:
+        if self.table is not None:
             self.items = rows_of(self.table, columns)
             self._total = len(self.table)
         elif isinstance(items, bytes | bytearray) or not isinstance(items, Iterable):
@@ -99,18 +99,18 @@ class Request:
         """
         labels = tuple(self.options.labels or labels)
         new = LabelColumns(labels if self._scores else (), self._prefix)
-        if self.table:
+        if self.table is not None:
             new.check(self.table)  # before the work
         failures = Failures()
         with progress_bar(self._progress, "classifying", self._total) as advance:
             found = failures.watch(self.predictions(engine), advance)
-            result = new.add_to(self.table, found) if self.table else Predictions(found)
+            result = new.add_to(self.table, found) if self.table is not None else Predictions(found)
         if self.is_single:
             (only,) = result
             if only.error is not None:
                 raise UserError(f"Cannot classify the item: {clause_of(only.error)}.")
             return only
-        failures.warn("row" if self.table else "item")
+        failures.warn("row" if self.table is not None else "item")
         return result
 
     def predictions(self, engine: Engine) -> Iterator[Prediction]:

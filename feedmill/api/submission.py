@@ -161,7 +161,7 @@ class SubmittedRun:
         self.wait(timeout)
         failures = Failures()
         found = Predictions(failures.watch((self._found[place] for place in range(self._sent)), lambda _: None))
-        failures.warn("row" if self._request.table else "item")
+        failures.warn("row" if self._request.table is not None else "item")
         return found
 
     async def results_async(self, timeout: float | None = None) -> Predictions:
@@ -332,7 +332,7 @@ def submit(
     if settings.celery_results != "redis":
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
     request = Request(items, options, Columns(title, body, id))
-    if request.table:
+    if request.table is not None:
         LabelColumns((), prefix).check(request.table)
     redis = connect(settings)
     with user_errors(settings):

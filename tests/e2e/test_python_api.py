@@ -130,9 +130,21 @@ def test_emoji_and_lone_surrogates_are_text() -> None:
     assert labels(api.classify(["I love it 🎉😍", "It broke \ud800"], LABELS)) == EXPECTED
 
 
-@pytest.mark.parametrize("items", [[], (), pandas.DataFrame({"text": []}), polars.Series("text", [], polars.String)])
-def test_nothing_to_classify_needs_no_model(items: Any) -> None:
-    assert len(api.classify(items, LABELS, model="/no/such/model")) == 0
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [
+        ([], Predictions),
+        ((), Predictions),
+        (pandas.DataFrame({"text": []}), pandas.DataFrame),
+        (polars.Series("text", [], polars.String), polars.DataFrame),
+    ],
+)
+def test_nothing_to_classify_needs_no_model(items: Any, kind: type) -> None:
+    found = api.classify(items, LABELS, model="/no/such/model")
+    assert isinstance(found, kind)
+    assert len(found) == 0
+    if kind is not Predictions:
+        assert list(found.columns) == ["text", "label", "label_score"]
 
 
 def test_generator_is_read_as_needed() -> None:
@@ -299,6 +311,11 @@ def test_labels_may_be_any_collection(given: Any) -> None:
 def test_task_arguments_are_explained() -> None:
     with pytest.raises(TypeError, match=r"feedmill\.classify_task\.delay"):
         api.classify(posts=[{"id": "1", "title": "x"}])  # type: ignore[call-overload]
+
+
+def test_guessed_argument_is_explained() -> None:
+    with pytest.raises(TypeError, match=naming("'text'", "body=")):
+        api.classify(TEXTS, text="review")  # type: ignore[call-overload]
 
 
 # Reprs and frames of predictions.
