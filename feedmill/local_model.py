@@ -1,5 +1,6 @@
 """Load a model into this process, and explain its failures to users. Imports torch only when a model is loaded."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ def load_model(settings: Settings) -> "Classifier":
 
     Raises UserError if a package, the model or the device is missing.
     """
-    with explain_missing(
-        "Classifying in this process", "worker"
-    ):  # imported late: needs torch, which only workers have
+    with explain_missing("Classifying in this process", "worker"), warnings.catch_warnings():
+        # tqdm, which transformers imports, asks for ipywidgets in every notebook.
+        warnings.filterwarnings("ignore", "IProgress not found")
+        # Imported late: needs torch, which only workers have.
         from workers.models import device  # noqa: PLC0415
         from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
     return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
