@@ -84,6 +84,8 @@ class Request:
                 "either, or a DataFrame."
             )
         else:
+            if hasattr(items, "to_pylist"):  # an array of pyarrow, whose items are not Python objects
+                items = items.to_pylist()
             self.items = items_of(items, columns)
             self._total = len(items) if isinstance(items, Sized) else None
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pandas
 import polars
+import pyarrow
 import pytest
 
 import feedmill as api
@@ -66,7 +67,7 @@ def test_single_item_returns_one_prediction(item: Any) -> None:
     assert (found.label, found.text) == ("praise", TEXTS[0])
 
 
-@pytest.mark.parametrize("make", [tuple, iter, numpy.array, pandas.Index, dict.fromkeys])
+@pytest.mark.parametrize("make", [tuple, iter, numpy.array, pandas.Index, pyarrow.array, dict.fromkeys])
 def test_other_iterables_are_lists_of_texts(make: Callable[[Any], Any]) -> None:
     items = make(TEXTS)
     assert labels(api.classify(items.keys() if isinstance(items, dict) else items, LABELS)) == EXPECTED
