@@ -1,33 +1,36 @@
 """The public Python API, the `feedmill` command, the embedded stack and the demo.
 
+Classify in this process; this needs `pip install 'feedmill[worker]'`:
+
+    >>> import feedmill
+    >>> feedmill.classify(["I love it", "It broke after a day"], labels=["praise", "complaint"])
+    2 predictions: praise 1, complaint 1
+      praise     0.73  I love it
+      complaint  0.89  It broke after a day
+
 | name | what it is |
 |---|---|
+| `classify` | a function that classifies texts, dictionaries, or a pandas or polars DataFrame in this process |
+| `Classifier` | a loaded model, for callers that decide when it is loaded and released |
+| `Prediction`, `Predictions` | the label of one text, and a list of them |
+| `submit` | a function that sends texts, dictionaries or a DataFrame through a running queue |
+| `SubmittedRun` | what `submit` returns: progress and results of the sent items |
 | `results` | a function that reads classification results from Redis |
-| `classify` | the Celery task `feedmill.classify`: send posts to a worker, or classify them in this process |
-| `ClassifyTask` | the base class for your own Celery tasks whose posts are classified in micro-batches |
-| `MessageFailed` | the error of a message whose posts all failed, or any of them with `strict=True` |
 | `Result` | a post and its classification, as `results` yields it |
 | `Missed` | results that were trimmed from the stream before they were read, as `results` yields it |
+| `classify_task` | the Celery task `feedmill.classify`: sends posts to a worker and returns their outcomes |
+| `ClassifyTask` | the base class for your own Celery tasks whose posts are classified in micro-batches |
+| `MessageFailed` | the error of a message whose posts all failed, or any of them with `strict=True` |
+| `UserError` | the base class of errors that the caller can fix, with a message that says how |
 
-Send posts to a worker and wait for the outcomes:
+Send posts to a worker through Celery and wait for the outcomes:
 
-    import os
-
-    from celery import Celery
-    from feedmill import MessageFailed, classify
-
-    url = os.environ["FEEDMILL_REDIS_URL"]
-    app = Celery(broker=url, backend=url)
     try:
-        (outcome,) = classify.delay(posts=[{"id": "a1", "title": "The keeper saved two penalties"}]).get(timeout=60)
-    except MessageFailed as error:
+        (outcome,) = feedmill.classify_task.delay(posts=[{"id": "a1", "title": "Two penalties saved"}]).get(timeout=60)
+    except feedmill.MessageFailed as error:
         print(error)
     else:
         print(outcome["label"])
-
-Classify in this process, without Redis or a worker; this needs `pip install 'feedmill[worker]'`:
-
-    classify(posts=[{"id": "a1", "title": "The keeper saved two penalties"}])
 
 Define a task that retries failed messages; `feedmill worker --include mytasks` loads it:
 
@@ -46,16 +49,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from feedmill.api.classifier import Classifier as Classifier
+    from feedmill.api.classify import classify as classify
+    from feedmill.api.predictions import Prediction as Prediction
+    from feedmill.api.predictions import Predictions as Predictions
+    from feedmill.api.submission import SubmittedRun as SubmittedRun
+    from feedmill.api.submission import submit as submit
     from feedmill.reading.results import Reader
     from feedmill.reading.stream import Missed as Missed
     from shared.errors import MessageFailed as MessageFailed
+    from shared.errors import UserError as UserError
     from shared.results import Result as Result
     from shared.settings import Settings
     from workers.runtime.task import ClassifyTask as ClassifyTask
-    from workers.runtime.task import classify as classify
+    from workers.runtime.task import classify_task as classify_task
 
 __version__ = "0.1.0"
-__all__ = ["ClassifyTask", "MessageFailed", "Missed", "Result", "__version__", "classify", "results"]
+__all__ = [
+    "Classifier",
+    "ClassifyTask",
+    "MessageFailed",
+    "Missed",
+    "Prediction",
+    "Predictions",
+    "Result",
+    "SubmittedRun",
+    "UserError",
+    "__version__",
+    "classify",
+    "classify_task",
+    "results",
+    "submit",
+]
 
 
 def results(
@@ -138,11 +163,18 @@ def _items(reader: "Reader", follow: bool, settings: "Settings", redis: Any) -> 
 
 #: Public names of other packages, each with its module.
 _LAZY_NAMES = {
+    "Classifier": "feedmill.api.classifier",
     "ClassifyTask": "workers.runtime.task",
     "MessageFailed": "shared.errors",
     "Missed": "feedmill.reading.stream",
+    "Prediction": "feedmill.api.predictions",
+    "Predictions": "feedmill.api.predictions",
     "Result": "shared.results",
-    "classify": "workers.runtime.task",
+    "SubmittedRun": "feedmill.api.submission",
+    "UserError": "shared.errors",
+    "classify": "feedmill.api.classify",
+    "classify_task": "workers.runtime.task",
+    "submit": "feedmill.api.submission",
 }
 
 
@@ -151,3 +183,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY_NAMES:
         return getattr(import_module(_LAZY_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from kombu import pools
+from kombu import pools, uuid
 from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.exceptions import RedisError
@@ -94,6 +94,7 @@ class Pusher:
     again: also send posts that were sent before. Purged posts (shared/purge.py) are never sent.
     wait: sleeps while the queue is full; exceptions it raises end `push`.
     refuse: raise QueueFull instead of waiting. wait_for_memory: also wait while Redis is at its memory limit.
+    on_published: called with the task id and the posts of each published message, whose Celery results are then kept.
     run: name of the run that the posts belong to; replaces the posts' own. None keeps theirs and counts no progress.
 
     Between calls of `push` only the counts are kept in memory; Redis stores what was sent. After any exception, even
@@ -113,6 +114,7 @@ class Pusher:
         refuse: bool = False,
         wait_for_memory: bool = False,
         run: str | None = None,
+        on_published: Callable[[str, Sequence[Post]], None] | None = None,
     ) -> None:
         self._app = app
         self._redis = redis
@@ -124,6 +126,7 @@ class Pusher:
         self._refuse = refuse
         self._wait_for_memory = wait_for_memory
         self._run = run
+        self._on_published = on_published
         self.gate = QueueGate(redis, settings)
         self.sent = self.skipped = self.gone = self.messages = 0
         #: Reason why `push` is waiting, for display; "" if it is not.
@@ -227,7 +230,11 @@ class Pusher:
                 self.retry_until_memory(partial(self._hand_over, [message]))
 
     def _hand_over(self, messages: Sequence[Sequence[Post]]) -> None:
-        broker.publish(self._app, messages, self._options, self._settings.priority)
+        replies = [uuid() for _ in messages] if self._on_published else None
+        broker.publish(self._app, messages, self._options, self._settings.priority, replies)
+        for task_id, posts in zip(replies or (), messages, strict=False):
+            if self._on_published:
+                self._on_published(task_id, posts)
 
     def _waits_for(self, fault: Exception) -> bool:
         return self._wait_for_memory and is_full(fault)

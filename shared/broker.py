@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from celery import Celery
@@ -56,11 +56,14 @@ class Application(Celery):
     settings: Settings
 
 
-def make_app(settings: Settings) -> Application:
-    """Create the Celery application used by producers, workers and Flower."""
+def make_app(settings: Settings, current: bool = True) -> Application:
+    """Create the Celery application used by producers, workers and Flower.
+
+    current: make it the thread's current application. False inside applications, which may have their own.
+    """
     backend = settings.broker_url if settings.celery_results == "redis" else "rpc://"
     encoding.register()
-    app = Application("feedmill", broker=settings.broker_url, backend=backend)
+    app = Application("feedmill", broker=settings.broker_url, backend=backend, set_as_current=current)
     app.settings = settings
     app.conf.update(
         task_serializer="json",
@@ -236,15 +239,22 @@ def _tls_failure(causes: Mapping[type, Any], settings: Settings) -> str | None:
     return None
 
 
-def publish(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int = 0) -> None:
+def publish(
+    app: Application,
+    messages: Sequence[Sequence[Post]],
+    options: ClassifyOptions,
+    priority: int = 0,
+    replies: Sequence[str] | None = None,
+) -> None:
     """Publish messages of posts as one batch to the application's queue.
 
-    Their Celery results are not kept; the classifications are stored. Retries lost connections, then raises
-    kombu.exceptions.OperationalError. Some of the messages may be in the queue even then.
+    replies: task id of each message, under which Celery keeps its result. None keeps no results; the classifications
+    are stored anyway. Retries lost connections, then raises kombu.exceptions.OperationalError. Some of the messages may
+    be in the queue even then.
     """
     for pause in (*RETRY_DELAYS_S, None):
         try:
-            _send(app, messages, options, priority)
+            _send(app, messages, options, priority, replies)
         except BatchPublishError as error:
             # kombu retries single messages, but not batches.
             if pause is None or not isinstance(error.__cause__, ConnectionFault | TimeoutFault):
@@ -254,10 +264,16 @@ def publish(app: Application, messages: Sequence[Sequence[Post]], options: Class
             return
 
 
-def _send(app: Application, messages: Sequence[Sequence[Post]], options: ClassifyOptions, priority: int) -> None:
+def _send(
+    app: Application,
+    messages: Sequence[Sequence[Post]],
+    options: ClassifyOptions,
+    priority: int,
+    replies: Sequence[str] | None,
+) -> None:
     compressed = app.settings.compression == "gzip"
     with app.producer_or_acquire() as producer, producer.batch():
-        for posts in messages:
+        for posts, task_id in zip(messages, replies or repeat(None), strict=False):
             kwargs = {"posts": posts, **options.arguments()}
             characters = sum(len(post.title) + len(post.body) for post in posts)
             packed = compressed and characters >= encoding.MIN_COMPRESSED_CHARACTERS
@@ -265,7 +281,8 @@ def _send(app: Application, messages: Sequence[Sequence[Post]], options: Classif
                 CLASSIFY_TASK,
                 kwargs=kwargs | {"version": MESSAGE_VERSION},
                 headers={SENT_AT: time.time()} | ({"compression": encoding.GZIP} if packed else {}),
-                ignore_result=True,
+                task_id=task_id,
+                ignore_result=task_id is None,
                 producer=producer,
                 serializer=encoding.PACKED_POSTS if packed else encoding.POSTS,
                 priority=priority,

@@ -47,7 +47,7 @@ class SettingsError(UserError):
 
 
 class InputError(UserError):
-    """A file, or standard input, cannot be read as posts.
+    """A file, standard input, or an argument of a Python function cannot be read as posts.
 
     Posts read before the failure are sent. A single bad record does not raise this error: it is reported and skipped.
     """

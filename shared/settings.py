@@ -10,7 +10,7 @@ import os
 import re
 import ssl
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -394,13 +394,22 @@ def load(**flags: Any) -> Settings:
 
     Raises SettingsError with the variable's or flag's name and the accepted values.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
+    return _load(flags, lambda name: f"--{name.replace('_', '-')}")
+
+
+def load_arguments(**arguments: Any) -> Settings:
+    """Load settings from a Python function's arguments: like `load`, but errors name arguments, not flags."""
+    return _load(arguments, lambda name: name)
+
+
+def _load(given: dict[str, Any], name_of: Callable[[str], str]) -> Settings:
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         return Settings(**given)
     except ValidationError as error:
         field, reason = first_problem(error)
         name, _, item = field.partition(".")
-        shown = f"--{name.replace('_', '-')}" if name in given else f"{PREFIX}{name.upper()}"
+        shown = name_of(name) if name in given else f"{PREFIX}{name.upper()}"
         raise SettingsError(f"{shown}: {f'{item}: ' if item else ''}{reason}.") from None
 
 

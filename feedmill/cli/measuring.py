@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from feedmill.cli.file_reading import FileReading
-from feedmill.cli.offline import load_model
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import IdColumn, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
+from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
 from shared.messages import ClassifyOptions, Post

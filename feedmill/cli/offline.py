@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,23 +14,10 @@ from rich.table import Table
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, IdColumn, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
-from shared.errors import (
-    DeviceFull,
-    DeviceLost,
-    InputError,
-    PostRefused,
-    RequestRefused,
-    UserError,
-    clause,
-    explain_missing,
-    json_line,
-    printable,
-)
+from feedmill.local_model import explain_refusals, load_model
+from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
-
-if TYPE_CHECKING:
-    from workers.models.classifiers import Classifier
 
 app = typer.Typer()
 
@@ -86,17 +72,6 @@ def classify(
         _show_text(outcome)
 
 
-def load_model(settings: Settings) -> "Classifier":
-    """Load the model in the settings onto its device, ready to classify.
-
-    Raises UserError if a package, the model or the device is missing.
-    """
-    with explain_missing("This command", "worker"):  # imported late: needs torch, which only workers have
-        from workers.models import device  # noqa: PLC0415
-        from workers.models.classifiers.registry import load_classifier  # noqa: PLC0415
-    return load_classifier(settings, device.select_device(settings.device, settings.dtype, settings.engine))
-
-
 def classify_posts(
     posts: Iterable[Post], settings: Settings, options: ClassifyOptions
 ) -> Iterator[tuple[Post, Outcome]]:
@@ -110,22 +85,6 @@ def classify_posts(
 
     with explain_refusals(settings):
         yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
-
-
-@contextmanager
-def explain_refusals(settings: Settings) -> Iterator[None]:
-    """Convert the model's refusals and device failures inside the block into UserError."""
-    try:
-        yield
-    except RequestRefused as refused:
-        raise UserError(
-            f"{settings.model} cannot serve this request: {refused}. Correct the option, or use another model."
-        ) from None
-    except (DeviceFull, DeviceLost) as error:
-        raise UserError(
-            f"The device failed: {clause(error)}. Try again; if the device is out of memory, lower "
-            "FEEDMILL_TOKEN_BUDGET."
-        ) from None
 
 
 def _is_file(what: str) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from feedmill.cli.offline import load_model
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import DeviceOption, RedisUrl, WorkerName, settings_of
+from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import UserError
 from shared.settings import Settings

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from feedmill.cli.offline import explain_refusals
 from feedmill.evaluation.measures import Bin, Evaluation, bins_of, calibration_error
+from feedmill.local_model import explain_refusals
 from shared.errors import UserError
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings

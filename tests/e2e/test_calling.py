@@ -123,7 +123,7 @@ def calling(folder: Path, **environment: str) -> Iterator[Caller]:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
     """A process without Redis, with the embedded model and an eager application."""
     with calling(tmp_path_factory.mktemp("here")) as caller:
-        caller.run("before = labels(feedmill.classify(posts=POSTS))")
+        caller.run("before = labels(feedmill.classify_task(posts=POSTS))")
         caller.run(f"{APPLICATION}\napp.conf.task_always_eager = True")
         caller.run('@app.task(name="mine.count")\ndef count(found): return len(found)')
         yield caller
@@ -133,7 +133,7 @@ def test_importing_feedmill_imports_neither_celery_nor_torch(tmp_path: Path) -> 
     program = """
 import sys, feedmill
 before = [name in sys.modules for name in ("celery", "torch", "workers")]
-feedmill.classify
+feedmill.classify_task
 print(before, "celery" in sys.modules, "torch" in sys.modules)
 """
     said = subprocess.run(
@@ -143,15 +143,17 @@ print(before, "celery" in sys.modules, "torch" in sys.modules)
 
 
 def test_direct_call_returns_outcomes(here: Caller) -> None:
-    assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
-    assert here.say("labels(feedmill.classify([POSTS[0], {'id': 'x'}, 5]))") == [
+    assert here.say("labels(feedmill.classify_task(posts=POSTS))") == ["sports", "food"]
+    assert here.say("labels(feedmill.classify_task([POSTS[0], {'id': 'x'}, 5]))") == [
         "sports", NO_TEXT, "a post must be a JSON object"
     ]  # fmt: skip
-    assert here.say("labels(feedmill.classify(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
+    assert here.say("labels(feedmill.classify_task(POSTS, 'tea, football', top_k=1))") == ["football", "tea"]
 
 
 def test_direct_call_returns_the_same_fields_as_a_worker(here: Caller) -> None:
-    (found,) = here.say("feedmill.classify(posts=POSTS[:1], labels={'ball': ['football', 'a match'], 'tea': 'tea'})")
+    (found,) = here.say(
+        "feedmill.classify_task(posts=POSTS[:1], labels={'ball': ['football', 'a match'], 'tea': 'tea'})"
+    )
     assert list(found["scores"]) == ["ball", "tea"]
     assert (found["id"], found["worker"], found["device"], found["queued_seconds"]) == ("1", "here", "cpu", None)
     json.dumps(found)
@@ -174,51 +176,51 @@ def test_works_before_a_celery_application_exists(here: Caller) -> None:
 )
 def test_invalid_calls_raise_however_the_task_is_called(here: Caller, arguments: str, words: str) -> None:
     """The exception is the same however the task is called, and the next call works."""
-    assert here.fail(f"feedmill.classify({arguments})").startswith(words)
-    assert here.fail(f"feedmill.classify.s({arguments}).apply().get()").startswith(words)
-    assert here.fail(f"feedmill.classify.delay({arguments}).get()").startswith(words)
-    assert here.say("labels(feedmill.classify(POSTS[1:]))") == ["food"]
+    assert here.fail(f"feedmill.classify_task({arguments})").startswith(words)
+    assert here.fail(f"feedmill.classify_task.s({arguments}).apply().get()").startswith(words)
+    assert here.fail(f"feedmill.classify_task.delay({arguments}).get()").startswith(words)
+    assert here.say("labels(feedmill.classify_task(POSTS[1:]))") == ["food"]
 
 
 def test_apply_returns_an_eager_result(here: Caller) -> None:
-    here.run("good = feedmill.classify.apply(kwargs={'posts': POSTS}, task_id='chosen')")
+    here.run("good = feedmill.classify_task.apply(kwargs={'posts': POSTS}, task_id='chosen')")
     assert here.say("[good.id, good.state, labels(good.get())]") == ["chosen", "SUCCESS", ["sports", "food"]]
-    here.run("bad = feedmill.classify.apply((POSTS,), {'lables': 'a'})")
+    here.run("bad = feedmill.classify_task.apply((POSTS,), {'lables': 'a'})")
     assert here.say("[bad.state, type(bad.result).__name__, bad.failed()]") == ["FAILURE", "RequestRefused", True]
-    assert here.fail("feedmill.classify.apply(throw=True)").startswith("RequestRefused: posts: ")
+    assert here.fail("feedmill.classify_task.apply(throw=True)").startswith("RequestRefused: posts: ")
 
 
 def test_always_eager_runs_in_this_process(here: Caller) -> None:
-    here.run("sent = feedmill.classify.delay(posts=POSTS)")
+    here.run("sent = feedmill.classify_task.delay(posts=POSTS)")
     assert here.say("[type(sent).__name__, labels(sent.get())]") == ["EagerResult", ["sports", "food"]]
     here.run("sent = app.tasks['feedmill.classify'].apply_async((POSTS,), ignore_result=True)")
     assert here.say("[sent.state, labels(sent.get())]") == ["SUCCESS", ["sports", "food"]]
 
 
 def test_always_eager_supports_canvas(here: Caller) -> None:
-    here.run("one, two = (feedmill.classify.s(posts=[post]) for post in POSTS)")
+    here.run("one, two = (feedmill.classify_task.s(posts=[post]) for post in POSTS)")
     assert here.say("[labels(found) for found in group(one, two).apply_async().get()]") == [["sports"], ["food"]]
-    assert here.say("(feedmill.classify.s(posts=POSTS) | count.s()).apply_async().get()") == 2
+    assert here.say("(feedmill.classify_task.s(posts=POSTS) | count.s()).apply_async().get()") == 2
     assert here.say("chord([one, two], count.s()).apply_async().get()") == 2
     # The previous task in the chain supplies the posts.
     here.run('@app.task(name="mine.posts")\ndef posts(): return POSTS')
-    assert here.say("labels((posts.s() | feedmill.classify.s()).apply_async().get())") == ["sports", "food"]
+    assert here.say("labels((posts.s() | feedmill.classify_task.s()).apply_async().get())") == ["sports", "food"]
 
 
 def test_always_eager_supports_links(here: Caller) -> None:
     here.run('called = []\n@app.task(name="mine.note")\ndef note(found): called.append(found)')
-    here.run("feedmill.classify.apply_async((POSTS,), link=count.s() | note.s())")
-    here.run("feedmill.classify.apply_async(link_error=note.s(), task_id='failed')")
+    here.run("feedmill.classify_task.apply_async((POSTS,), link=count.s() | note.s())")
+    here.run("feedmill.classify_task.apply_async(link_error=note.s(), task_id='failed')")
     assert here.say("called") == [2, "failed"]
 
 
 def test_threads_share_one_model(here: Caller) -> None:
     here.run("""
-found, loaded = {}, feedmill.classify(posts=POSTS[:1])
+found, loaded = {}, feedmill.classify_task(posts=POSTS[:1])
 def ask(number):
     posts = [{"id": f"{number}-{at}", "title": POSTS[(number + at) % 2]["title"]} for at in range(7)]
     for turn in range(5):
-        outcomes = feedmill.classify(posts=posts, top_k=number + 1)
+        outcomes = feedmill.classify_task(posts=posts, top_k=number + 1)
         found[number, turn] = [[outcome["id"], outcome["label"], len(outcome["scores"])] for outcome in outcomes]
 threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
 for thread in threads: thread.start()
@@ -237,17 +239,17 @@ def test_changed_settings_do_not_interrupt_other_threads(here: Caller) -> None:
     here.run("""
 from workers.runtime.in_process import InProcessPipeline
 found = []
-def ask(): found.append(len(feedmill.classify([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
+def ask(): found.append(len(feedmill.classify_task([{"id": str(at), "title": f"{at} goals"} for at in range(600)])))
 asking = threading.Thread(target=ask)
-feedmill.classify(POSTS)
+feedmill.classify_task(POSTS)
 asking.start()
 while not InProcessPipeline._latest._users: pass
 os.environ["FEEDMILL_LABELS"] = "tea, football"
-other = labels(feedmill.classify(POSTS))
+other = labels(feedmill.classify_task(POSTS))
 asking.join()
 del os.environ["FEEDMILL_LABELS"]
 """)
-    assert here.say("[found, other, labels(feedmill.classify(POSTS))]") == [
+    assert here.say("[found, other, labels(feedmill.classify_task(POSTS))]") == [
         [600], ["football", "tea"], ["sports", "food"]
     ]  # fmt: skip
     assert here.say("[thread.name for thread in threading.enumerate() if 'writer' in thread.name]") == ["writer"]
@@ -276,11 +278,11 @@ def test_invalid_settings_are_named_in_the_error(here: Caller, variable: str, va
     """The error names the setting, and calls work again once it is corrected."""
     here.run(f"os.environ[{variable!r}] = {value!r}")
     try:
-        assert re.match(words, here.fail("feedmill.classify(posts=POSTS)"))
-        assert re.match(words, here.fail("feedmill.classify.delay(posts=POSTS).get()"))
+        assert re.match(words, here.fail("feedmill.classify_task(posts=POSTS)"))
+        assert re.match(words, here.fail("feedmill.classify_task.delay(posts=POSTS).get()"))
     finally:
         here.run(f"del os.environ[{variable!r}]")
-    assert here.say("labels(feedmill.classify(posts=POSTS))") == ["sports", "food"]
+    assert here.say("labels(feedmill.classify_task(posts=POSTS))") == ["sports", "food"]
 
 
 # With a queue.
@@ -293,12 +295,17 @@ def test_sends_from_another_application(redis: RedisServer, tmp_path: Path) -> N
     settings = {"FEEDMILL_QUEUE": "labelled", "FEEDMILL_REDIS_URL": redis.url}
     with calling(tmp_path, BROKER=redis.url, PYTHONPATH=str(tmp_path / "hidden"), **settings) as caller:
         caller.run(APPLICATION)
-        for call in ("feedmill.classify(posts=POSTS)", "feedmill.classify.apply(kwargs={'posts': POSTS}).get()"):
-            assert re.match(r"UserError: .*torch.*feedmill\[worker\].*feedmill\.classify\.delay", caller.fail(call))
-        caller.run("feedmill.classify.apply_async((POSTS,), queue='aside')")
+        for call in (
+            "feedmill.classify_task(posts=POSTS)",
+            "feedmill.classify_task.apply(kwargs={'posts': POSTS}).get()",
+        ):
+            assert re.match(
+                r"UserError: .*torch.*feedmill\[worker\].*feedmill\.classify_task\.delay", caller.fail(call)
+            )
+        caller.run("feedmill.classify_task.apply_async((POSTS,), queue='aside')")
         caller.run("app.send_task('feedmill.classify', (POSTS,))")
-        caller.run("sent = feedmill.classify.delay(posts=POSTS)")
+        caller.run("sent = feedmill.classify_task.delay(posts=POSTS)")
         assert [redis.client.llen(queue) for queue in ("labelled", "aside", "of-mine", "feedmill")] == [2, 1, 0, 0]
         with working(redis, tmp_path, FEEDMILL_QUEUE="labelled"):
             assert caller.say("[outcome['id'] for outcome in sent.get(timeout=60)]") == ["1", "2"]
-            assert caller.say("len(group(feedmill.classify.s(POSTS) for _ in range(3))().get(timeout=60))") == 3
+            assert caller.say("len(group(feedmill.classify_task.s(POSTS) for _ in range(3))().get(timeout=60))") == 3

@@ -38,7 +38,7 @@ def test_messages_page_example_runs(served: RedisServer, tmp_path: Path, how: st
 
 
 def test_readme_example_runs(served: RedisServer, tmp_path: Path) -> None:
-    (example,) = blocks("README.md", "python")
+    _, example = blocks("README.md", "python")
     (said,) = re.findall(r"# (\w+)\n$", example)
     found = subprocess.run(
         [sys.executable, "-c", example],
@@ -50,6 +50,54 @@ def test_readme_example_runs(served: RedisServer, tmp_path: Path) -> None:
         check=False,
     )
     assert found.stdout == f"{said}\n", found.stderr
+
+
+def test_python_page_examples_run(served: RedisServer, tmp_path: Path) -> None:
+    """The examples of docs/python.md print what the page shows."""
+    environment = os.environ | {
+        "FEEDMILL_REDIS_URL": served.url, "FEEDMILL_TOKEN_BUDGET": "2048", "FEEDMILL_DTYPE": "float32",
+    }  # fmt: skip
+    said = run([sys.executable, "-c", "\n".join(blocks("docs/python.md", "python"))], tmp_path, environment)
+    assert said.stdout == "".join(blocks("docs/python.md", "")), said.stderr
+    assert "1 of 3 rows have no label: row 2: no text." in said.stderr
+
+
+def test_readme_classifies_in_three_lines(tmp_path: Path) -> None:
+    example, _ = blocks("README.md", "python")
+    code = example.replace("feedmill.classify(", "print(feedmill.classify(").rstrip() + ")"
+    said = run([sys.executable, "-c", code], tmp_path, os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048"})
+    assert said.stdout.startswith("2 predictions: praise 1, complaint 1\n"), said.stderr
+
+
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+nbformat.write(notebook, "done.ipynb")
+"""
+
+
+def test_notebook_runs(tmp_path: Path) -> None:
+    """The notebook of docs/examples, in a real kernel with its event loop."""
+    path = ROOT / "docs" / "examples" / "classify.ipynb"
+    saved = json.loads(path.read_text())
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in saved["cells"])
+    environment = os.environ | {"FEEDMILL_TOKEN_BUDGET": "2048", "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
+    said = run([sys.executable, "-c", EXECUTE, str(path)], tmp_path, environment)
+    assert (tmp_path / "done.ipynb").exists(), said.stderr
+    cells = [
+        cell["outputs"] for cell in json.loads((tmp_path / "done.ipynb").read_text())["cells"] if "outputs" in cell
+    ]
+    texts = [["".join(each.get("text", each.get("data", {}).get("text/plain", ""))) for each in cell] for cell in cells]
+    assert not any(each.get("name") == "stderr" for cell in cells for each in cell), cells
+    first, frame, mean, (bar, counts), awaited, mistake = texts
+    assert first[0].startswith("2 predictions: praise 1, complaint 1\n  praise ")
+    assert "score_complaint" in frame[0]
+    assert "complaint    1.0" in mean[0]
+    assert "100/100" in bar
+    assert "sports" in counts
+    assert awaited == ["'music'"]
+    assert mistake == ["labels must be a list: write labels=['praise', 'complaint'].\n"]
 
 
 def test_celery_page_custom_task_runs(served: RedisServer, tmp_path: Path) -> None:

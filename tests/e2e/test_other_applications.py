@@ -162,7 +162,7 @@ def test_ignored_results_are_still_stored(elsewhere: Elsewhere, served: RedisSer
         ([POSTS], {"top_k": "a"}, "RequestRefused", "top_k: input should be a valid integer"),
         ([POSTS, None, None, 0, 0, None, 1], {}, "RequestRefused", "argument 7: extra inputs are not permitted"),
         ([POSTS], {"version": NEXT, "of_tomorrow": 1}, "RequestRefused", OF_TOMORROW),
-        ([POSTS], {"posts": POSTS}, "TypeError", r"classify\(\) got multiple values for argument 'posts'"),
+        ([POSTS], {"posts": POSTS}, "TypeError", r"classify_task\(\) got multiple values for argument 'posts'"),
         ([[{"id": "x"}]], {}, "MessageFailed", f"1 of 1 posts failed: x: {NO_TEXT}"),
         ([[*POSTS, 5]], {"strict": True}, "MessageFailed", "1 of 3 posts failed: None: a post must be a JSON object"),
     ],

@@ -78,13 +78,13 @@ def retries(self: Task, number: int) -> int:  # type: ignore[type-arg]
 @shared_task(name="own.classifies")
 def classifies(posts: list[dict[str, Any]]) -> list[str]:
     """Call Feedmill's task in this process, without a message."""
-    return [outcome["label"] for outcome in feedmill.classify(posts)]
+    return [outcome["label"] for outcome in feedmill.classify_task(posts)]
 
 
 @shared_task(name="own.sends")
 def sends(posts: list[dict[str, Any]]) -> str:
     """Send Feedmill's task to the queue."""
-    return str(feedmill.classify.delay(posts).id)
+    return str(feedmill.classify_task.delay(posts).id)
 
 
 @shared_task(bind=True, base=ClassifyTask, name="own.once_more", max_retries=1)

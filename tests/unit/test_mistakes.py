@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
+from feedmill import local_model
 from feedmill.cli import deploy, flower, main, measuring, offline, train
 from feedmill.cli.main import app
 from feedmill.evaluation.tuning_report import TuningReport
@@ -143,7 +144,7 @@ def test_one_chart_needs_one_model() -> None:
 def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "workers.models", None)
     with pytest.raises(UserError, match=naming("workers", "feedmill[worker]")):
-        offline.load_model(Settings())
+        local_model.load_model(Settings())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_classifying_needs_the_worker_extra(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_model_failures_are_user_errors(fault: FeedmillError, named: str) -> None:
-    with pytest.raises(UserError, match=named), offline.explain_refusals(Settings(model="some/model")):
+    with pytest.raises(UserError, match=named), local_model.explain_refusals(Settings(model="some/model")):
         raise fault
 
 

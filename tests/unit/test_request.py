@@ -14,7 +14,7 @@ from shared.settings import Settings
 from workers.app import make_worker_app
 from workers.pipeline.message import Message
 from workers.runtime.request import ClassifyRequest, withdrawn
-from workers.runtime.task import CURRENT_MESSAGE, classify
+from workers.runtime.task import CURRENT_MESSAGE, classify_task
 
 BODY = "private text"
 
@@ -129,11 +129,11 @@ def test_ignored_result_is_a_summary() -> None:
     message = Message({"posts": [{"id": "a", "title": "A title"}, {"id": "b"}]}, None)
     message.set_outcome(0, found)
     message.set_outcome(1, PostError(id="b", error="no text"))
-    classify.push_request(ignore_result=True, called_directly=False)
+    classify_task.push_request(ignore_result=True, called_directly=False)
     token = CURRENT_MESSAGE.set(message)
     try:
-        assert "1 of 2" in classify.reply()
-        assert classify.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
+        assert "1 of 2" in classify_task.reply()
+        assert classify_task.outcomes() == [found.model_dump(), {"id": "b", "error": "no text"}]
     finally:
         CURRENT_MESSAGE.reset(token)
-        classify.pop_request()
+        classify_task.pop_request()

@@ -6,6 +6,7 @@ worker's, so results and measurements apply to a worker as well.
 
 import logging
 import queue
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -23,17 +24,31 @@ from workers.pipeline.pipeline import Pipeline
 logger = logging.getLogger(__name__)
 
 
-class Finished(Owner):
-    """An owner that queues each finished message, and None if the pipeline fails."""
+class Call:
+    """One iteration over the outcomes of some posts."""
 
     def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        #: Finished messages in any order; None if the pipeline fails.
+        self.finished: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        #: True once the caller wants no more outcomes.
+        self.abandoned = False
+
+
+class Callers(Owner):
+    """An owner that hands each finished message to the call that submitted it, found in `Message.pending`."""
+
+    def __init__(self) -> None:
+        self.calls: set[Call] = set()
+
+    def admit(self, message: Message) -> bool:
+        return not message.pending.abandoned
 
     def recorded(self, message: Message) -> None:
-        self.messages.put(message)
+        message.pending.finished.put(message)
 
     def failed(self) -> None:
-        self.messages.put(None)
+        for call in list(self.calls):
+            call.finished.put(None)
 
 
 class NullStore:
@@ -46,6 +61,74 @@ class NullStore:
         return [None] * len(wanted)
 
 
+class OfflinePipeline:
+    """A running pipeline without a queue. Several threads may classify with it at once."""
+
+    def __init__(self, classifier: Classifier, settings: Settings, budget: TokenBudget) -> None:
+        self._settings = settings
+        self._callers = Callers()
+        self._submitting = threading.Lock()
+        self._pipeline = Pipeline(classifier, NullStore(), settings, budget, "offline", self._callers)
+        self._pipeline.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the pipeline; None while it works."""
+        return self._pipeline.failure
+
+    def classify(self, posts: Iterable[Post], options: ClassifyOptions | None = None) -> Iterator[tuple[Post, Outcome]]:
+        """Yield each post with its outcome, in order. Read ahead no further than the window's size.
+
+        Closing the iterator early drops the posts that wait. Raises RequestRefused for options that the model does not
+        support, and ModelError if the device fails permanently.
+        """
+        options = options or ClassifyOptions()
+        source = iter(posts)
+        call = Call()
+        sent: deque[tuple[Message, list[Post]]] = deque()
+        done: set[int] = set()
+        self._callers.calls.add(call)
+        try:
+            while True:
+                while (not sent or self._has_room()) and (some := list(islice(source, self._posts_each))):
+                    sent.append((self._submit(some, options, call), some))
+                if not sent:
+                    return
+                # Checked after the call was added, so that a failure is either seen here or queued.
+                message = None if self.failure else call.finished.get()
+                if message is None:
+                    raise pipeline_error(self._pipeline)
+                done.add(id(message))
+                while sent and id(sent[0][0]) in done:
+                    first, its_posts = sent.popleft()
+                    done.discard(id(first))
+                    if first.refused and not first.tracebacks:  # the options, not the posts
+                        raise first.refused
+                    for post, outcome in zip(its_posts, first.outcomes, strict=True):
+                        yield post, outcome or PostError(id=post.id, error=str(first.refused))
+        finally:
+            call.abandoned = True
+            self._callers.calls.discard(call)
+
+    @property
+    def _posts_each(self) -> int:
+        return self._settings.posts_per_message
+
+    def _has_room(self) -> bool:
+        return self._pipeline.waiting() < self._settings.window_rows
+
+    def _submit(self, posts: Sequence[Post], options: ClassifyOptions, call: Call) -> Message:
+        arguments = {"posts": [post.model_dump(exclude_defaults=True) for post in posts], **options.arguments()}
+        message = Message(arguments, sent_at=None, pending=call)
+        with self._submitting:
+            self._pipeline.submit(message)
+        return message
+
+    def stop(self) -> None:
+        """End the threads without finishing their work."""
+        self._pipeline.stop()
+
+
 def classify(
     posts: Iterable[Post],
     classifier: Classifier,
@@ -53,37 +136,14 @@ def classify(
     budget: TokenBudget,
     options: ClassifyOptions | None = None,
 ) -> Iterator[tuple[Post, Outcome]]:
-    """Yield each post with its outcome, in order. Read ahead no further than the window's size.
+    """Yield each post with its outcome, in order, from a pipeline that ends with the iteration.
 
-    Raises RequestRefused for options that the model does not support, and ModelError if the device fails permanently.
+    Raises as `OfflinePipeline.classify` does, and RequestRefused before a post is read.
     """
-    options = options or ClassifyOptions()
-    classifier.label_set(options)
-    finished = Finished()
-    pipeline = Pipeline(classifier, NullStore(), settings, budget, "offline", finished)
-    pipeline.start()
-    source = iter(posts)
-    sent: deque[tuple[Message, list[Post]]] = deque()
-    done: set[int] = set()
+    classifier.label_set(options or ClassifyOptions())
+    pipeline = OfflinePipeline(classifier, settings, budget)
     try:
-        while True:
-            while pipeline.waiting() < settings.window_rows and (
-                some := list(islice(source, settings.posts_per_message))
-            ):
-                arguments = {"posts": [post.model_dump(exclude_defaults=True) for post in some], **options.arguments()}
-                sent.append((Message(arguments, sent_at=None), some))
-                pipeline.submit(sent[-1][0])
-            if not sent:
-                return
-            message = finished.messages.get()
-            if message is None:
-                raise pipeline_error(pipeline)
-            done.add(id(message))
-            while sent and id(sent[0][0]) in done:
-                first, its_posts = sent.popleft()
-                done.discard(id(first))
-                for post, outcome in zip(its_posts, first.outcomes, strict=True):
-                    yield post, outcome or PostError(id=post.id, error=str(first.refused))
+        yield from pipeline.classify(posts, options)
     finally:
         pipeline.stop()
 

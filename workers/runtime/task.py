@@ -11,16 +11,18 @@ A custom task keeps all of Celery's task features. A worker loads it with the se
         return self.outcomes()
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
+from redis import Redis
 
-from shared.broker import CLASSIFY_TASK, SENT_AT, Application
+from shared.broker import CLASSIFY_TASK, SENT_AT, Application, connect, make_app, user_errors
 from shared.errors import MessageFailed, RequestRefused, UserError
-from shared.settings import load
+from shared.settings import Settings, load
 from workers.pipeline.message import Message
 
 #: The message whose task Celery's tracer runs on this thread, with all of its outcomes.
@@ -54,6 +56,31 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         """The queue to send to: the setting `queue`. None in Feedmill's own applications, whose default queue it is."""
         return None if isinstance(self.app, Application) else load().queue
 
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Send the task, as Celery does. Without a broker of the application's own, use the settings' Redis.
+
+        Raises RedisUnavailable if that Redis cannot be reached.
+        """
+        options |= {"task_id": task_id, "link": link, "link_error": link_error, "shadow": shadow}
+        conf = self.app.conf
+        if conf.task_always_eager or conf.broker_url or conf.broker_write_url:
+            return super().apply_async(args, kwargs, producer=producer, **options)
+        settings = load()
+        sender = _sender(settings)
+        with user_errors(settings):
+            sender.redis.ping()  # Celery's result backend retries for 20 seconds, and raises a RuntimeError
+            return sender.app.send_task(self.name, args, kwargs, **options)
+
     def outcomes(self) -> list[dict[str, Any]]:
         """Return one outcome per post, in order.
 
@@ -81,9 +108,10 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         try:
             from workers.runtime.in_process import InProcessPipeline  # noqa: PLC0415 - torch is optional
         except ImportError as missing:
+            name = "feedmill.classify_task" if self.name == CLASSIFY_TASK else self.name
             raise UserError(
                 f"Classifying in this process requires the package {missing.name}: run `pip install "
-                f"'feedmill[worker]'`. To use a worker instead, send the task with {self.name}.delay(…)."
+                f"'feedmill[worker]'`. To use a worker instead, send the task with {name}.delay(…)."
             ) from None
         settings = self.app.settings if isinstance(self.app, Application) else load()
         by_worker = not (request.called_directly or request.is_eager)
@@ -93,8 +121,28 @@ class ClassifyTask(Task):  # type: ignore[type-arg]  # generic only in the stubs
         return message
 
 
+class _Sender(NamedTuple):
+    """An application that sends tasks for callers without a broker, and a client of its Redis."""
+
+    process: int
+    settings: Settings
+    app: Application
+    redis: Redis
+
+
+_latest_sender: _Sender | None = None
+
+
+def _sender(settings: Settings) -> _Sender:
+    """Return this process's sender for these settings."""
+    global _latest_sender  # noqa: PLW0603 - one per process
+    if _latest_sender is None or _latest_sender[:2] != (os.getpid(), settings):
+        _latest_sender = _Sender(os.getpid(), settings, make_app(settings, current=False), connect(settings))
+    return _latest_sender
+
+
 @shared_task(bind=True, base=ClassifyTask, name=CLASSIFY_TASK)  # type: ignore[arg-type]  # the stub wants no `*surplus`
-def classify(
+def classify_task(
     self: ClassifyTask,
     posts: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG001 - documents the arguments, which the message parses
     labels: Mapping[str, Any] | Sequence[str] | str | None = None,  # noqa: ARG001

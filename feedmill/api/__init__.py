@@ -1,0 +1,1 @@
+"""The Python API for texts and DataFrames. Import its names from `feedmill`."""

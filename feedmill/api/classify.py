@@ -1,0 +1,149 @@
+"""The function `feedmill.classify`: classify in this process, with a model that is kept for the next call."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+
+from feedmill.api.classifier import KeptClassifiers, Labels, local_settings
+from feedmill.api.items import Columns
+from feedmill.api.predictions import Prediction, Predictions
+from feedmill.api.request import Request, read_options
+from shared.messages import ClassifyOptions, Outcome, Post
+
+
+class Frame(Protocol):
+    """A DataFrame of pandas or polars."""
+
+    @property
+    def columns(self) -> Any: ...
+
+
+class Series(Protocol):
+    """A Series of pandas or polars."""
+
+    @property
+    def to_frame(self) -> Any: ...
+
+
+class Options(TypedDict, total=False):
+    """The named arguments of `classify`."""
+
+    title: Any
+    body: Any
+    id: Any
+    template: str | None
+    multi_label: bool
+    scores: bool
+    prefix: str
+    progress: bool
+    model: str | Path | None
+    device: str | None
+
+
+FrameT = TypeVar("FrameT", bound=Frame)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+#: Likely guesses at the name of the argument `body`.
+GUESSES = ("text", "column", "text_column", "body_column")
+
+
+def _explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Explain likely wrong arguments: those of the Celery task, which had this name before, and guesses at `body`."""
+
+    @wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        if guessed := next((name for name in GUESSES if name in kwargs), None):
+            raise TypeError(f"feedmill.classify() has no argument {guessed!r}: name the text's column with body=.")
+        if "posts" in kwargs:
+            raise TypeError(
+                "feedmill.classify() classifies in this process: write feedmill.classify(posts). The Celery task is "
+                "feedmill.classify_task: send posts to a worker with feedmill.classify_task.delay(posts=posts)."
+            )
+        return function(*args, **kwargs)
+
+    return explained
+
+
+@overload
+def classify(
+    items: str | Mapping[str, Any] | Post, labels: Labels | None = None, **options: Unpack[Options]
+) -> Prediction: ...
+@overload
+def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[Options]) -> FrameT: ...
+@overload
+def classify(items: Series, labels: Labels | None = None, **options: Unpack[Options]) -> Any: ...
+@overload
+def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]) -> Predictions: ...
+@_explain_arguments
+def classify(
+    items: Any,
+    labels: Labels | None = None,
+    *,
+    title: Any = None,
+    body: Any = None,
+    id: Any = None,  # noqa: A002 - the name of the field
+    template: str | None = None,
+    multi_label: bool = False,
+    scores: bool = False,
+    prefix: str = "",
+    progress: bool = False,
+    model: str | Path | None = None,
+    device: str | None = None,
+) -> Any:
+    """Classify texts, dictionaries or a DataFrame in this process, without Redis or a worker.
+
+    Needs `pip install 'feedmill[worker]'`. The first call loads the model, which takes some seconds; later calls with
+    the same model and device reuse it. Several threads may call it at once.
+
+    Args:
+        items: What to classify. A missing value (None, NaN) is an item without text.
+        labels: Names of the labels, or a dictionary from each name to a description or a list of descriptions.
+            Default: FEEDMILL_LABELS, else sixteen topics; or the model's own labels, if it was trained with some.
+        title: Key or column with the title. Default: `title`, `headline` or `subject`.
+        body: Key or column with the text. Default: `body`, `selftext`, `text`, `description` or `content`. With
+            `title` or `body`, only the columns named by them are read.
+        id: Key or column with an id, which is copied to the prediction. Default: `id` or `post_id`.
+        template: Sentence with `{}` in place of the label, such as "This post is about {}."
+        multi_label: Score each label by itself, so that several or none may apply.
+        scores: Add a column `score_<label>` for each label to a DataFrame.
+        prefix: Text before the name of each new column of a DataFrame.
+        progress: Show a progress bar, in a terminal or a notebook.
+        model: A folder, `package:NAME` or a name on the Hugging Face Hub. Default: FEEDMILL_MODEL, else the included
+            all-MiniLM-L6-v2. Two models are kept loaded; `feedmill.Classifier` holds others.
+        device: `cpu`, `cuda`, `cuda:1` or `mps`. Default: FEEDMILL_DEVICE, else the fastest one of this machine.
+
+    Returns:
+        | items | result |
+        |---|---|
+        | a text, or a dictionary with title and body | a `feedmill.Prediction` |
+        | a list, generator or other iterable of them | `feedmill.Predictions`, a list, in the same order |
+        | a pandas or polars DataFrame | a new one with the columns `label` and `label_score`, in the same order and \
+with the same index |
+        | a Series | a DataFrame of its texts, `label` and `label_score` |
+
+        An item that cannot be classified has the label None. A warning says how many there are, and why.
+
+    Raises:
+        feedmill.UserError: For an invalid argument, a missing package, or a model that cannot be loaded.
+
+    Example:
+        >>> import feedmill
+        >>> feedmill.classify(["I love it", "It broke after a day"], labels=["praise", "complaint"])
+        2 predictions: praise 1, complaint 1
+          praise     0.73  I love it
+          complaint  0.89  It broke after a day
+    """
+    options = read_options(labels, template, multi_label)
+    settings = local_settings(model, device)
+    request = Request(items, options, Columns(title, body, id), scores, prefix, progress)
+    if request.is_empty:
+        return request.run(_no_outcomes, ())
+    return KeptClassifiers.run(settings, request)
+
+
+def _no_outcomes(posts: Iterable[Post], options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:  # noqa: ARG001
+    """Classify no posts."""
+    return iter(())

@@ -1,0 +1,130 @@
+"""Turn items from Python code (texts, dictionaries, posts) into posts.
+
+NaN, NaT, pandas.NA and None are missing text. Numbers are converted to text. An item that cannot be classified becomes
+an Item with the reason, and does not affect the others.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number, Real
+from typing import Any, NamedTuple
+
+from producers.records import FIELD_ALIASES, normalize_key
+from shared.errors import PostRefused, truncate
+from shared.messages import Post
+
+#: Fields that make up a post's text.
+TEXT_FIELDS = ("title", "body")
+#: The reason why an item without text has no label.
+NO_TEXT = "no text"
+#: Keys of a dictionary that a reason names.
+MAX_KEYS_NAMED = 5
+
+
+class Columns(NamedTuple):
+    """Names of keys or columns given by the caller; None finds them by the names that files use (docs/files.md).
+
+    With a title or a body, only the named ones are read as text.
+    """
+
+    title: Any = None
+    body: Any = None
+    id: Any = None
+
+    @property
+    def names_text(self) -> bool:
+        return self.title is not None or self.body is not None
+
+
+class Item(NamedTuple):
+    """An item to classify.
+
+    post: None if it cannot be classified, because of `reason`. id: the caller's, if any. given: the dictionary, if it
+    was one.
+    """
+
+    post: Post | None
+    reason: str = ""
+    id: str | None = None
+    given: Mapping[Any, Any] | None = None
+
+
+def is_missing(value: object) -> bool:
+    """Return True for None, NaN, NaT and pandas.NA."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
+
+
+def as_text(value: object) -> str:
+    """Return a value as text; "" if it is missing. Raises ValueError for values that are neither text nor numbers."""
+    if isinstance(value, str):
+        return value
+    if is_missing(value):
+        return ""
+    if isinstance(value, Number) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(f"expected text, not {type(value).__name__}")
+
+
+def make_item(position: int, title: Iterable[object], body: Iterable[object], own_id: object = None) -> Item:
+    """Return the item with the first text among each field's values. Its post's id is the position."""
+    given = None if is_missing(own_id) else str(own_id)
+    try:
+        fields = {"title": _first_text(title), "body": _first_text(body)}
+        return Item(Post.parse({"id": str(position), **fields}), "", given)
+    except PostRefused as refused:
+        return Item(None, str(refused) if refused.field else NO_TEXT, given)
+    except ValueError as error:
+        return Item(None, str(error), given)
+
+
+def items_of(given: Iterable[object], columns: Columns) -> Iterator[Item]:
+    """Yield an item for each text, dictionary or post."""
+    for position, value in enumerate(given):
+        yield item_of(value, position, columns)
+
+
+def item_of(value: object, position: int, columns: Columns) -> Item:
+    """Return the item for a text, a dictionary or a post."""
+    if isinstance(value, Post):
+        return Item(value, "", value.id)
+    if not isinstance(value, Mapping):
+        return make_item(position, (), (value,))
+    try:
+        found = _Fields(value, columns)
+    except ValueError as error:
+        return Item(None, str(error))
+    return make_item(position, found.of("title"), found.of("body"), found.id())._replace(given=value)
+
+
+class _Fields:
+    """The fields of a dictionary. Raises ValueError if it has none with text."""
+
+    def __init__(self, given: Mapping[Any, Any], columns: Columns) -> None:
+        self._given, self._columns = given, columns
+        self._by_name = {normalize_key(str(key)): value for key, value in given.items()}
+        if columns.names_text:
+            for name in (columns.title, columns.body):
+                if name is not None and name not in given:
+                    raise ValueError(f"no key {truncate(repr(name))}")
+        elif not any(name in self._by_name for field in TEXT_FIELDS for name in FIELD_ALIASES[field]):
+            keys = ", ".join(truncate(str(key), 40) for key in list(given)[:MAX_KEYS_NAMED])
+            raise ValueError(f"no title or body among its keys ({keys}); name the key with title= or body=")
+
+    def of(self, field: str) -> list[Any]:
+        """Return the values that may hold a field's text, in order of preference."""
+        named = getattr(self._columns, field)
+        if self._columns.names_text:
+            return [] if named is None else [self._given[named]]
+        return [self._by_name[name] for name in FIELD_ALIASES[field] if name in self._by_name]
+
+    def id(self) -> object:
+        if self._columns.id is not None:
+            return self._given.get(self._columns.id)
+        values = (self._by_name.get(name) for name in FIELD_ALIASES["id"])
+        return next((value for value in values if not is_missing(value)), None)
+
+
+def _first_text(values: Iterable[object]) -> str:
+    """Return the first value with text, or "". Raises ValueError for a value that is not text."""
+    return next((text for text in map(as_text, values) if text.strip()), "")

@@ -1,0 +1,342 @@
+"""Classify items through a running queue: send them as one run, and collect the outcomes.
+
+Each message's Celery result has one outcome per post, in order, failures included. The results store cannot replace it:
+it does not know failures, and an id may have results of other labels. Celery keeps a result for an hour
+(`celery_result_ttl`); a message whose result expired uncollected is sent again, and the worker answers it from the
+results store without computing.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import islice
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from feedmill.api.classifier import Labels
+from feedmill.api.items import Columns, Item, is_missing
+from feedmill.api.predictions import Prediction, Predictions
+from feedmill.api.progress import progress_bar
+from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options
+from producers.push import Pusher
+from shared import runs
+from shared.broker import Application, connect, make_app, user_errors
+from shared.errors import PostRefused, RequestRefused, UserError
+from shared.messages import MAX_ID, Post, parse_run
+from shared.settings import Settings, load_arguments
+
+#: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.
+RESULTS_AT_ONCE = 64
+#: Seconds between two looks at the results: at first, and at most.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+#: Seconds for which all posts must be settled without a result of their message, before the message is sent again.
+EXPIRED_AFTER_S = 10.0
+#: Reason for posts that were deleted with `feedmill purge`.
+PURGED = "purged: the post was deleted, and is not sent again"
+
+
+class SubmittedProgress(NamedTuple):
+    """How far a submitted run is: posts sent, posts with an outcome, and those of them without a label."""
+
+    sent: int
+    done: int
+    failed: int
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.sent
+
+
+class SubmittedRun:
+    """Items that were sent to the queue. Created by `feedmill.submit`.
+
+    Attributes:
+        name: Name of the run, for `feedmill.results(run=…)` and the commands.
+
+    Example:
+        run = feedmill.submit(frame, labels=["praise", "complaint"], run="monday")
+        print(run.progress())
+        labelled = run.wait(timeout=600).to_frame()
+    """
+
+    def __init__(self, name: str, request: Request, settings: Settings, redis: Redis, prefix: str) -> None:
+        self.name = name
+        self._request, self._settings, self._redis, self._prefix = request, settings, redis, prefix
+        self._backend: Any = make_app(settings, current=False).backend
+        self._lock = threading.Lock()
+        self._items: list[Item] = []
+        #: Place of each post's item, by the post's id.
+        self._places: dict[str, int] = {}
+        #: Messages without an outcome: task id -> posts.
+        self._pending: dict[str, Sequence[Post]] = {}
+        self._found: dict[int, Prediction] = {}
+        self._sent = self._failed = 0
+        #: Time at which all posts were first seen settled although results are missing; None if they are not.
+        self._settled_at: float | None = None
+        #: The worker's reason to refuse the options.
+        self._refused = ""
+
+    # Sending.
+
+    def _send(self, posts: Iterable[Post] | None = None) -> None:
+        """Send posts: those of the request, unless others are given."""
+        self._publish(self._posts() if posts is None else posts)
+        published = {self._places[post.id] for posts in self._pending.values() for post in posts}
+        for place, item in enumerate(self._items):
+            if place not in self._found and place not in published:
+                self._settle(place, failed_prediction(item, PURGED))
+
+    def _publish(self, posts: Iterable[Post]) -> None:
+        pusher = Pusher(
+            _sending_app(self._settings), self._redis, self._settings, self._request.options, again=True,
+            refuse=self._settings.when_full == "refuse", run=self.name, on_published=self._published,
+        )  # fmt: skip
+        with user_errors(self._settings):
+            pusher.push(posts)
+
+    def _posts(self) -> Iterator[Post]:
+        for place, item in enumerate(self._request.items):
+            self._items.append(item)
+            self._sent += 1
+            if item.post is None:
+                self._settle(place, failed_prediction(item))
+                continue
+            post = _complete(item, item.post, self._unique_id(item, place))
+            self._places[post.id] = place
+            yield post
+
+    def _unique_id(self, item: Item, place: int) -> str:
+        """Return the item's id, or its place if it has none. The place is appended to an id that occurred before."""
+        own = (item.id or "").strip()[: MAX_ID - len(f"~{place}")] or str(place)
+        return f"{own}~{place}" if own in self._places else own
+
+    def _published(self, task_id: str, posts: Sequence[Post]) -> None:
+        self._pending[task_id] = posts
+
+    def _settle(self, place: int, prediction: Prediction) -> None:
+        self._found[place] = prediction
+        self._failed += prediction.error is not None
+
+    # Collecting.
+
+    def progress(self) -> SubmittedProgress:
+        """Return how many items were sent, are done, and failed. Raises feedmill.UserError if Redis is unreachable."""
+        self._collect()
+        return SubmittedProgress(self._sent, len(self._found), self._failed)
+
+    def wait(self, timeout: float | None = None, *, progress: bool = False) -> "SubmittedRun":
+        """Wait until every item has an outcome, and return this run.
+
+        Args:
+            timeout: Seconds to wait. Default: as long as it takes, also while no worker runs.
+            progress: Show a progress bar, in a terminal or a notebook.
+
+        Raises:
+            TimeoutError: If the time is over. The run goes on; call `wait` again.
+            feedmill.UserError: If Redis is unreachable, or the worker refuses the labels.
+        """
+        with progress_bar(progress, self.name, self._sent) as advance:
+            for pause in self._pauses(timeout):
+                found = self.progress()
+                advance(found.done)
+                if found.finished:
+                    break
+                time.sleep(pause)
+        return self
+
+    async def wait_async(self, timeout: float | None = None) -> "SubmittedRun":
+        """Wait like `wait`, without blocking the event loop."""
+        for pause in self._pauses(timeout):
+            if (await asyncio.to_thread(self.progress)).finished:
+                break
+            await asyncio.sleep(pause)
+        return self
+
+    def results(self, timeout: float | None = None) -> Predictions:
+        """Wait, and return the predictions in the order of the items. Raises like `wait`."""
+        self.wait(timeout)
+        failures = Failures()
+        found = Predictions(failures.watch((self._found[place] for place in range(self._sent)), lambda _: None))
+        failures.warn("row" if self._request.table is not None else "item")
+        return found
+
+    async def results_async(self, timeout: float | None = None) -> Predictions:
+        """Wait like `results`, without blocking the event loop."""
+        await self.wait_async(timeout)
+        return self.results()
+
+    def to_frame(self, *, scores: bool = False, timeout: float | None = None) -> Any:
+        """Wait, and return a DataFrame. Raises like `wait`.
+
+        For a DataFrame or a Series, the result is the one of `feedmill.classify`. For other items, it is a DataFrame of
+        texts and labels.
+        """
+        found = self.results(timeout)
+        if self._request.table is None:
+            return found.to_frame(scores=scores)
+        labels = tuple(self._request.options.labels or sorted({label for each in found for label in each.scores}))
+        new = LabelColumns(labels if scores else (), self._prefix)
+        new.check(self._request.table)
+        return new.add_to(self._request.table, found)
+
+    def __repr__(self) -> str:
+        return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {self._sent:,} done>"
+
+    def _pauses(self, timeout: float | None) -> Iterator[float]:
+        """Yield how long to sleep before each look. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = FIRST_PAUSE_S
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            yield pause if left is None else max(0.0, min(pause, left))
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{len(self._found):,} of {self._sent:,} items of run {self.name!r} are done after {timeout:g} s. "
+                    "Call wait again, or check with `feedmill status` that a worker runs."
+                )
+            pause = min(2 * pause, MAX_PAUSE_S)
+
+    def _collect(self) -> None:
+        """Fetch the results that are there."""
+        with self._lock, user_errors(self._settings):
+            collected = False
+            while ready := self._ready():
+                collected = True
+                for task_id, state in ready.items():
+                    posts = self._pending.pop(task_id)
+                    if isinstance(state["result"], RequestRefused):
+                        self._refused = str(state["result"]).removesuffix(".")
+                    for post, outcome in zip(posts, _outcomes(state, posts), strict=True):
+                        place = self._places[post.id]
+                        self._settle(place, _prediction(self._items[place], outcome))
+                    self._backend.forget(task_id)
+            if not collected and self._pending and self._is_expired():
+                self._send_again()
+        if self._refused:
+            raise UserError(f"The worker refuses the request: {self._refused}. Correct the option, and submit again.")
+
+    def _ready(self) -> dict[str, Mapping[str, Any]]:
+        """Return some of the results that are there."""
+        # Older messages are done first, but messages can overtake each other.
+        outstanding = iter(list(self._pending))
+        while wanted := list(islice(outstanding, RESULTS_AT_ONCE)):
+            if found := dict(self._backend.get_many(wanted, interval=0, max_iterations=1)):
+                return found
+        return {}
+
+    def _is_expired(self) -> bool:
+        """Return whether all posts have been settled for a while, although results are missing."""
+        found = runs.progress(self._redis, self.name)
+        if found is None or found.pending:
+            self._settled_at = None
+            return False
+        now = time.monotonic()
+        if self._settled_at is None:
+            self._settled_at = now
+        return now - self._settled_at >= EXPIRED_AFTER_S
+
+    def _send_again(self) -> None:
+        """Send the messages without a result again. The worker answers them from the results store."""
+        posts = [post for posts in self._pending.values() for post in posts]
+        self._pending.clear()
+        self._settled_at = None
+        self._send(posts)
+
+
+def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mapping[str, Any]]:
+    """Return one outcome for each post of a message."""
+    result = state["result"]
+    return [{"error": str(result)} for _ in posts] if isinstance(result, Exception) else result
+
+
+def _prediction(item: Item, outcome: Mapping[str, Any]) -> Prediction:
+    if "error" in outcome:
+        return failed_prediction(item, str(outcome["error"]))
+    text = item.post.text if item.post else ""
+    label, scores = outcome["label"], outcome["scores"]
+    return Prediction(label, scores[label], scores, text, item.id)
+
+
+def _complete(item: Item, post: Post, own_id: str) -> Post:
+    """Return the item's post with its id and the other fields of its dictionary. Drops invalid ones."""
+    known = {name: value for name in Post.model_fields if item.given and not is_missing(value := item.given.get(name))}
+    while True:
+        try:
+            return Post.parse({**known, "id": own_id, "title": post.title, "body": post.body})
+        except PostRefused as refused:
+            if known.pop(refused.field.split(".")[0], None) is None:
+                return post.model_copy(update={"id": own_id})
+
+
+def _sending_app(settings: Settings) -> Application:
+    """Return an application that sends without a result backend, which would subscribe to each message's result."""
+    app = make_app(settings, current=False)
+    app.conf.update(result_backend="disabled")
+    return app
+
+
+def _new_name() -> str:
+    return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
+
+
+def submit(
+    items: Any,
+    labels: Labels | None = None,
+    *,
+    run: str | None = None,
+    title: Any = None,
+    body: Any = None,
+    id: Any = None,  # noqa: A002 - the name of the field
+    template: str | None = None,
+    multi_label: bool = False,
+    prefix: str = "",
+    queue: str | None = None,
+    redis_url: str | None = None,
+) -> SubmittedRun:
+    """Send texts, dictionaries or a DataFrame to the queue, for running workers to classify.
+
+    Returns once all items are in the queue. Waits while the queue is full.
+
+    Args:
+        items: What to classify; see `feedmill.classify`.
+        labels: Names or descriptions of the labels. Default: those of the worker.
+        run: Name of the run, at most 100 characters. Ids are unique within their run: items that were classified under
+            the same name before are not computed again. Default: a new name with the time.
+        title: Key or column with the title; see `feedmill.classify`.
+        body: Key or column with the text.
+        id: Key or column with an id. Default: `id` or `post_id`, else the item's position. A repeated id gets the
+            position appended.
+        template: Sentence with `{}` in place of the label.
+        multi_label: Score each label by itself.
+        prefix: Text before the name of each new column of a DataFrame.
+        queue: Name of the queue. Default: FEEDMILL_QUEUE, else `feedmill`.
+        redis_url: URL of Redis. Default: FEEDMILL_REDIS_URL, else the running `feedmill up`, else localhost.
+
+    Returns:
+        A handle with `progress()`, `wait()`, `results()` and `to_frame()`, and `wait_async()` and `results_async()`.
+
+    Raises:
+        feedmill.UserError: For an invalid argument, or if Redis is unreachable. Items sent before are in the queue.
+
+    Example:
+        run = feedmill.submit(frame, labels=["praise", "complaint"], run="monday")
+        labelled = run.wait(timeout=600, progress=True).to_frame()
+    """
+    options = read_options(labels, template, multi_label)
+    name = _new_name() if run is None else parse_run(run)
+    settings = load_arguments(redis_url=redis_url, queue=queue)
+    if settings.celery_results != "redis":
+        raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
+    request = Request(items, options, Columns(title, body, id))
+    if request.table is not None:
+        LabelColumns((), prefix).check(request.table)
+    redis = connect(settings)
+    with user_errors(settings):
+        redis.ping()
+    submitted = SubmittedRun(name, request, settings, redis, prefix)
+    submitted._send()
+    return submitted

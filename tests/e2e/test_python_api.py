@@ -1,0 +1,504 @@
+"""`feedmill.classify` and `feedmill.Classifier` with the embedded model."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pandas
+import polars
+import pyarrow
+import pytest
+
+import feedmill as api
+from feedmill import Classifier, Prediction, Predictions, UserError
+from feedmill.api import classifier as kept
+from tests.support import FEEDMILL, _environment, naming, run
+
+LABELS = ["praise", "complaint"]
+TEXTS = ["I love it", "It broke after a day"]
+EXPECTED = ["praise", "complaint"]
+REASON = "no text"
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Settings that all tests share, so that they share the kept model."""
+    monkeypatch.setenv("FEEDMILL_TOKEN_BUDGET", "2048")
+    monkeypatch.setenv("FEEDMILL_CACHE_FOLDER", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("FEEDMILL_DATA_FOLDER", str(tmp_path_factory.getbasetemp() / "no-stack"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _release() -> Iterator[None]:
+    yield
+    for classifier in kept.KeptClassifiers._kept.values():
+        classifier.close()
+    kept.KeptClassifiers._kept.clear()
+
+
+def labels(found: Any) -> list[str | None]:
+    return [each.label for each in found]
+
+
+# Kinds of items.
+
+
+def test_list_of_texts_returns_predictions_in_order() -> None:
+    found = api.classify(TEXTS, labels=LABELS)
+    assert isinstance(found, Predictions)
+    assert labels(found) == EXPECTED
+    assert [each.text for each in found] == TEXTS
+    best = found[0]
+    assert list(best.scores) == LABELS
+    assert best.score == best.scores["praise"] > 0.5
+    assert sum(best.scores.values()) == pytest.approx(1)
+    assert (best.id, best.error) == (None, None)
+
+
+@pytest.mark.parametrize("item", [TEXTS[0], {"title": TEXTS[0]}, {"Text": TEXTS[0], "title": None, "id": 7}])
+def test_single_item_returns_one_prediction(item: Any) -> None:
+    found = api.classify(item, LABELS)
+    assert isinstance(found, Prediction)
+    assert (found.label, found.text) == ("praise", TEXTS[0])
+
+
+@pytest.mark.parametrize("make", [tuple, iter, numpy.array, pandas.Index, pyarrow.array, dict.fromkeys])
+def test_other_iterables_are_lists_of_texts(make: Callable[[Any], Any]) -> None:
+    items = make(TEXTS)
+    assert labels(api.classify(items.keys() if isinstance(items, dict) else items, LABELS)) == EXPECTED
+
+
+def test_dictionaries_are_read_as_files_are() -> None:
+    rows = [
+        {"title": "It broke", "selftext": "after a day", "id": "a1", "score": "many", "author": "x"},
+        {"headline": "It broke", "description": "after a day"},
+        {"text": "It broke\n\nafter a day", "body": float("nan")},
+        {"review": "It broke\n\nafter a day"},
+    ]
+    with pytest.warns(UserWarning, match=naming("1 of 4", "item 3", "review", "body=")):
+        found = api.classify(rows, LABELS)
+    assert [each.text for each in found[:3]] == ["It broke\n\nafter a day"] * 3
+    assert len({each.score for each in found[:3]}) == 1
+    assert [each.id for each in found] == ["a1", None, None, None]
+    named = api.classify(rows[3:], LABELS, body="review")
+    assert named[0].score == found[0].score
+
+
+def test_scores_equal_those_of_the_command(tmp_path: Path) -> None:
+    posts = [{"id": str(at), "title": text, "body": "words " * at} for at, text in enumerate(TEXTS * 20)]
+    (tmp_path / "posts.jsonl").write_text("".join(json.dumps(post) + "\n" for post in posts))
+    command = [FEEDMILL, "classify", "posts.jsonl", "--labels", ",".join(LABELS), "--json"]
+    said = run(command, tmp_path, _environment(tmp_path, FEEDMILL_DTYPE="float32"))
+    expected = {found["id"]: found["scores"] for found in map(json.loads, said.stdout.splitlines())}
+    with Classifier(dtype="float32") as classifier:
+        found = classifier(posts, LABELS)
+    assert {each.id: each.scores for each in found} == {
+        post_id: pytest.approx(scores, abs=1e-5) for post_id, scores in expected.items()
+    }
+
+
+def test_missing_and_unusable_items_do_not_affect_others() -> None:
+    items = [
+        "I love it",
+        None,
+        float("nan"),
+        pandas.NA,
+        pandas.NaT,
+        "  ",
+        "[removed]",
+        5,
+        True,
+        ["x"],
+        b"x",
+        "x" * 100_001,
+    ]
+    with pytest.warns(UserWarning, match=naming("10 of 12 items", "item 1: no text", "item 3")):
+        found = api.classify(items, LABELS)
+    assert [each.error for each in found] == [
+        None, *[REASON] * 6, None, "expected text, not bool", "expected text, not list", "expected text, not bytes",
+        "body: string should have at most 100000 characters",
+    ]  # fmt: skip
+    assert found[0].label == "praise"
+    assert found[7].text == "5"
+
+
+def test_emoji_and_lone_surrogates_are_text() -> None:
+    assert labels(api.classify(["I love it 🎉😍", "It broke \ud800"], LABELS)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [
+        ([], Predictions),
+        ((), Predictions),
+        (pandas.DataFrame({"text": []}), pandas.DataFrame),
+        (polars.Series("text", [], polars.String), polars.DataFrame),
+    ],
+)
+def test_nothing_to_classify_needs_no_model(items: Any, kind: type) -> None:
+    found = api.classify(items, LABELS, model="/no/such/model")
+    assert isinstance(found, kind)
+    assert len(found) == 0
+    if kind is not Predictions:
+        assert list(found.columns) == ["text", "label", "label_score"]
+
+
+def test_generator_is_read_as_needed() -> None:
+    read = []
+
+    def items() -> Iterator[str]:
+        for number in range(20_000):
+            read.append(number)
+            yield TEXTS[number % 2]
+
+    with Classifier() as classifier:
+        stream = classifier.stream(items(), LABELS)
+        assert [next(stream).label for _ in range(100)] == EXPECTED * 50
+        assert len(read) < 5_000
+        stream.close()  # type: ignore[attr-defined]
+        assert labels(classifier(TEXTS, LABELS)) == EXPECTED
+
+
+# Frames.
+
+
+def test_pandas_frame_keeps_order_index_and_columns() -> None:
+    frame = pandas.DataFrame(
+        {"Title": [TEXTS[1], None, TEXTS[0]], "body": [float("nan"), None, ""], "n": [1, 2, 3]}, index=["x", "x", 7]
+    )
+    before = frame.copy()
+    with pytest.warns(UserWarning, match=naming("1 of 3 rows", "row 1: no text")):
+        found = api.classify(frame, LABELS)
+    assert type(found) is pandas.DataFrame
+    assert list(found.index) == ["x", "x", 7]
+    assert list(found.columns) == ["Title", "body", "n", "label", "label_score"]
+    assert found["label"].isna().tolist() == [False, True, False]
+    assert found["label"].tolist()[::2] == ["complaint", "praise"]
+    assert found["label_score"].dtype == "float64"
+    pandas.testing.assert_frame_equal(frame, before)
+    pandas.testing.assert_frame_equal(found[frame.columns], before)
+
+
+def test_polars_frame_keeps_order_and_columns() -> None:
+    frame = polars.DataFrame({"n": [1, 2, 3], "text": [TEXTS[1], None, TEXTS[0]]})
+    with pytest.warns(UserWarning, match=naming("1 of 3 rows", "row 1: no text")):
+        found = api.classify(frame, LABELS, scores=True)
+    assert isinstance(found, polars.DataFrame)
+    assert found.columns == ["n", "text", "label", "label_score", "score_praise", "score_complaint"]
+    assert found["label"].to_list() == ["complaint", None, "praise"]
+    assert found["label_score"].null_count() == 1
+    assert found.select(frame.columns).equals(frame)
+
+
+def test_score_columns_follow_the_labels() -> None:
+    frame = pandas.DataFrame({"text": TEXTS})
+    found = api.classify(frame, LABELS, scores=True, prefix="my_")
+    assert list(found.columns[1:]) == ["my_label", "my_label_score", "my_score_praise", "my_score_complaint"]
+    assert found[["my_score_praise", "my_score_complaint"]].max(axis=1).tolist() == found["my_label_score"].tolist()
+    topics = api.classify(frame, scores=True)
+    assert len(topics.columns) == 3 + 16
+
+
+@pytest.mark.parametrize(
+    "series",
+    [pandas.Series(TEXTS, index=[3, 3]), pandas.Series(TEXTS, name="text", dtype="category"), polars.Series(TEXTS)],
+)
+def test_series_returns_a_frame_of_its_texts(series: Any) -> None:
+    found = api.classify(series, LABELS)
+    assert list(found.columns) == ["text", "label", "label_score"]
+    assert list(found["label"]) == EXPECTED
+    assert list(found["text"]) == TEXTS
+    if isinstance(series, pandas.Series):
+        assert list(found.index) == list(series.index)
+
+
+def test_numbers_in_a_text_column_are_text() -> None:
+    found = api.classify(pandas.DataFrame({"text": [5, TEXTS[0], 2.5]}), LABELS)
+    assert found["label"].notna().all()
+
+
+def test_other_duplicate_columns_are_kept() -> None:
+    frame = pandas.DataFrame([["a", TEXTS[0], "b"]], columns=["n", "text", "n"])
+    assert list(api.classify(frame, LABELS).columns) == ["n", "text", "n", "label", "label_score"]
+
+
+def test_only_column_holds_the_text() -> None:
+    assert list(api.classify(pandas.DataFrame({"review": TEXTS}), LABELS)["label"]) == EXPECTED
+    assert list(api.classify(pandas.DataFrame(TEXTS), LABELS)["label"]) == EXPECTED
+
+
+def test_named_columns_exclude_others() -> None:
+    frame = pandas.DataFrame({"title": [TEXTS[1]], "review": [TEXTS[0]]})
+    assert list(api.classify(frame, LABELS, body="review")["label"]) == ["praise"]
+    both = api.classify({"title": TEXTS[1], "review": TEXTS[0]}, LABELS, title="title", body="review")
+    assert both.text == f"{TEXTS[1]}\n\n{TEXTS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("frame", "arguments", "words"),
+    [
+        (pandas.DataFrame({"a": ["x"], "b": ["y"]}), {}, ["title=", "body=", "'a', 'b'"]),
+        (pandas.DataFrame({"text": ["x"]}), {"body": "txt"}, ["body='txt'", "'text'"]),
+        (polars.DataFrame({"text": ["x"]}), {"id": "key"}, ["id='key'", "'text'"]),
+        (pandas.DataFrame([["x", "y"]], columns=["text", "text"]), {}, ["several columns", "'text'"]),
+        (pandas.DataFrame({"text": [1, 2]}), {}, ["'text'", "int64"]),
+        (polars.DataFrame({"text": [1.5]}), {}, ["'text'", "Float64"]),
+        (pandas.DataFrame({"text": pandas.to_datetime(["2026-01-01"])}), {}, ["'text'", "datetime"]),
+        (pandas.DataFrame({"text": ["x"], "label": ["y"]}), {}, ["'label'", "prefix="]),
+        (polars.DataFrame({"text": ["x"], "score_praise": [1]}), {"scores": True}, ["'score_praise'", "prefix="]),
+        (polars.LazyFrame({"text": ["x"]}), {}, ["LazyFrame", "collect()"]),
+        (pandas.DataFrame({"text": ["x"]}).style, {}, ["Styler", "DataFrame"]),
+    ],
+)  # fmt: skip
+def test_unsuitable_frames_are_refused(frame: Any, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError, match=naming(*words)):
+        api.classify(frame, LABELS, **arguments)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("items", "arguments", "words"),
+    [
+        (TEXTS, {"labels": "praise, complaint"}, ["labels=['praise', 'complaint']"]),
+        (TEXTS, {"labels": ["a", "b", "a"]}, ["'a'", "twice"]),
+        (TEXTS, {"labels": []}, ["at least one label"]),
+        (TEXTS, {"labels": 5}, ["labels", "int"]),
+        (TEXTS, {"labels": ["a", 5]}, ["labels", "int"]),
+        (TEXTS, {"template": "no place"}, ["template", "{}"]),
+        (TEXTS, {"device": "gpu"}, ["device:", "'gpu'"]),
+        (TEXTS, {"model": "/no/such/model"}, ["/no/such/model"]),
+        ("", {}, [REASON]),
+        ({"review": "x"}, {}, ["review", "body="]),
+        ("posts.csv", {}, ["posts.csv", "read_csv"]),
+        (Path("posts"), {}, ["posts", "read_csv"]),
+        (b"bytes", {}, ["bytes"]),
+        (5, {}, ["int"]),
+        (None, {}, ["NoneType"]),
+    ],
+)
+def test_invalid_arguments_are_explained(items: Any, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError, match=naming(*words)):
+        api.classify(items, **arguments)
+
+
+def test_single_label_warns() -> None:
+    with pytest.warns(UserWarning, match=naming("'praise'", "multi_label=True")) as warned:
+        api.classify(TEXTS, ["praise"])
+    assert warned[0].filename == __file__
+    found = api.classify(TEXTS, ["praise"], multi_label=True)
+    assert found[0].score != found[1].score
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"praise": "praise", "complaint": ["complaint"]}, tuple(LABELS), set(LABELS), pandas.Series(LABELS),
+        polars.Series(LABELS), numpy.array(LABELS), iter(LABELS), dict.fromkeys(LABELS).keys(),
+    ],
+)  # fmt: skip
+def test_labels_may_be_any_collection(given: Any) -> None:
+    found = api.classify(TEXTS, given)
+    assert labels(found) == EXPECTED
+    assert set(found[0].scores) == set(LABELS)
+
+
+def test_task_arguments_are_explained() -> None:
+    with pytest.raises(TypeError, match=r"feedmill\.classify_task\.delay"):
+        api.classify(posts=[{"id": "1", "title": "x"}])  # type: ignore[call-overload]
+
+
+def test_guessed_argument_is_explained() -> None:
+    with pytest.raises(TypeError, match=naming("'text'", "body=")):
+        api.classify(TEXTS, text="review")  # type: ignore[call-overload]
+
+
+# Reprs and frames of predictions.
+
+
+def test_repr_counts_labels_and_shows_texts() -> None:
+    with pytest.warns(UserWarning, match="1 of 13"):
+        found = api.classify([*TEXTS, None, *["It broke\n\x1b[31m" + "x" * 99] * 10], LABELS)
+    head, *lines, last = repr(found).splitlines()
+    assert head == "13 predictions: complaint 11, praise 1, no label 1"
+    assert lines[0].startswith("  praise     0.")
+    assert lines[0].endswith("  I love it")
+    assert lines[2].endswith("(no text)")
+    assert "\x1b" not in repr(found)
+    assert max(map(len, lines)) < 100
+    assert last == "… and 3 more"
+    assert repr(found[0]).startswith("Prediction(label='praise', score=0.")
+    assert repr(found[2]) == "Prediction(label=None, error='no text')"
+    assert isinstance(found[:2], Predictions)
+
+
+def test_predictions_become_a_frame() -> None:
+    with pytest.warns(UserWarning, match="1 of 3"):
+        found = api.classify([{"id": 1, "text": TEXTS[0]}, {"text": TEXTS[1]}, {"id": 3, "text": None}], LABELS)
+    frame = found.to_frame(scores=True)
+    assert list(frame.columns) == ["id", "text", "label", "label_score", "score_complaint", "score_praise", "error"]
+    assert frame["label"].tolist()[:2] == EXPECTED
+    assert frame["error"].tolist()[2] == REASON
+    assert list(api.classify(TEXTS, LABELS).to_frame().columns) == ["text", "label", "label_score"]
+
+
+def test_to_frame_without_pandas_uses_polars(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = api.classify(TEXTS, LABELS)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert isinstance(found.to_frame(), polars.DataFrame)
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(UserError, match=naming("pandas", "polars", "pip install")):
+        found.to_frame()
+
+
+# The model.
+
+
+def test_model_is_loaded_once() -> None:
+    api.classify(TEXTS, LABELS)
+    before = dict(kept.KeptClassifiers._kept)
+    api.classify(TEXTS)
+    assert kept.KeptClassifiers._kept == before
+
+
+def test_least_recently_used_model_is_released() -> None:
+    api.classify(TEXTS, LABELS)
+    first = next(reversed(kept.KeptClassifiers._kept.values()))
+    for dtype in ("float32", "bfloat16"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FEEDMILL_DTYPE", dtype)
+            assert labels(api.classify(TEXTS, LABELS)) == EXPECTED
+    assert len(kept.KeptClassifiers._kept) == kept.MAX_KEPT_MODELS
+    assert repr(first).endswith("closed>")
+    assert labels(api.classify(TEXTS, LABELS)) == EXPECTED
+
+
+def test_closed_classifier_is_refused() -> None:
+    with Classifier(device="cpu") as classifier:
+        stream = classifier.stream(iter(TEXTS * 2), LABELS)
+        assert next(stream).label == "praise"
+        assert (classifier.device, len(classifier.labels)) == ("cpu", 16)
+        assert "MiniLM" in repr(classifier)
+        classifier.close()
+        assert [each.label for each in stream] == ["complaint", *EXPECTED]  # a running call ends first
+    with pytest.raises(UserError, match="closed"):
+        classifier(TEXTS)
+    assert classifier._pipeline is None
+
+
+def test_dropped_classifier_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    classifier = Classifier()
+    assert set(threading.enumerate()) > before
+    del classifier
+    assert set(threading.enumerate()) == before
+
+
+def test_threads_share_one_model() -> None:
+    api.classify(TEXTS, LABELS)
+    found: dict[int, list[str | None]] = {}
+
+    def ask(number: int) -> None:
+        texts = [TEXTS[(number + at) % 2] for at in range(50)]
+        found[number] = labels(api.classify(texts, LABELS if number % 2 else ["complaint", "praise"]))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [EXPECTED[(number + at) % 2] for at in range(50)] for number in range(8)}
+
+
+def test_items_may_classify_themselves() -> None:
+    """A generator may use the model that reads it."""
+    items = (api.classify(text, LABELS).label for text in TEXTS)
+    assert len(api.classify(items, LABELS)) == 2
+
+
+def test_error_of_the_items_is_raised() -> None:
+    def items() -> Iterator[str]:
+        yield TEXTS[0]
+        raise OSError("the file ended")
+
+    with pytest.raises(OSError, match="the file ended"):
+        api.classify(items(), LABELS)
+    assert labels(api.classify(TEXTS, LABELS)) == EXPECTED
+
+
+def test_progress_bar_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    api.classify(TEXTS, LABELS, progress=True)
+    printed = capsys.readouterr()
+    assert "2/2" in printed.err
+    assert not printed.out
+    api.classify(TEXTS, LABELS)
+    assert not capsys.readouterr().err
+
+
+def test_interrupt_ends_the_call_and_the_process(tmp_path: Path) -> None:
+    program = """
+import itertools, os, signal, sys, feedmill
+def items():
+    for number in itertools.count():
+        if number == 3000:
+            os.kill(os.getpid(), signal.SIGINT)
+        yield f"It broke {number} times"
+try:
+    feedmill.classify(items(), labels=["praise", "complaint"])
+except KeyboardInterrupt:
+    print("interrupted", feedmill.classify("I love it", labels=["praise", "complaint"]).label)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted praise\n", "")
+
+
+def test_missing_packages_are_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    program = """
+import feedmill
+try:
+    feedmill.classify(["I love it"])
+except feedmill.UserError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "torch" in done.stdout, done.stderr
+    assert "pip install 'feedmill[worker]'" in done.stdout
+
+
+# The package.
+
+
+def test_dir_shows_the_public_names() -> None:
+    assert dir(api) == sorted(api.__all__)
+    assert [name for name in dir(api) if name != "__version__"] == [
+        "Classifier", "ClassifyTask", "MessageFailed", "Missed", "Prediction", "Predictions", "Result",
+        "SubmittedRun", "UserError", "classify", "classify_task", "results", "submit",
+    ]  # fmt: skip
+    for name in dir(api):
+        assert getattr(api, name) is not None
+
+
+def test_help_has_signatures_and_examples(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import feedmill; help(feedmill); help(feedmill.classify)"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "progress: bool = False",
+        '>>> feedmill.classify(["I love it"',
+        "class Prediction",
+        "class Classifier",
+    ):
+        assert words in done.stdout

@@ -1,0 +1,189 @@
+"""`feedmill.submit` with a real worker: progress, results in order, failures, and frames."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pandas
+import polars
+import pytest
+
+import feedmill as api
+from feedmill import UserError
+from feedmill.api import submission
+from shared import runs
+from shared.broker import make_app
+from shared.errors import RequestRefused
+from shared.keys import tombstone_key
+from shared.settings import Settings
+from tests.support import PASSWORD, RedisServer, naming, wait_until, working
+
+LABELS = ["praise", "complaint"]
+TEXTS = ["I love it", "It broke after a day"]
+EXPECTED = ["praise", "complaint"]
+
+
+@pytest.fixture(scope="module")
+def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with working(redis_server, tmp_path_factory.mktemp("worker")):
+        yield redis_server
+
+
+@pytest.fixture(autouse=True)
+def _address(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEEDMILL_REDIS_URL", redis_server.url)
+
+
+def labels(found: Any) -> list[str | None]:
+    return [each.label for each in found]
+
+
+def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:
+    texts = [f"{TEXTS[at % 2]} {at}" for at in range(500)]
+    run = api.submit(iter(texts), LABELS)
+    replies = [f"celery-task-meta-{task_id}" for task_id in run._pending]
+    found = run.results(timeout=120)
+    assert [each.text for each in found] == texts
+    assert set(labels(found)) == set(LABELS)
+    assert run.progress() == (500, 500, 0)
+    assert run.progress().finished
+    assert repr(run).endswith("500 of 500 done>")
+    assert len(replies) == 16
+    assert worker.client.exists(*replies) == 0  # collected replies are deleted
+    progress = runs.progress(worker.client, run.name)
+    assert progress
+    assert (progress.sent, progress.stored, progress.failed) == (500, 500, 0)
+
+
+@pytest.mark.usefixtures("worker")
+def test_scores_equal_those_of_the_worker() -> None:
+    (outcome,) = api.classify_task.delay(posts=[{"id": "a", "title": TEXTS[0]}], labels=LABELS).get(timeout=60)
+    found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=60)
+    assert dict(found[0].scores) == outcome["scores"]
+    assert found[0].id == "b"
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("package", [pandas, polars])
+def test_frame_keeps_its_order(package: Any) -> None:
+    frame = package.DataFrame({"id": [7, 7, 8, 9], "review": [*TEXTS, None, TEXTS[0]]})
+    if package is pandas:
+        frame.index = [5, 5, 1, "x"]
+    run = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
+    with pytest.warns(UserWarning, match=naming("1 of 4 rows", "row 2: no text")):
+        found = run.wait(60).to_frame(scores=True)
+    assert list(found.columns) == ["id", "review", "label", "label_score", "score_praise", "score_complaint"]
+    assert list(found["label"])[:2] == EXPECTED
+    assert found["label_score"][0:2].min() > 0.5
+    assert run.progress() == (4, 4, 1)
+    if package is pandas:
+        assert list(found.index) == [5, 5, 1, "x"]
+
+
+def test_same_run_uses_stored_results(worker: RedisServer) -> None:
+    first = api.submit(TEXTS, LABELS, run="twice").results(60)
+    before = int(worker.client.hget("feedmill:counters", "stored") or 0)
+    assert labels(api.submit(TEXTS, LABELS, run="twice").results(60)) == labels(first) == EXPECTED
+    assert labels(api.submit(TEXTS, [*LABELS[::-1], "other"], run="twice").results(60)) == EXPECTED
+    assert int(worker.client.hget("feedmill:counters", "stored") or 0) == before + 2
+    results = [each for each in api.results(run="twice", follow=False) if isinstance(each, api.Result)]
+    assert [each.post.id for each in results] == ["0", "1"] * 2
+
+
+@pytest.mark.usefixtures("worker")
+def test_other_fields_travel_with_a_dictionary() -> None:
+    post = {"title": TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
+    api.submit([post], LABELS, run="fields").wait(60)
+    (result,) = api.results(run="fields", follow=False)
+    assert isinstance(result, api.Result)
+    assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
+
+
+def test_purged_posts_are_not_sent(worker: RedisServer) -> None:
+    worker.client.set(tombstone_key("gone"), "1")
+    run = api.submit([{"id": "gone", "title": TEXTS[0]}, {"id": "here", "title": TEXTS[1]}], LABELS)
+    with pytest.warns(UserWarning, match="item 0: purged"):
+        assert labels(run.results(60)) == [None, "complaint"]
+
+
+def test_expired_results_are_requested_again(worker: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "EXPIRED_AFTER_S", 0)
+    run = api.submit(TEXTS, LABELS)
+    (task_id,) = run._pending
+    wait_until(lambda: worker.client.delete(f"celery-task-meta-{task_id}"), "the result is there")
+    before = worker.client.hget("feedmill:counters", "stored")
+    assert labels(run.results(60)) == EXPECTED
+    assert worker.client.hget("feedmill:counters", "stored") == before
+
+
+@pytest.mark.usefixtures("worker")
+def test_waits_without_blocking_the_event_loop() -> None:
+    async def main() -> tuple[list[str | None], list[str | None]]:
+        first, second = api.submit(TEXTS, LABELS), api.submit(TEXTS[::-1], LABELS)
+        await asyncio.gather(first.wait_async(60), second.wait_async(60))
+        return labels(await first.results_async(60)), labels(await second.results_async())
+
+    assert asyncio.run(main()) == (EXPECTED, EXPECTED[::-1])
+
+
+# Without a worker on the queue.
+
+
+def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
+    run = api.submit(TEXTS, LABELS, queue="unserved", run="late")
+    assert run.progress() == (2, 0, 0)
+    with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "feedmill status")):
+        run.wait(timeout=0)
+    with pytest.raises(TimeoutError):
+        asyncio.run(run.results_async(timeout=0))
+    with pytest.raises(TimeoutError):
+        run.to_frame(timeout=0)
+    assert redis_server.client.llen("unserved") == 1
+    assert redis_server.client.pubsub_channels() == []
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
+def test_refused_options_are_explained(redis_server: RedisServer) -> None:
+    settings = Settings.model_validate({"redis_url": redis_server.url})
+    run = api.submit(TEXTS, LABELS, queue="unserved")
+    (task_id,) = run._pending
+    make_app(settings).backend.store_result(task_id, RequestRefused("labels: the model has its own"), "FAILURE")
+    for _ in range(2):
+        with pytest.raises(UserError, match=naming("refuses", "labels: the model has its own")):
+            run.wait(timeout=0)
+
+
+def test_nothing_to_send_is_done_at_once() -> None:
+    assert api.submit([], LABELS, queue="unserved").results(timeout=0) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"run": "x" * 101}, ["name of a run", "100"]),
+        ({"run": ""}, ["name of a run"]),
+        ({"labels": "a, b"}, ["labels=['a', 'b']"]),
+        ({"queue": "no queue"}, ["queue:", "'no queue'"]),
+        ({"redis_url": "localhost"}, ["redis_url:"]),
+        ({"redis_url": f"redis://:{PASSWORD}@127.0.0.1:1/0"}, ["127.0.0.1:1", "unreachable"]),
+        ({"items": pandas.DataFrame({"text": ["x"], "label": ["y"]})}, ["'label'", "prefix="]),
+    ],
+)
+def test_invalid_arguments_are_explained(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError, match=naming(*words)) as raised:
+        api.submit(**{"items": TEXTS, **arguments})
+    assert PASSWORD not in str(raised.value)
+
+
+@pytest.mark.usefixtures("worker")
+def test_task_needs_no_application() -> None:
+    """The package's task finds its Redis as `feedmill.results` does."""
+    sent = api.classify_task.delay(posts=[{"id": "1", "title": TEXTS[0]}], labels=LABELS)
+    assert sent.get(timeout=60)[0]["label"] == "praise"
+
+
+def test_task_explains_an_unreachable_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEEDMILL_REDIS_URL", f"redis://:{PASSWORD}@127.0.0.1:1/0")
+    with pytest.raises(UserError, match=naming("127.0.0.1:1", "unreachable", "feedmill up")) as raised:
+        api.classify_task.delay(posts=[{"id": "1", "title": TEXTS[0]}])
+    assert PASSWORD not in str(raised.value)
