@@ -14,7 +14,7 @@ from rich.table import Table
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import AsJson, IdColumn, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
+from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from shared.errors import (
     DeviceFull,
     DeviceLost,
@@ -59,7 +59,7 @@ def classify(
     flags: ModelFlags,
     multi_label: MultiLabelOption = False,
     limit: Limit = None,
-    id_column: IdColumn = None,
+    file: FileFlags,
     as_json: AsJson = False,
 ) -> None:
     """Classify a text or a file's posts in this process.
@@ -70,7 +70,9 @@ def classify(
     options = ClassifyOptions(multi_label=multi_label)
     if what == "-" or _is_file(what):
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
-        reading = FileReading(what, notes, id_column=id_column, shows_ids=True)
+        reading = FileReading(
+            what, notes, columns=file.columns(), encoding=file.encoding, shows_ids=True, text_only=True
+        )
         posts = islice(reading.posts(), limit)
         # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))

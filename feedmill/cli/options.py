@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from redis import Redis
 
+from producers.records import Columns
 from shared import logs
 from shared.broker import user_errors
 from shared.errors import UserError
@@ -58,6 +59,15 @@ ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (defaul
 IdColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
 ]
+TitleColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the title (default: found by its name).")
+]
+BodyColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the text (default: found by its name).")
+]
+EncodingOption = Annotated[
+    str | None, typer.Option(help="Encoding of the file, such as cp1252 (default: UTF-8, or UTF-16 with its mark).")
+]
 Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1)]
 WorkerName = Annotated[
     str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
@@ -93,6 +103,20 @@ class ModelFlags:
     engine: EngineOption = None
     device: DeviceOption = None
     dtype: DtypeOption = None
+
+
+@dataclass(frozen=True)
+class FileFlags:
+    """Flags of commands that read posts from a file: its columns and its encoding."""
+
+    id_column: IdColumn = None
+    title_column: TitleColumn = None
+    body_column: BodyColumn = None
+    encoding: EncodingOption = None
+
+    def columns(self, date_format: str | None = None) -> Columns:
+        """Return the chosen columns."""
+        return Columns.of(self.id_column, self.title_column, self.body_column, date_format=date_format)
 
 
 @dataclass(frozen=True)
