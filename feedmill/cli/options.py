@@ -46,7 +46,11 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).")
 ]
 LabelsOption = Annotated[
-    str | None, typer.Option(help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.')
+    str | None,
+    typer.Option(
+        help='Candidate labels: a,b,c; JSON such as \\["a", "b"] or {"a": "description"}; or a file: labels.json, '
+        "labels.csv, labels.txt."
+    ),
 ]
 TemplateOption = Annotated[
     str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
@@ -90,6 +94,8 @@ def settings_of(**flags: Any) -> Settings:
     logs.configure(settings)
     for warning in unknown_variables():
         logger.warning(warning)
+    if flags.get("labels") is not None and len(settings.labels or ()) == 1:
+        logger.warning("--labels names only one label, which every post gets; separate labels by commas")
     return settings
 
 
