@@ -74,8 +74,8 @@ class Placed(NamedTuple):
 class Row(NamedTuple):
     """A record as in the file, and its text as a post.
 
-    values: cells in the order of the header, or a JSON object; None if the record could not be parsed. post: a post
-    with title and body, whose id is the record's number; or the reason why the record has none.
+    values: cells in the order of the header, or the first of them, or a JSON object; None if the record could not be
+    parsed. post: a post with title and body, whose id is the record's number; or the reason why the record has none.
     """
 
     place: Place
@@ -139,7 +139,7 @@ class Source:
         """Yield each record as in the file, with its text. Filters do not apply. Raises the same errors as `items`."""
         for number, (place, record, cells) in enumerate(self._records(), self._start + 1):
             if isinstance(record, str):
-                yield Row(place, None, record)
+                yield Row(place, cells, record)
             elif isinstance(record, LeftOut):  # a blank row
                 yield Row(place, cells, NO_TEXT)
             else:
@@ -246,7 +246,7 @@ class Source:
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
-                f"{printable(', '.join(header)):.200}). Name the column of the text with --body-column, or rename "
+                f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or rename "
                 f"it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
             )
         is_export = exported.is_export_row(header)
@@ -255,7 +255,7 @@ class Source:
             if isinstance(row, str):
                 yield Placed(place, row)
             elif not _is_utf8("".join(row)):
-                yield Placed(place, NOT_UTF8)
+                yield Placed(place, NOT_UTF8, row)
             elif not any(row):
                 yield Placed(place, LeftOut.BLANK, row)
                 continue

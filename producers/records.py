@@ -50,6 +50,7 @@ REDDIT_ID = re.compile(r"[a-z0-9]+")
 REDDIT_FULLNAME = re.compile(r"t3_[a-z0-9]+")
 #: Reasons for rejecting a record.
 COMMENT, NO_TEXT = "a comment; only posts are read", "title or body must contain text"
+REMOVED = "deleted or removed on Reddit"
 #: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
@@ -255,7 +256,7 @@ def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) ->
     row: the post's id.
     """
     if is_removed(record):
-        return "deleted or removed on Reddit"
+        return REMOVED
     if _is_comment(record):
         return COMMENT
     fields = {field: value for field in ("title", "body") if (value := _text(record, field, columns)) is not None}
