@@ -246,8 +246,8 @@ class Source:
         if not self._has_text(iter(header)) and not self._columns.text:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
-                f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or rename "
-                f"it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
+                f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or "
+                f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
             )
         is_export = exported.is_export_row(header)
         has_rows = False
