@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -98,7 +98,8 @@ class Labelling:
                 raise UserError(f"--excel is for CSV, but the output is {self._format(source)}. Omit --excel.")
             survey = None
             if source.table is None and is_file(path):
-                survey = Survey(islice(self._readable(self._open(path).rows()), self._limit))
+                with self._status(f"reading {source.name}"):
+                    survey = Survey(islice(self._readable(self._open(path).rows()), self._limit))
             self._write(source, islice(self._readable(chain([first], rows)), self._limit), survey, load)
         self._notes.print(escape(self._summary(source)))
         if self._broken:
@@ -146,7 +147,8 @@ class Labelling:
         else:
             given = list(first.values or ())
         check_new_columns(source, given, new_columns((), self._flags.prefix))
-        labels, classify = load()
+        with self._status("loading the model"):
+            labels, classify = load()
         labels = labels if self._flags.scores else ()
         columns = Columns(given, kinds, new_columns(labels, self._flags.prefix), labels)
         check_new_columns(source, given, columns.new)
@@ -178,6 +180,10 @@ class Labelling:
             if error.filename is None and error.errno is None:
                 raise
             raise UserError(f"Cannot write {printable(self._out)}: {error.strerror}.") from None
+
+    def _status(self, what: str) -> AbstractContextManager[object]:
+        """Show on a terminal what the command does inside the block."""
+        return self._notes.status(escape(what)) if self._notes.is_terminal else nullcontext()
 
     @contextmanager
     def _explaining_interrupts(self) -> Iterator[None]:
