@@ -1,5 +1,6 @@
 """Entry point of the `feedmill` command: verify that Python imports our packages, then run feedmill/cli/main.py."""
 
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,10 @@ def shadowed_package() -> str | None:
 
 def main() -> None:
     """Run the command; exit with status 2 if another package shadows one of ours."""
+    # Until the command runs, Ctrl-C ends the process without a traceback: imports take a second, and hold nothing.
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if problem := shadowed_package():
         sys.stderr.write(f"feedmill: {problem}\n")
         sys.exit(2)
@@ -42,6 +47,7 @@ def main() -> None:
         sys.stderr.flush()
     from feedmill.cli.main import run  # noqa: PLC0415 - imports the packages checked above
 
+    signal.signal(signal.SIGINT, interrupt)
     run()
 
 

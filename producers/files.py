@@ -6,62 +6,90 @@ window.
 """
 
 import codecs
-import csv
 import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from io import BufferedReader, TextIOWrapper
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic_core import from_json
 
 from producers import exported
+from producers.csv_files import MAX_ROW_SIZE, Table, column_names
 from producers.records import (
+    DETECTED,
     FIELD_ALIASES,
     FIELD_NAMES,
     NO_FILTERS,
+    NO_TEXT,
     BadRecord,
+    Columns,
     Filters,
     Item,
     LeftOut,
     has_id,
     is_removed,
-    normalize_key,
+    normalize_column,
     normalize_keys,
     parse_post,
+    parse_text,
 )
+from producers.transcode import UTF16_MARKS, check_encoding, transcoded
 from producers.unpack import CHUNK_BYTES, CountedFile, decompressed
 from shared.errors import InputError, json_problem, printable
+from shared.messages import Post
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
-MAX_RECORD_SIZE = 2_000_000
+MAX_RECORD_SIZE = MAX_ROW_SIZE
 #: A file is binary if control characters and invalid UTF-8 make up more than this share of its first chunk. Random
 #: bytes and UTF-16 reach a half; Latin-1 text, where only accented letters are invalid, a fifth at most.
 MAX_BINARY_SHARE = 0.3
 #: Control characters that text does not contain, and the replacement character for invalid UTF-8.
 BINARY_CHARACTERS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
+LINE_END = re.compile(r"[\r\n]")
 #: Reason for rejecting a record that is not UTF-8: guessing its encoding could silently change the text.
-NOT_UTF8 = "not UTF-8; save the file as UTF-8, or try `iconv -f cp1252 -t utf-8 FILE | feedmill enqueue -`"
+NOT_UTF8 = "not UTF-8; save the file as UTF-8, or give its encoding, such as --encoding cp1252 for Excel on Windows"
 
 #: A parsed record, the reason why it could not be parsed, or why it was skipped.
 Record = dict[str, Any] | str | LeftOut
 #: Result type of a row of an export.
 Found = TypeVar("Found")
-#: A record's line number; for a JSON array, line and element.
+#: A record's line number, or a range of lines; for a JSON array, line and element.
 Place = int | str
+
+
+class Placed(NamedTuple):
+    """A record with its place. cells: the cells of a CSV row, in the order of the header; None for JSON."""
+
+    place: Place
+    record: Record
+    cells: list[str] | None = None
+
+
+class Row(NamedTuple):
+    """A record as in the file, and its text as a post.
+
+    values: cells in the order of the header, or the first of them, or a JSON object; None if the record could not be
+    parsed. post: a post with title and body, whose id is the record's number; or the reason why the record has none.
+    """
+
+    place: Place
+    values: list[str] | dict[str, Any] | None
+    post: Post | str
 
 
 class Source:
     """A file of posts, read in order, with progress. "-" is standard input.
 
     start: number of records to skip without reporting them.
-    id_column: column or key with the posts' ids; None detects it by name.
-    keep: columns or keys whose values the posts carry in `extra`.
+    columns: columns that the user chose; a missing one is an error.
+    encoding: name of the text's encoding; None is UTF-8, or UTF-16 with a byte order mark.
+    Raises InputError for an unknown encoding.
     """
 
     def __init__(
@@ -69,18 +97,24 @@ class Source:
         path: str,
         filters: Filters = NO_FILTERS,
         start: int = 0,
-        id_column: str | None = None,
-        keep: Sequence[str] = (),
+        columns: Columns = DETECTED,
+        encoding: str | None = None,
     ) -> None:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
         self._filters = filters
         self._start = start
-        self._id_column = None if id_column is None else normalize_key(id_column)
-        self._keep = {normalize_key(name): name for name in keep}
+        self._columns = columns
+        self._encoding = None if encoding is None else check_encoding(encoding)
         #: Candidate id columns if none was found, else None. Set after the first record.
         self.columns_to_choose: list[str] | None = None
+        #: The CSV table, whose header and delimiter a copy can use; None for JSON. Set after the first record.
+        self.table: Table | None = None
+        #: True if the file begins with a byte order mark, as files for Excel do. Set after the first record.
+        self.has_mark = False
+        #: True if the file is an export of results. Set after the first record.
+        self.is_export = False
         self._file: CountedFile | None = None
         #: Size of the file in bytes; None if unknown.
         self.size = Path(path).stat().st_size if is_file(path) else None
@@ -101,56 +135,76 @@ class Source:
         """Yield items as `items` does, but from an export each post with its label. Raises the same errors."""
         return self._items(exported.parse_labelled)
 
+    def rows(self) -> Iterator[Row]:
+        """Yield each record as in the file, with its text. Filters do not apply. Raises the same errors as `items`."""
+        for number, (place, record, cells) in enumerate(self._records(), self._start + 1):
+            if isinstance(record, str):
+                yield Row(place, cells, record)
+            elif isinstance(record, LeftOut):  # a blank row
+                yield Row(place, cells, NO_TEXT)
+            else:
+                post = parse_text(normalize_keys(record), str(number), self._columns)
+                yield Row(place, record if cells is None else cells, post)
+
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == NO_FILTERS
-        id_column_checked = self._start > 0
+        for place, record, _ in self._records():
+            if isinstance(record, LeftOut):
+                yield record
+            elif isinstance(record, str):
+                yield BadRecord(f"{self.name}:{place}", record)
+            else:
+                fields = normalize_keys(record)
+                if not (wants_all or self._filters.admit(fields)):
+                    yield LeftOut.BY_FILTERS
+                elif is_removed(fields):
+                    yield LeftOut.REMOVED
+                elif exported.is_export_row(fields):
+                    yield from read_export(fields, f"{self.name}:{place}")
+                else:
+                    yield from parse_post(fields, f"{self.name}:{place}", self._columns)
+
+    def _records(self) -> Iterator[Placed]:
+        """Yield each record with its place, after checking the first one's columns."""
+        checked = self._start > 0
         try:
             with ExitStack() as opened:
-                for place, record in self._records(opened):
-                    if isinstance(record, LeftOut):
-                        yield record
-                    elif isinstance(record, str):
-                        yield BadRecord(f"{self.name}:{place}", record)
-                    else:
-                        fields = normalize_keys(record)
-                        if not id_column_checked:
-                            self._look_for_ids(fields)
-                            self._look_for_kept(fields)
-                            id_column_checked = True
-                        if not (wants_all or self._filters.admit(fields)):
-                            yield LeftOut.BY_FILTERS
-                        elif is_removed(fields):
-                            yield LeftOut.REMOVED
-                        else:
-                            place_of_it = f"{self.name}:{place}"
-                            if exported.is_export_row(fields):
-                                yield from read_export(fields, place_of_it)
-                            else:
-                                yield from parse_post(fields, place_of_it, self._id_column, self._keep)
+                for placed in self._parsed(opened):
+                    if not checked and isinstance(placed.record, dict):
+                        self._check_columns(normalize_keys(placed.record))
+                        checked = True
+                    yield placed
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
+        except IsADirectoryError:
+            raise InputError(f"{self.name} is a folder. Give a file in it.") from None
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
                 f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."
             ) from None
 
-    def _look_for_ids(self, first: dict[str, Any]) -> None:
-        """Find the id column. Raises InputError if the first record lacks the requested one."""
-        if self._id_column is None:
-            if not has_id(first):
-                self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
-        elif exported.is_export_row(first):
+    def _check_columns(self, first: dict[str, Any]) -> None:
+        """Find the id column. Raises InputError if the first record lacks a chosen column."""
+        self.is_export = exported.is_export_row(first)
+        columns = self._columns
+        if self.is_export and columns.id is not None:
             raise InputError(f"{self.name} is an export of results and has its own ids: omit --id-column.")
-        elif self._id_column not in first:
-            raise InputError(
-                f"{self.name} has no column {printable(self._id_column)} (--id-column). Choose one of its columns: "
-                f"{printable(', '.join(first)):.200}; or omit --id-column."
-            )
+        for flag, column in (("id", columns.id), ("title", columns.title), ("body", columns.body)):
+            # Objects of JSON may omit the title or the body, but not both.
+            optional = self.table is None and flag != "id" and any(name in first for name in columns.text.values())
+            if column is not None and column not in first and not optional:
+                raise InputError(
+                    f"{self.name} has no column {printable(column)} (--{flag}-column). Choose one of its columns: "
+                    f"{printable(', '.join(first)):.200}; or omit --{flag}-column."
+                )
+        self._check_kept(first)
+        if columns.id is None and not has_id(first):
+            self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
 
-    def _look_for_kept(self, first: dict[str, Any]) -> None:
+    def _check_kept(self, first: dict[str, Any]) -> None:
         """Raise InputError if the first record lacks a column to keep."""
-        missing = [name for key, name in self._keep.items() if key not in first]
-        if self._keep and exported.is_export_row(first):
+        missing = [name for key, name in self._columns.keep if key not in first]
+        if self._columns.keep and exported.is_export_row(first):
             raise InputError(f"{self.name} is an export of results and keeps its own `extra`: omit --keep.")
         if missing:
             raise InputError(
@@ -158,38 +212,72 @@ class Source:
                 f"{printable(', '.join(first)):.200}."
             )
 
-    def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:
-        """Yield (place, record) for each record, detecting the format by the file's first characters."""
+    def _parsed(self, opened: ExitStack) -> Iterator[Placed]:
+        """Yield each record with its place, detecting the format by the file's first characters."""
         binary = decompressed(self._open(opened), self.name, opened)
-        head = binary.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-        if head.startswith(b"PAR1"):
+        start = binary.peek(4)
+        if start.startswith(b"PAR1"):
             raise InputError(f"{self.name} is a Parquet file. Convert it to JSONL or CSV, as docs/export.md shows.")
+        binary = transcoded(binary, self._encoding, opened)
+        head = binary.peek(CHUNK_BYTES)
+        self.has_mark = head.startswith(codecs.BOM_UTF8) or start.startswith(UTF16_MARKS)
+        head = head.removeprefix(codecs.BOM_UTF8).lstrip()
         is_array, is_lines = head.startswith(b"["), head.startswith(b"{")
         if not is_array and not is_lines:
             beginning = head.decode(errors="replace")
             if len(BINARY_CHARACTERS.findall(beginning)) > MAX_BINARY_SHARE * len(beginning):
                 raise InputError(
-                    f"{self.name} is not UTF-8 text; it may be an archive, a spreadsheet or another encoding such as "
-                    "UTF-16. Convert it to JSONL, a JSON array or CSV in UTF-8."
+                    f"{self.name} is not UTF-8 text; it may be an archive, a spreadsheet or in another encoding. "
+                    "Convert it to JSONL, a JSON array or CSV, or give its --encoding, such as utf-16-le."
                 )
             # JSONL with a damaged first line is still JSONL.
-            is_lines = b"\n{" in head and not _posts_columns(beginning.partition("\n")[0])
+            header = column_names(LINE_END.split(beginning, maxsplit=1)[0])
+            is_lines = b"\n{" in head and not self._has_text(map(normalize_column, header))
         if is_lines:
             return _json_lines(binary, self._filters, self._start)
-        # Exports keep the line ends within texts; in other files \r\n and \r are read as \n.
-        is_export = exported.is_export_row(_columns(head.partition(b"\n")[0].decode(errors="replace"))[1])
-        newline = "" if is_export else None
         text = opened.enter_context(
-            TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+            TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=None if is_array else "")
         )
-        records: Iterator[tuple[Place, Record]] = _json_array(text) if is_array else _csv(text, self.name)
-        return islice(records, self._start, None)
+        return islice(_json_array(text) if is_array else self._csv(text), self._start, None)
 
     def _open(self, opened: ExitStack) -> BufferedReader:
         if self._path == "-":
             return cast(BufferedReader, sys.stdin.buffer)
         self._file = CountedFile(self._path)
         return cast(BufferedReader, opened.enter_context(BufferedReader(self._file, CHUNK_BYTES)))
+
+    def _has_text(self, columns: Iterator[str]) -> bool:
+        """Return true if a title or a body is among the columns."""
+        if chosen := self._columns.text:
+            return any(column in chosen.values() for column in columns)
+        return any(column in FIELD_ALIASES["title"] + FIELD_ALIASES["body"] for column in columns)
+
+    def _csv(self, text: TextIOWrapper) -> Iterator[Placed]:
+        self.table = Table(text, self.name)
+        header = [normalize_column(name) for name in self.table.header]
+        if not self._has_text(iter(header)) and not self._columns.text:
+            raise InputError(
+                f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
+                f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or "
+                f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
+            )
+        is_export = exported.is_export_row(header)
+        has_rows = False
+        for place, row in self.table.rows():
+            if isinstance(row, str):
+                yield Placed(place, row)
+            elif not _is_utf8("".join(row)):
+                yield Placed(place, NOT_UTF8, row)
+            elif not any(row):
+                yield Placed(place, LeftOut.BLANK, row)
+                continue
+            else:
+                # Exports keep the line ends within texts; in other files \r\n and \r are read as \n.
+                cells = map(exported.unescape_formula if is_export else _plain_line_ends, row)
+                yield Placed(place, dict(zip_longest(header, cells, fillvalue="")), row)
+            has_rows = True
+        if not has_rows:
+            raise InputError(f"{self.name} has a header but no rows. Give another file.")
 
 
 def is_file(path: str) -> bool:
@@ -200,14 +288,14 @@ def is_file(path: str) -> bool:
         return False
 
 
-def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterator[tuple[int, Record]]:
+def _json_lines(binary: BufferedReader, filters: Filters, start: int) -> Iterator[Placed]:
     for number, line in islice(_lines(binary), start, None):
         if line is None:
-            yield number, f"the line is longer than {MAX_RECORD_SIZE:,} bytes"
+            yield Placed(number, f"the line is longer than {MAX_RECORD_SIZE:,} bytes")
         elif filters.reject_line(line):
-            yield number, LeftOut.BY_FILTERS
+            yield Placed(number, LeftOut.BY_FILTERS)
         else:
-            yield number, _json_record(line)
+            yield Placed(number, _json_record(line))
 
 
 def _lines(binary: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
@@ -240,7 +328,7 @@ def _json_record(line: bytes) -> Record:
         return f"not JSON: {json_problem(error)}"
 
 
-def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
+def _json_array(text: TextIOWrapper) -> Iterator[Placed]:
     """Yield the array's elements one at a time, because an array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
     buffer, line, element = "", 1, 1
@@ -260,11 +348,11 @@ def _json_array(text: TextIOWrapper) -> Iterator[tuple[str, Record]]:
             more = text.read(max(CHUNK_BYTES, len(buffer))) if len(buffer) < MAX_RECORD_SIZE else ""
             if not more:
                 problem = json_problem(error, "the element's character")
-                yield place, f"not JSON, and the rest of the array cannot be read: {problem}"
+                yield Placed(place, f"not JSON, and the rest of the array cannot be read: {problem}")
                 return
             buffer += more
             continue
-        yield place, _object(value) if _is_utf8(buffer[:end]) else NOT_UTF8
+        yield Placed(place, _object(value) if _is_utf8(buffer[:end]) else NOT_UTF8)
         element += 1
         line += buffer.count("\n", 0, end)
         buffer = buffer[end:]
@@ -274,45 +362,8 @@ def _object(value: object) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else f"expected an object with the fields of a post, got {value!r:.80}"
 
 
-def _csv(text: TextIOWrapper, name: str) -> Iterator[tuple[Place, Record]]:
-    header_line = text.readline(CHUNK_BYTES)
-    if not header_line.strip():
-        raise InputError(f"{name} is empty. Give another file.")
-    delimiter, header = _columns(header_line)
-    if not _posts_columns(header_line):
-        raise InputError(
-            f"{name} is neither JSON nor a CSV file with a title or body column (its columns: "
-            f"{printable(', '.join(header)):.200}). Rename one to: "
-            f"{', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
-        )
-    is_exported = exported.is_export_row(header)
-    csv.field_size_limit(MAX_RECORD_SIZE)
-    # Strict: otherwise an unclosed quote silently swallows all following rows.
-    rows = csv.reader(iter(lambda: text.readline(MAX_RECORD_SIZE), ""), delimiter=delimiter, strict=True)
-    while True:
-        line = rows.line_num + 2  # line 1 is the header
-        row: list[str] = []
-        problem = None
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "unexpected end" in str(error):
-                problem = "a quote opened here is never closed; the rest of the file is not read"
-            else:
-                problem = f"not CSV: {error}; a quote may be missing, or a quote inside a text may not be doubled"
-        if len(row) > len(header):
-            problem = f"{len(row)} fields, but {len(header)} columns; a quote may be missing"
-        elif not _is_utf8("".join(row)):
-            problem = NOT_UTF8
-        if problem:
-            # Continue after the last line that was consumed as part of this row.
-            last = rows.line_num + 1
-            yield line if line == last else f"{line}-{last}", problem
-        elif row:
-            cells = map(exported.unescape_formula, row) if is_exported else row
-            yield line, dict(zip_longest(header, cells, fillvalue=""))
+def _plain_line_ends(cell: str) -> str:
+    return cell.replace("\r\n", "\n").replace("\r", "\n") if "\r" in cell else cell
 
 
 def _is_utf8(text: str) -> bool:
@@ -322,15 +373,3 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _columns(header_line: str) -> tuple[str, list[str]]:
-    """Return (delimiter, column names) from a CSV file's first line."""
-    delimiter = max(",;\t", key=header_line.count)
-    names = next(csv.reader([header_line], delimiter=delimiter), [])
-    return delimiter, [normalize_key(name) for name in names]
-
-
-def _posts_columns(header_line: str) -> bool:
-    """Return true if a CSV file with this header contains posts."""
-    return any(column in FIELD_ALIASES["title"] + FIELD_ALIASES["body"] for column in _columns(header_line)[1])

@@ -4,13 +4,14 @@ Recognizes common field names, and those of Reddit's API, which dumps (Pushshift
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, NamedTuple
 
 from shared.errors import PostRefused, printable
-from shared.messages import REDDIT_FULLNAME, REMOVED_BODIES, Post, digest
+from shared.messages import REDDIT_FULLNAME, REMOVED_BODIES, Post, digest, is_missing
 
 #: Post field -> names it may have in a record, in order of preference.
 FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -37,11 +38,18 @@ FULLNAME_FIELDS = ("name", "fullname")
 OPTIONAL_FIELDS = frozenset(FIELD_ALIASES) - {"id", "title", "body"}
 #: Fields with times, which occur in several formats.
 TIME_FIELDS = frozenset({"created_utc", "edited_utc"})
+#: Missing values as programs write them as text. Only fields without text have them: a title may be "None".
+MISSING_WORDS = frozenset({"nan", "nat", "none", "null", "<na>", "n/a"})
+#: Fields that `MISSING_WORDS` applies to.
+VALUE_FIELDS = frozenset({"score", "created_utc", "edited_utc", "stickied", "nsfw", "spoiler"})
 #: Values of Reddit's `edited` that carry no time.
 EDITED_FLAGS = frozenset({"false", "true", "0", "1"})
 #: A post's id in a Reddit URL, bare as in the API, and as a fullname with the prefix t3_.
 REDDIT_ADDRESS = re.compile(r"/comments/([a-z0-9]+)", re.IGNORECASE)
 REDDIT_ID = re.compile(r"[a-z0-9]+")
+#: Reasons for rejecting a record.
+COMMENT, NO_TEXT = "a comment; only posts are read", "title or body must contain text"
+REMOVED = "deleted or removed on Reddit"
 #: Reddit's permalinks, which lack the host.
 REDDIT_PATH = re.compile(r"/(r|u|user)/[^/]+/comments/")
 #: Placeholder titles of deleted and removed posts.
@@ -57,12 +65,14 @@ SUBREDDIT_IN_LINE = re.compile(rb'subreddit(?:[ _]name)?\s*"\s*:\s*"([^"]*)"')
 class BadRecord(NamedTuple):
     """A problem with a record. where: file:line, and the element's number in an array.
 
-    skipped: true if the record yields no post. Otherwise its post follows, without the invalid field.
+    skipped: true if the record yields no post. Otherwise its post follows, without the invalid field. column: key of
+    the invalid value, if the post is kept.
     """
 
     where: str
     reason: str
     skipped: bool = True
+    column: str = ""
 
 
 class LeftOut(Enum):
@@ -71,22 +81,66 @@ class LeftOut(Enum):
     BY_FILTERS = 1
     #: Deleted by its author, or removed by a moderator or Reddit: it must not be processed.
     REMOVED = 2
+    #: A row of a spreadsheet without any value.
+    BLANK = 3
 
 
 #: Result of reading a record. A record whose post lacks an invalid field yields a `BadRecord` first.
 Item = Post | BadRecord | LeftOut
 
 
+class Columns(NamedTuple):
+    """Keys of a record that the user chose, in the form of `normalize_key`; None detects a field by its names.
+
+    If a title or a body is chosen, the text consists of the chosen ones only. date_format: format of dates, as for
+    `strptime`, tried before the known ones. keep: keys of values to keep in the post's `extra`, each with its name
+    there.
+    """
+
+    id: str | None = None
+    title: str | None = None
+    body: str | None = None
+    date_format: str | None = None
+    keep: Sequence[tuple[str, str]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        id: str | None = None,  # noqa: A002 - the field's name
+        title: str | None = None,
+        body: str | None = None,
+        date_format: str | None = None,
+        keep: Sequence[str] = (),
+    ) -> "Columns":
+        """Return the choice for names as written by the user."""
+        id, title, body = (None if name is None else normalize_column(name) for name in (id, title, body))  # noqa: A001
+        return cls(id, title, body, date_format, tuple((normalize_column(name), name) for name in keep))
+
+    @property
+    def detection(self) -> tuple[str | None, ...]:
+        """All but the kept columns."""
+        return self[:4]
+
+    @property
+    def text(self) -> dict[str, str | None]:
+        """The keys of title and body, if any was chosen."""
+        return {} if self.title is None and self.body is None else {"title": self.title, "body": self.body}
+
+
+DETECTED = Columns()
+
+
 class Filters(NamedTuple):
     """Filters by subreddit and time. A record without the field that a filter needs is rejected.
 
     subreddits: names in the form of `subreddit_name`; empty for all. since, until: seconds since 1970; `until` is
-    exclusive.
+    exclusive. date_format: see `Columns`.
     """
 
     subreddits: frozenset[str] = frozenset()
     since: float | None = None
     until: float | None = None
+    date_format: str | None = None
 
     def admit(self, record: dict[str, Any]) -> bool:
         """Return true if the record passes the filters. Its keys must be in the form of `normalize_key`."""
@@ -96,7 +150,7 @@ class Filters(NamedTuple):
                 return False
         if self.since is None and self.until is None:
             return True
-        created = _seconds(_first(record, "created_utc"))
+        created = _seconds(_first(record, "created_utc"), self.date_format)
         return (
             isinstance(created, int | float)
             and (self.since is None or created >= self.since)
@@ -117,7 +171,6 @@ class Filters(NamedTuple):
 
 
 NO_FILTERS = Filters()
-NOTHING_KEPT: Mapping[str, str] = {}
 
 
 def subreddit_name(text: str) -> str:
@@ -128,6 +181,11 @@ def subreddit_name(text: str) -> str:
 def normalize_key(name: str) -> str:
     """Normalize a column's name to the form used in `FIELD_ALIASES`: "Created UTC" becomes "created_utc"."""
     return name.strip().lower().replace(" ", "_")
+
+
+def normalize_column(name: str) -> str:
+    """Normalize a name as `normalize_key` does; a spreadsheet's header may also contain line breaks."""
+    return normalize_key(" ".join(name.split()))
 
 
 def normalize_keys(record: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +203,7 @@ def _first(record: dict[str, Any], field: str) -> Any:
     """Return the value under the first of a field's names that the record has; None if it has none."""
     for name in FIELD_ALIASES[field]:
         value = record.get(name)
-        if value is not None and value != "":
+        if value is not None and value != "" and not is_missing(value):
             return value
     return None
 
@@ -169,26 +227,23 @@ def has_id(record: dict[str, Any]) -> bool:
     return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
 
 
-def parse_post(
-    record: dict[str, Any], where: str, id_column: str | None = None, keep: Mapping[str, str] = NOTHING_KEPT
-) -> Iterator[Post | BadRecord]:
+def parse_post(record: dict[str, Any], where: str, columns: Columns = DETECTED) -> Iterator[Post | BadRecord]:
     """Yield the record's post, preceded by its problems. Invalid optional fields are dropped; the post is kept.
 
-    id_column: key of the id, in the form of `normalize_key`; takes precedence over other ids. None detects it.
-    keep: keys, in that form, of values to keep in the post's `extra`, and their names there.
+    columns: keys chosen by the user; a chosen id takes precedence over other ids.
     """
     if _is_comment(record):
-        yield BadRecord(where, "a comment; only posts are read")
+        yield BadRecord(where, COMMENT)
         return
-    if id_column is None:
+    if columns.id is None:
         own_id = _own_id(record)
-    elif (own_id := record.get(id_column)) is None or own_id == "":
+    elif (own_id := record.get(columns.id)) == "" or is_missing(own_id):
         own_id = None
-        reason = f"{printable(id_column)} is empty; the post's id is derived from its text"
-        yield BadRecord(where, reason, skipped=False)
-    fields = _fields(record, own_id)
-    if keep:
-        kept = {name: value for key, name in keep.items() if (value := record.get(key)) not in (None, "")}
+        reason = f"{printable(columns.id)} is empty; the post's id is derived from its text"
+        yield BadRecord(where, reason, skipped=False, column=columns.id)
+    fields = _fields(record, own_id, columns)
+    if columns.keep:
+        kept = {name: value for key, name in columns.keep if (value := record.get(key)) != "" and not is_missing(value)}
         fields["extra"] = (extra if isinstance(extra := fields.get("extra"), dict) else {}) | kept
     while True:
         try:
@@ -197,14 +252,42 @@ def parse_post(
             field = refused.field.split(".")[0]
             reason = printable(str(refused))  # may quote a key of `extra`
             if field in TIME_FIELDS:
-                reason = f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20"
+                reason = (
+                    f"{field}: {fields[field]!r:.40} is neither seconds since 1970 nor a date such as 2026-11-20; for "
+                    "other dates give --date-format"
+                )
             dispensable = field in OPTIONAL_FIELDS and fields.pop(field, None) is not None
-            yield BadRecord(where, reason, skipped=not dispensable)
+            column = next((name for name in FIELD_ALIASES[field] if name in record), field) if dispensable else ""
+            yield BadRecord(where, reason, not dispensable, column)
             if not dispensable:
                 return
         else:
             yield post
             return
+
+
+def parse_text(record: dict[str, Any], row: str, columns: Columns = DETECTED) -> Post | str:
+    """Return a post with the record's text only, or the reason why it has none. Other fields are not read.
+
+    row: the post's id.
+    """
+    if is_removed(record):
+        return REMOVED
+    if _is_comment(record):
+        return COMMENT
+    fields = {field: value for field in ("title", "body") if (value := _text(record, field, columns)) is not None}
+    try:
+        return Post.parse(fields | {"id": row})
+    except PostRefused as refused:
+        return printable(str(refused)) if refused.field else NO_TEXT
+
+
+def _text(record: dict[str, Any], field: str, columns: Columns) -> Any:
+    """Return the value of title or body, from the column that the user chose if any was chosen."""
+    if not columns.text:
+        return _first(record, field)
+    value = record.get(columns.text[field] or "")
+    return None if is_missing(value) else value
 
 
 def _is_comment(record: dict[str, Any]) -> bool:
@@ -213,13 +296,20 @@ def _is_comment(record: dict[str, Any]) -> bool:
     return isinstance(parent, str) and parent.startswith(("t1_", "t3_")) and _first(record, "title") is None
 
 
-def _fields(record: dict[str, Any], own_id: Any) -> dict[str, Any]:
+def _fields(record: dict[str, Any], own_id: Any, columns: Columns) -> dict[str, Any]:
     """Return the record's values by post field. A missing id is derived from the text, so it is the same every time."""
     fields = {field: value for field in FIELD_ALIASES if (value := _first(record, field)) is not None}
+    for field in columns.text:
+        fields.pop(field, None)
+        if (value := _text(record, field, columns)) is not None:
+            fields[field] = value
+    for field in VALUE_FIELDS & fields.keys():
+        if str(fields[field]).strip().lower() in MISSING_WORDS:
+            del fields[field]
     if str(fields.get("edited_utc")).strip().lower() in EDITED_FLAGS:
         del fields["edited_utc"]
     for field in TIME_FIELDS & fields.keys():
-        fields[field] = _seconds(fields[field])
+        fields[field] = _seconds(fields[field], columns.date_format)
     if isinstance(address := fields.get("permalink"), str) and REDDIT_PATH.match(address):
         fields["permalink"] = f"https://www.reddit.com{address}"
     if own_id is None:
@@ -242,13 +332,17 @@ def _own_id(record: dict[str, Any]) -> Any:
     return None
 
 
-def _seconds(value: object) -> object:
+def _seconds(value: object, date_format: str | None = None) -> object:
     """Convert a date or milliseconds to seconds since 1970. Other values are returned unchanged for Post to reject.
 
     Accepts ISO dates and 12/31/2021, 23:59:59, common in scraped data. UTC if the date has no time zone.
+    date_format: format to try first, as for `strptime`.
     """
     if isinstance(value, str):
         text = value.strip()
+        if date_format is not None:
+            with suppress(ValueError):
+                return in_utc(datetime.strptime(text, date_format))
         for convert in (float, seconds_of_date, _american):
             try:
                 value = convert(text)
@@ -261,7 +355,11 @@ def _seconds(value: object) -> object:
 
 def seconds_of_date(text: str) -> float:
     """Parse an ISO date, with or without a time, to seconds since 1970. UTC if it has no zone. Raises ValueError."""
-    date = datetime.fromisoformat(text)
+    return in_utc(datetime.fromisoformat(text))
+
+
+def in_utc(date: datetime) -> float:
+    """Return seconds since 1970; UTC if the date has no zone."""
     return date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 
 

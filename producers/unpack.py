@@ -44,11 +44,11 @@ def decompressed(packed: BufferedReader, name: str, opened: ExitStack) -> Buffer
     if magic.startswith(GZIP):
         stream = opened.enter_context(gzip.GzipFile(fileobj=packed))
     elif magic == ZSTD or _is_skippable(magic):
-        stream = opened.enter_context(BufferedReader(_Stream(_unzstd(packed, name)), CHUNK_BYTES))
+        stream = opened.enter_context(BufferedReader(ChunkStream(_unzstd(packed, name)), CHUNK_BYTES))
     return cast(BufferedReader, stream)
 
 
-class _Stream(RawIOBase):
+class ChunkStream(RawIOBase):
     """A stream over chunks of bytes. Valid bytes are returned before a later chunk's error is raised."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
@@ -59,7 +59,7 @@ class _Stream(RawIOBase):
         return True
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
-        while not self._held:
+        while not self._held:  # a chunk may be empty
             piece = next(self._pieces, None)
             if piece is None:
                 return 0

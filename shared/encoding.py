@@ -17,7 +17,7 @@ from typing import Any
 
 from kombu import compression as _compression
 from kombu import serialization as _serialization
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import dumps, loads, object_hook
 from pydantic import TypeAdapter
 
 try:
@@ -137,7 +137,12 @@ def read(limit: float, data: Any) -> Any:
     if is_too_large(data, limit):
         raise ValueError(f"the body's objects would take more than {limit:,} bytes of memory")
     text = data if isinstance(data, str) else bytes(data).decode()
-    return loads(text) if '"__type__"' in text else json.loads(text)
+    return loads(text, object_hook=_typed) if '"__type__"' in text else json.loads(text)
+
+
+def _typed(value: dict[str, Any]) -> Any:
+    """Decode kombu's extended types. pandas' NaT, a missing date, is a datetime to kombu, which writes it as "NaT"."""
+    return None if value == {"__type__": "datetime", "__value__": "NaT"} else object_hook(value)
 
 
 def pack(data: bytes) -> bytes:

@@ -7,6 +7,8 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 import html
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
+from decimal import Decimal
 from functools import cached_property
 from hashlib import blake2b
 from json.encoder import encode_basestring_ascii
@@ -87,6 +89,22 @@ def _normalize_text(value: object) -> object:
     return value.encode("utf-8", "replace").decode()
 
 
+def is_missing(value: object) -> bool:
+    """Return True for None, NaN, and pandas' NaT and NA. Without this check, a missing text would become "nan"."""
+    if isinstance(value, float):
+        return value != value  # noqa: PLR0124 - NaN
+    if value is None or type(value).__name__ in ("NaTType", "NAType"):
+        return True
+    return isinstance(value, Decimal) and value.is_nan()
+
+
+def _as_seconds(value: object) -> object:
+    """Convert a datetime to seconds since 1970; UTC if it has no zone."""
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return value
+
+
 #: Place this last in an annotation. pydantic runs before-validators right to left, so limits apply to repaired text.
 Repaired = BeforeValidator(_normalize_text)
 
@@ -105,7 +123,7 @@ Run = Annotated[
     Repaired,
 ]
 #: Seconds since 1970, UTC, up to the year 9999.
-UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799)]
+UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799), BeforeValidator(_as_seconds)]
 
 
 class Post(BaseModel):
@@ -133,6 +151,13 @@ class Post(BaseModel):
     extra: dict[str, JsonValue] | None = None
     #: Run that the post belongs to. Ids that are not Reddit fullnames (t3_…) are unique within their run only.
     run: Run | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_missing(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and any(map(is_missing, raw.values())):
+            return {name: value for name, value in raw.items() if not is_missing(value)}
+        return raw
 
     @field_validator("extra")
     @classmethod
@@ -175,7 +200,8 @@ class Post(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             post_id = raw.get("id")
-            raise PostRefused(str(post_id)[:MAX_ID] if post_id else None, *first_problem(error)) from None
+            known = post_id and not is_missing(post_id)
+            raise PostRefused(str(post_id)[:MAX_ID] if known else None, *first_problem(error)) from None
 
 
 def _parse_labels(value: object) -> object:

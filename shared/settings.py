@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from shared import address
+from shared import address, label_files
 from shared.errors import SettingsError, first_problem, json_problem
 from shared.messages import Labels, Template
 
@@ -156,7 +156,8 @@ class Settings(BaseSettings):
     #: int8: dynamic quantization, for engine onnx on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     #: Default labels for messages without any: a comma-separated list, a JSON list, or a JSON object that maps each
-    #: label to its description or a list of descriptions. Unset: the sixteen topics of shared/topics.py.
+    #: label to its description or a list of descriptions; or a file of labels: labels.json, labels.csv, labels.txt or
+    #: @FILE. Unset: the sixteen topics of shared/topics.py.
     labels: Annotated[Labels | None, NoDecode] = None
     #: Hypothesis template; {} is replaced by the label. Unset: "This example is {}." for nli, as in transformers'
     #: pipeline; "This post is about {}." for similarity.
@@ -240,7 +241,9 @@ class Settings(BaseSettings):
     @field_validator("labels", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
-        """Parse labels given as JSON, which can contain commas and descriptions."""
+        """Parse labels given as JSON, which can contain commas and descriptions, or as a file."""
+        if isinstance(value, str) and label_files.names_file(value):
+            return label_files.read(value)
         if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
             return value
         try:

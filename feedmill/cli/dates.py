@@ -1,6 +1,7 @@
 """Parse dates given as options, and format times."""
 
 import math
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from producers.records import seconds_of_date
@@ -23,6 +24,20 @@ def parse_period(
     if begins is not None and ends is not None and begins >= ends:
         raise UserError(f"--since {since} must be before --until {until}.")
     return begins, ends
+
+
+def check_date_format(date_format: str | None) -> str | None:
+    """Return the value of `--date-format`. Raises UserError if it is not a format with at least a year."""
+    if date_format is None:
+        return None
+    with suppress(ValueError):
+        day = datetime(2003, 12, 31, tzinfo=UTC)
+        if datetime.strptime(day.strftime(date_format), date_format).date() == day.date():
+            return date_format
+    raise UserError(
+        f"--date-format: {date_format!r:.80} is not a format with year, month and day. Write %d.%m.%Y for 31.12.2003, "
+        "or %m/%d/%Y for 12/31/2003."
+    )
 
 
 def _seconds(flag: str, date: str | None, earliest: float) -> float | None:

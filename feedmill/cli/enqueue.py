@@ -12,17 +12,17 @@ from redis import Redis
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from feedmill.cli.dates import parse_period
+from feedmill.cli.dates import check_date_format, parse_period
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import IdColumn, MessageFlags, RedisUrl
+from feedmill.cli.options import FileFlags, MessageFlags, RedisUrl
 from feedmill.cli.run_progress import wait_for_run
 from feedmill.export.text import COLUMNS
 from producers.clear import messages_cleared
 from producers.files import is_file
 from producers.positions import Position
 from producers.push import Pusher, send_scope
-from producers.records import NO_FILTERS, Filters, subreddit_name
+from producers.records import NO_FILTERS, Columns, Filters, subreddit_name
 from producers.runs import default_run
 from shared import runs
 from shared.broker import connect, make_app, user_errors
@@ -50,7 +50,10 @@ def enqueue(
             metavar="FILE", help="Posts as JSONL, a JSON array or CSV; plain, gzip or zstd; - is standard input."
         ),
     ],
-    id_column: IdColumn = None,
+    columns: FileFlags,
+    date_format: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Format of the file's dates, such as %d.%m.%Y (default: ISO).")
+    ] = None,
     subreddit: Annotated[
         list[str] | None, typer.Option(help="Send only posts of these subreddits: a,b,c; may be repeated.")
     ] = None,
@@ -88,10 +91,11 @@ def enqueue(
     """
     settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
     options = flags.options(settings)
-    filters = _filters(subreddit or [], since, until)
+    filters = _filters(subreddit or [], since, until, date_format)
+    kept = _columns(keep or [])
+    chosen = columns.columns(check_date_format(date_format), kept)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     run = default_run(file) if run is None else parse_run(run)
-    columns = _columns(keep or [])
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"
@@ -99,20 +103,20 @@ def enqueue(
     pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=run)
     with user_errors(settings):
         check_options(redis, settings.queue, options)
-        way = (send_scope(settings, options), run, messages_cleared(redis, settings.queue), ",".join(columns))
-        position = _position(redis, file, way, filters, id_column)
+        way = (send_scope(settings, options), run, messages_cleared(redis, settings.queue), ",".join(kept))
+        position = _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
-        reading = FileReading(file, notes, filters, start, id_column, shows_ids=True, keep=columns)
+        reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
         if not has_worker(redis, settings.queue):
             notes.print(
                 f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs",
                 markup=False,
             )
         try:
-            if columns:
-                pusher.retry_until_memory(partial(runs.keep_columns, redis, run, columns, settings.sent_ttl))
+            if kept:
+                pusher.retry_until_memory(partial(runs.keep_columns, redis, run, kept, settings.sent_ttl))
             with _EnqueueBar(reading, pusher, notes):
                 if position:
                     _push(reading, pusher, position, settings.posts_per_message)
@@ -185,18 +189,20 @@ def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_me
             pusher.retry_until_memory(partial(position.save, reading.records))
 
 
-def _position(redis: Redis, file: str, way: Sequence[str], filters: Filters, id_column: str | None) -> Position | None:
+def _position(
+    redis: Redis, file: str, way: Sequence[str], filters: Filters, columns: Columns, encoding: str | None
+) -> Position | None:
     """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
     if not is_file(file):
         return None
-    conditions = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
+    filtered = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}")
     try:
-        return Position(redis, file, *way, *conditions)
+        return Position(redis, file, *way, *filtered, *columns.detection, encoding)
     except OSError:
         return None
 
 
-def _filters(subreddits: Iterable[str], since: str | None, until: str | None) -> Filters:
+def _filters(subreddits: Iterable[str], since: str | None, until: str | None, date_format: str | None) -> Filters:
     """Parse the filter options. Raises UserError for a malformed subreddit or date, or an empty period."""
     names: set[str] = set()
     for given in subreddits:
@@ -205,7 +211,8 @@ def _filters(subreddits: Iterable[str], since: str | None, until: str | None) ->
             if not SUBREDDIT_NAME.fullmatch(name):
                 raise UserError(f"--subreddit: {name!r:.80} is not a subreddit name. Separate names by commas.")
         names.update(found)
-    return Filters(frozenset(names), *parse_period(since, until))
+    period = parse_period(since, until)
+    return Filters(frozenset(names), *period, date_format if any(each is not None for each in period) else None)
 
 
 def _summary(reading: FileReading, pusher: Pusher, filters: Filters) -> str:

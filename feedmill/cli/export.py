@@ -72,6 +72,7 @@ def export_results(
     latest: Annotated[
         bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
     ] = False,
+    excel: Annotated[bool, typer.Option("--excel", help="Mark CSV as UTF-8, so that Excel reads it.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Keep exporting new results until Ctrl-C.")] = False,
     part_rows: Annotated[
         int | None, typer.Option(help=f"Approximate rows per part (default: {writer.PART_ROWS:,}).", min=1)
@@ -96,6 +97,8 @@ def export_results(
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
     if not purge and form is None:
         form = _form_of(out)
+    if excel and (purge or form != "csv"):
+        raise UserError("--excel is for new CSV files. Give an OUT that ends in .csv, or leave out --excel.")
     if latest and (follow or form == "parquet"):
         raise UserError(
             "--latest needs a single CSV or JSONL file, because finished parts cannot be changed. Give such a file as "
@@ -127,7 +130,7 @@ def export_results(
                 "--latest needs the column run, because posts of different runs can have the same id. Add run to "
                 "--columns, or select a run with --run."
             )
-        writes = writer.format_of(form or "", chosen)
+        writes = writer.format_of(form or "", chosen, excel)
         if part_rows is not None and not (follow or form == "parquet"):
             raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
         reader = RowReader(redis, filters.until)
@@ -317,7 +320,8 @@ class _Run:
             summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
-            parts = [f"{_rows(rows)} written to {out}"]
+            kind = "the folder " if isinstance(target, Folder) else ""
+            parts = [f"{_rows(rows)} written to {kind}{out}"]
             if target.removed:
                 parts.append(f"{_rows(target.removed)} of purged posts removed")
             if not self._complete:

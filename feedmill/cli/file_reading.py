@@ -1,18 +1,19 @@
 """Read the posts of a file; print and count its bad records."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
 from producers.exported import Labelled
 from producers.files import Source
-from producers.records import FIELD_ALIASES, NO_FILTERS, BadRecord, Filters, Item, LeftOut
+from producers.records import DETECTED, FIELD_ALIASES, NO_FILTERS, BadRecord, Columns, Filters, Item, LeftOut
 from shared.errors import InputError, printable
 from shared.messages import Post
 
-#: Bad records to print; the rest are only counted.
-BAD_RECORDS_SHOWN = 20
+#: Skipped records to print; and those with the same reason. The rest are only counted.
+BAD_RECORDS_SHOWN, SAME_REASON_SHOWN = 20, 3
 #: Maximum records read for one batch: filters may drop nearly all posts of a large dump.
 TRIP_RECORDS = 100_000
 
@@ -22,9 +23,9 @@ class FileReading:
 
     If reading fails, the posts read before the error are still yielded, and `end` raises the error.
 
-    filters: posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
-    the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id. keep:
-    columns that the posts carry in `extra`.
+    filters: posts to keep. start: number of records to skip at the beginning. columns, encoding: see `Source`.
+    shows_ids: print a note if the file has no id column, for commands that find posts by id. text_only: do not report
+    invalid optional fields, for commands that use only the text.
     """
 
     def __init__(
@@ -33,15 +34,23 @@ class FileReading:
         notes: Console,
         filters: Filters = NO_FILTERS,
         start: int = 0,
-        id_column: str | None = None,
+        columns: Columns = DETECTED,
+        encoding: str | None = None,
         shows_ids: bool = False,
-        keep: Sequence[str] = (),
+        text_only: bool = False,
     ) -> None:
         self._notes = notes
+        self._id_column = columns.id
         self._shows_ids = shows_ids
+        self._text_only = text_only
+        #: Number of posts kept without an invalid value, and the first such post, by column.
+        self._kept: dict[str, tuple[int, BadRecord]] = {}
+        #: Skipped records and those of them that were printed, by reason. Only the first reasons are counted.
+        self._reasons: Counter[str] = Counter()
+        self._shown: Counter[str] = Counter()
         self._broken: InputError | None = None
         #: The file, with its size and the bytes read so far.
-        self.source = Source(file, filters, start, id_column, keep)
+        self.source = Source(file, filters, start, columns, encoding)
         #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
         #: Bad records, and how many of them were skipped.
@@ -70,9 +79,16 @@ class FileReading:
         yield trip
 
     def end(self) -> None:
-        """Print how many bad records were not shown. Raises InputError if the file could not be read to its end."""
-        if self.wrong > BAD_RECORDS_SHOWN:
-            self._notes.print(f"… and {self.wrong - BAD_RECORDS_SHOWN:,} more bad records")
+        """Print sums of what was not shown yet. Raises InputError if the file could not be read to its end."""
+        for reason, count in (self._reasons - self._shown).items():
+            self._notes.print(f"… and {count:,} more: {escape(printable(reason))} [dim](skipped)[/]")
+        if others := self.skipped - self._reasons.total():
+            self._notes.print(f"… and {others:,} more bad records")
+        for column, (count, first) in self._kept.items():
+            what = escape(printable(f"{first.where}: {first.reason}"))
+            named = "" if first.reason.startswith((f"{column}:", f"{column} ")) else f"column {printable(column)}, "
+            posts = "kept without this field" if count == 1 else f"{count:,} posts kept without this field"
+            self._notes.print(f"{what} [dim]({escape(named)}{posts})[/]")
         if self._broken:
             raise self._broken
 
@@ -107,8 +123,17 @@ class FileReading:
         self._notes.print(escape(note))
 
     def _report_bad(self, bad: BadRecord) -> None:
+        """Count a bad record, and print it unless many others were printed."""
+        if not bad.skipped:
+            if not self._text_only or bad.column == self._id_column:
+                self.wrong += 1
+                count, first = self._kept.get(bad.column, (0, bad))
+                self._kept[bad.column] = (count + 1, first)
+            return
         self.wrong += 1
-        self.skipped += bad.skipped
-        if self.wrong <= BAD_RECORDS_SHOWN:
-            what = escape(printable(f"{bad.where}: {bad.reason}"))
-            self._notes.print(f"{what} [dim]({'skipped' if bad.skipped else 'kept without this field'})[/]")
+        self.skipped += 1
+        if bad.reason in self._reasons or len(self._reasons) < BAD_RECORDS_SHOWN:
+            self._reasons[bad.reason] += 1
+            if self._shown[bad.reason] < SAME_REASON_SHOWN and self._shown.total() < BAD_RECORDS_SHOWN:
+                self._shown[bad.reason] += 1
+                self._notes.print(f"{escape(printable(f'{bad.where}: {bad.reason}'))} [dim](skipped)[/]")

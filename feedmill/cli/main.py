@@ -313,6 +313,8 @@ def run() -> None:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _end(0)
+    except KeyboardInterrupt:  # before or after the command; within it, typer reports it
+        _end(130)
     except BrokenPipeError:
         _end(0)
     except OSError as error:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import IdColumn, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
+from feedmill.cli.options import FileFlags, JsonSummary, Limit, ModelFlags, ModelOption, settings_of
 from feedmill.local_model import load_model
 from feedmill.report import plots
 from shared.errors import DeviceLost, InputError, ModelError, UserError, clause, json_line, printable
@@ -107,7 +107,7 @@ def evaluate(
     ] = None,
     flags: ModelFlags,
     limit: Limit = None,
-    id_column: IdColumn = None,
+    columns: FileFlags,
     png: Annotated[Path | None, typer.Option(help="Image file for the confusion matrix.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="CSV file for each post's prediction.")] = None,
     as_json: JsonSummary = False,
@@ -122,7 +122,9 @@ def evaluate(
         raise UserError("--png and --csv need a single model. Give one --model, or leave them out.")
     _check_writable(csv_file, png)
     console, notes = _consoles()
-    reading = FileReading(file, notes, id_column=id_column, shows_ids=csv_file is not None)
+    reading = FileReading(
+        file, notes, columns=columns.columns(), encoding=columns.encoding, shows_ids=csv_file is not None
+    )
     posts = _first(reading, file, limit)
     if not any(post.topic for post in posts):
         raise InputError("No post has a topic. Add the true labels in the field `topic`.")

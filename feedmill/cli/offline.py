@@ -1,10 +1,10 @@
 """The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -12,9 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from feedmill.cli.file_reading import FileReading
+from feedmill.cli.labelling import Labelling, OutFlags
 from feedmill.cli.option_groups import with_groups
-from feedmill.cli.options import AsJson, IdColumn, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
+from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
+from feedmill.labelling.rows import Classify
 from feedmill.local_model import explain_refusals, load_model
+from producers.files import Source
 from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
 from shared.settings import Settings
@@ -45,18 +48,28 @@ def classify(
     flags: ModelFlags,
     multi_label: MultiLabelOption = False,
     limit: Limit = None,
-    id_column: IdColumn = None,
+    file: FileFlags,
+    output: OutFlags,
     as_json: AsJson = False,
 ) -> None:
     """Classify a text or a file's posts in this process.
 
-    Needs neither Redis nor a worker, and stores nothing. Exits 1 if a post failed or a record was skipped.
+    Needs neither Redis nor a worker. Prints the labels, or writes the file's rows with their labels to --out. Exits 1
+    if a post failed or a record was skipped.
     """
     settings = settings_of(model=model, **vars(flags))
     options = ClassifyOptions(multi_label=multi_label)
-    if what == "-" or _is_file(what):
+    output.check()
+    is_file = what == "-" or _is_file(what)
+    if output.out is not None:
+        if not is_file:
+            raise UserError("--out needs a file of posts, not a text. Give a file, or omit --out.")
+        _label_file(what, file, output, settings, options, limit, as_json)
+    if is_file:
         notes = Console(stderr=True, soft_wrap=True, highlight=False)
-        reading = FileReading(what, notes, id_column=id_column, shows_ids=True)
+        reading = FileReading(
+            what, notes, columns=file.columns(), encoding=file.encoding, shows_ids=True, text_only=True
+        )
         posts = islice(reading.posts(), limit)
         # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))
@@ -70,6 +83,40 @@ def classify(
         typer.echo(_as_json(post, outcome))
     else:
         _show_text(outcome)
+
+
+def _label_file(
+    path: str,
+    file: FileFlags,
+    output: OutFlags,
+    settings: Settings,
+    options: ClassifyOptions,
+    limit: int | None,
+    as_json: bool,
+) -> NoReturn:
+    """Write the file's rows with their labels, and exit."""
+
+    def load() -> tuple[Sequence[str], Classify]:
+        loaded = load_model(settings)
+        from workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
+        from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+
+        with explain_refusals(settings):
+            labels = loaded.label_set(options).labels
+            budget = calibrate(loaded, settings)
+        return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
+
+    if as_json and output.out == "-":
+        raise UserError("--json and --out - both print to standard output. Omit --json, or give --out a file.")
+    labelling = Labelling(
+        lambda name: Source(name, columns=file.columns(), encoding=file.encoding), path, output, limit,
+        alone=options.multi_label,
+    )  # fmt: skip
+    with explain_refusals(settings):
+        labelling.run(load)
+    if as_json:
+        typer.echo(labelling.as_json())
+    raise typer.Exit(1 if labelling.tally.has_failures else 0)
 
 
 def classify_posts(
@@ -90,9 +137,11 @@ def classify_posts(
 def _is_file(what: str) -> bool:
     """Return True for an existing file. Raises InputError for a missing one: a word that looks like a file name."""
     try:
-        if Path(what).is_file():
+        if Path(what).is_dir():
+            raise InputError(f"{what} is a folder. Give a file in it, or a text of at least two words.")
+        if Path(what).exists():  # a file, or a pipe
             return True
-    except OSError:  # too long for a file name
+    except (OSError, ValueError):  # too long for a file name, or with a null character
         return False
     if FILE_NAME.fullmatch(what):
         raise InputError(

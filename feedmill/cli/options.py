@@ -1,6 +1,7 @@
 """Options and groups of options shared by several commands, and their conversion to settings."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from redis import Redis
 
+from producers.records import Columns
 from shared import logs
 from shared.broker import user_errors
 from shared.errors import UserError
@@ -45,7 +47,11 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="Data type: auto, float32, bfloat16, float16 or int8 (default: auto).")
 ]
 LabelsOption = Annotated[
-    str | None, typer.Option(help='Candidate labels: a,b,c, or JSON such as \\["a", "b"] or {"a": "description"}.')
+    str | None,
+    typer.Option(
+        help='Candidate labels: a,b,c; JSON such as \\["a", "b"] or {"a": "description"}; or a file: labels.json, '
+        "labels.csv, labels.txt."
+    ),
 ]
 TemplateOption = Annotated[
     str | None, typer.Option(help="Sentence with {} in place of the label, such as 'This post is about {}.'")
@@ -60,6 +66,15 @@ RunFilter = Annotated[
 ]
 IdColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
+]
+TitleColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the title (default: found by its name).")
+]
+BodyColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column or JSON key with the text (default: found by its name).")
+]
+EncodingOption = Annotated[
+    str | None, typer.Option(help="Encoding of the file, such as cp1252 (default: UTF-8, or UTF-16 with its mark).")
 ]
 Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1)]
 WorkerName = Annotated[
@@ -83,6 +98,8 @@ def settings_of(**flags: Any) -> Settings:
     logs.configure(settings)
     for warning in unknown_variables():
         logger.warning(warning)
+    if flags.get("labels") is not None and len(settings.labels or ()) == 1:
+        logger.warning("--labels names only one label, which every post gets; separate labels by commas")
     return settings
 
 
@@ -96,6 +113,20 @@ class ModelFlags:
     engine: EngineOption = None
     device: DeviceOption = None
     dtype: DtypeOption = None
+
+
+@dataclass(frozen=True)
+class FileFlags:
+    """Flags of commands that read posts from a file: its columns and its encoding."""
+
+    id_column: IdColumn = None
+    title_column: TitleColumn = None
+    body_column: BodyColumn = None
+    encoding: EncodingOption = None
+
+    def columns(self, date_format: str | None = None, keep: Sequence[str] = ()) -> Columns:
+        """Return the chosen columns. keep: columns that the posts carry along."""
+        return Columns.of(self.id_column, self.title_column, self.body_column, date_format=date_format, keep=keep)
 
 
 @dataclass(frozen=True)

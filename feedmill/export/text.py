@@ -1,6 +1,7 @@
 """Write export rows as CSV and JSONL, and define the columns of every export format."""
 
 import csv
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -132,12 +133,19 @@ class _JsonlWriter:
 
 
 class Csv(TextFormat):
-    """Comma-separated values with a header line; scores are JSON. Text is escaped against spreadsheet formulas."""
+    """Comma-separated values with a header line; scores are JSON. Text is escaped against spreadsheet formulas.
+
+    has_mark: begin new files with a byte order mark, by which Excel recognizes UTF-8.
+    """
 
     name = "csv"
 
+    def __init__(self, columns: Sequence[str] = COLUMNS, has_mark: bool = False) -> None:
+        super().__init__(columns)
+        self._has_mark = has_mark
+
     def open(self, file: BinaryIO) -> Writer:
-        return _CsvWriter(file, self.columns)
+        return _CsvWriter(file, self.columns, self._has_mark)
 
     def posts(self, path: Path) -> Iterator[PostKey]:
         rows = self._rows(path)
@@ -158,6 +166,7 @@ class Csv(TextFormat):
     def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         count = 0
         with target.open("w", encoding="utf-8", newline="") as copied:
+            copied.write("\ufeff" * _has_mark(path))
             lines = csv.writer(copied)
             rows = self._rows(path)
             lines.writerow(columns := next(rows))
@@ -172,17 +181,24 @@ class Csv(TextFormat):
         """Yield the header, then the rows."""
         # In characters; no escaped cell is longer. The csv module's default of 131,072 is too low.
         csv.field_size_limit(2_000_000)
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             yield from csv.reader(file, strict=True)
 
 
+def _has_mark(path: Path) -> bool:
+    """Return whether a file begins with a byte order mark."""
+    with path.open("rb") as file:
+        return file.read(len(BOM_UTF8)) == BOM_UTF8
+
+
 class _CsvWriter:
-    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
+    def __init__(self, file: BinaryIO, columns: Sequence[str], has_mark: bool) -> None:
         self._text = TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         self._lines = csv.writer(self._text)
         own = own_columns(columns)
         self._columns = [(column, column in ESCAPED or column in own) for column in columns]
         if file.tell() == 0:
+            self._text.write("\ufeff" * has_mark)
             self._lines.writerow(exported.escape_formula(column) for column in columns)
 
     def add(self, rows: Sequence[ResultRow]) -> None:

@@ -65,10 +65,13 @@ class ExportFilter(NamedTuple):
         return rows if self.run is None else [row for row in rows if row.post.get("run") == self.run]
 
 
-def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
-    """Return the format called `name`. Raises UserError if its package is not installed."""
+def format_of(name: str, columns: Sequence[str] = COLUMNS, for_excel: bool = False) -> Format:
+    """Return the format called `name`. Raises UserError if its package is not installed.
+
+    for_excel: mark CSV files as UTF-8.
+    """
     if name != "parquet":
-        return Csv(columns) if name == "csv" else Jsonl(columns)
+        return Csv(columns, for_excel) if name == "csv" else Jsonl(columns)
     with explain_missing("Parquet", "export"):
         from feedmill.export.parquet import Parquet  # noqa: PLC0415 - pyarrow, which the extra `export` brings
     return Parquet(columns)
@@ -375,7 +378,7 @@ def _format_of_file(path: Path) -> Format:
     with suppress(ValueError):
         if line.startswith(b"{") and _are_ours(json.loads(line)):
             return Jsonl()
-        if _are_ours(line.decode().strip().split(",")):
+        if _are_ours(line.decode("utf-8-sig").strip().split(",")):
             return Csv()
     raise UserError(
         f"{printable(str(path))} is not an export of results: it has other columns. Give the OUT of an earlier export."

@@ -173,6 +173,16 @@ class Reads(Described):
     def _check_run(self, inner: dict[str, Any]) -> dict[str, Any]:
         return _any_of(_text_of(_trimmed(MAX_RUN, SPACE, UNPRINTABLE)), *inner["anyOf"][1:])
 
+    def _drop_missing(self, post: dict[str, Any]) -> dict[str, Any]:
+        """Allow null for every optional field."""
+        for name, field in post["properties"].items():
+            if name not in post["required"]:
+                field |= _any_of(field, {"type": "null"})  # noqa: PLW2901 - extends the property in place
+        return post
+
+    def _as_seconds(self, inner: dict[str, Any]) -> dict[str, Any]:
+        return inner
+
     def _has_text(self, post: dict[str, Any]) -> dict[str, Any]:
         gone = "|".join(re.escape(words) for words in sorted(REMOVED_BODIES))
         texts = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.topics import TOPICS
+from shared.topics import DESCRIBED_TOPICS, TOPICS
 from tests.fakes.models import NLI, make_model
 from tests.support import as_jsonl, feedmill, last_json, make_posts
 from workers.pipeline.calibration import CANDIDATES
@@ -104,12 +104,57 @@ def test_evaluate_a_model_with_its_own_labels(tmp_path: Path) -> None:
             "business, climate change.*tea, coffee",
         ),
         (["evaluate", SAMPLES, "--template", "x"], "--template: .*'x'"),
+        (["classify", "folder"], "folder is a folder"),
+        (["classify", "folder", "--out", "out.csv"], "folder is a folder"),
+        (["classify", "two words", "--out", "out.csv"], "--out .*file"),
+        (["classify", SAMPLES, "--out", "out.xlsx"], "out.xlsx.*parquet"),
+        (["classify", SAMPLES, "--scores"], "--scores.*--out"),
+        (["classify", SAMPLES, "--labels", "no.json"], "--labels: .*no.json"),
+        (["classify", "bad.jsonl", "--encoding", "klingon"], "--encoding.*klingon"),
     ],
 )
 def test_mistakes_name_the_argument_without_a_traceback(tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "folder").mkdir()
     (tmp_path / "untold.jsonl").write_text(as_jsonl(make_posts(3)))
     said = feedmill(*arguments, cwd=tmp_path)
     assert said.returncode == 2
     assert re.search(words, said.stderr)
     assert "Traceback" not in said.stderr
+
+
+def test_classify_writes_a_labelled_copy(tmp_path: Path) -> None:
+    samples = [json.loads(line) for line in Path(SAMPLES).read_text().splitlines()[:30]]
+    with (tmp_path / "posts.csv").open("w", newline="", encoding="cp1252", errors="replace") as file:
+        writer = csv.writer(file, delimiter=";")
+        writer.writerow(["Nr", "Kommentar", "Score", "Größe"])
+        writer.writerows([number, post["title"], "4,5 Sterne", "groß"] for number, post in enumerate(samples))
+        file.write(";;;\n")
+    (tmp_path / "labels.json").write_text(
+        json.dumps({name: DESCRIBED_TOPICS[name] for name in ("food", "sports", "music")})
+    )
+    said = feedmill(
+        "classify", "posts.csv", "--encoding", "cp1252", "--body-column", "kommentar", "--labels", "labels.json",
+        "--out", "labelled.csv", "--scores", "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    found = last_json(said.stdout)
+    assert (found["rows"], sum(found["labels"].values()), found["left_out"]) == (31, 30, {})
+    assert list(found["unlabelled"].values()) == [1]
+    header, *lines = (tmp_path / "labelled.csv").read_text().splitlines()
+    assert header == "Nr;Kommentar;Score;Größe;label;label_score;score_food;score_sports;score_music"
+    table = list(csv.DictReader([header, *lines], delimiter=";"))
+    assert [line["Nr"] for line in table] == [*map(str, range(30)), ""]
+    best = [max(("food", "sports", "music"), key=lambda label: float(line[f"score_{label}"])) for line in table[:-1]]
+    assert [line["label"] for line in table] == [*best, ""]
+    assert all(line["label_score"] == line[f"score_{line['label']}"] for line in table[:-1])
+
+
+def test_classify_labels_a_pipe(tmp_path: Path) -> None:
+    data = 'not JSON\n{"Text": "Bread soup", "n": 1}\n{"Text": NaN}\n'
+    said = feedmill("classify", "-", "--out", "-", "--labels", "food,music", cwd=tmp_path, stdin=data)
+    assert said.returncode == 1
+    first, second = map(json.loads, said.stdout.splitlines())
+    assert (first["Text"], first["n"], first["label"]) == ("Bread soup", 1, "food")
+    assert (second["Text"], second["label"], second["label_score"]) == (None, None, None)
+    assert re.search(r"left out: 1 row, first in line 1", said.stderr)

@@ -397,13 +397,14 @@ def test_purges_a_single_file_export(tmp_path: Path, server: RedisServer, reader
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("for_excel", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_purges_an_export_with_chosen_columns(
-    tmp_path: Path, server: RedisServer, reader: RowReader, name: str
+    tmp_path: Path, server: RedisServer, reader: RowReader, name: str, for_excel: bool
 ) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2")
-    with opened(out, format_of(name, ["Title", "id"]), ExportFilter(), reader) as target:
+    with opened(out, format_of(name, ["Title", "id"], for_excel), ExportFilter(), reader) as target:
         for chunk in reader.chunks(target.place):
             target.add(chunk.rows, chunk.place)
         target.close(chunk.place)

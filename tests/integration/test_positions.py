@@ -6,7 +6,7 @@ import pytest
 
 from feedmill.cli.enqueue import _position
 from producers.positions import POSITION_TTL, Position
-from producers.records import NO_FILTERS
+from producers.records import NO_FILTERS, Columns
 from shared.broker import connect
 from shared.keys import find
 from shared.settings import Settings
@@ -68,9 +68,11 @@ def test_relative_and_absolute_paths_share_a_position(
     assert position(settings, Path(path.name)).load() == 7
 
 
-def test_another_id_column_starts_from_the_beginning(settings: Settings, path: Path) -> None:
+def test_other_columns_start_from_the_beginning(settings: Settings, path: Path) -> None:
     redis = connect(settings)
-    positions = [_position(redis, str(path), [""], NO_FILTERS, column) for column in ("ticket", "ticket", "text", None)]
-    first, *_ = found = [position for position in positions if position]
+    others = [Columns("text"), Columns(), Columns(title="ticket"), Columns(body="ticket"), Columns("ticket", None, "x")]
+    ways = [(Columns("ticket"), None), (Columns("ticket"), None), (Columns("ticket"), "cp1252")]
+    ways += [(columns, None) for columns in (*others, Columns("ticket", date_format="%Y"))]
+    first, *_ = found = [each for way in ways if (each := _position(redis, str(path), [""], NO_FILTERS, *way))]
     first.save(1)
-    assert [position.load() for position in found] == [1, 1, 0, 0]
+    assert [position.load() for position in found] == [1, 1, 0, 0, 0, 0, 0, 0, 0]

@@ -143,6 +143,12 @@ def test_reads_kombus_json_types(kind: Callable[[str], Any]) -> None:
     assert encoding.read(10**6, kind('{"x": 1}')) == {"x": 1}
 
 
+def test_missing_dates_of_pandas_decode_to_none() -> None:
+    """kombu takes pandas' NaT for a datetime and writes it as such, but cannot read it."""
+    missing = {"__type__": "datetime", "__value__": "NaT"}
+    assert encoding.read(10**6, json.dumps({"created_utc": missing})) == {"created_utc": None}
+
+
 @pytest.mark.parametrize(
     "body",
     [b"[" + b"{}," * 400 + b"{}]", b"[" + b'"a",' * 400 + b"1]", b"[" * 400 + b"]" * 400, b"[0" + b",0" * 400 + b"]"],

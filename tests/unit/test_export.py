@@ -59,7 +59,7 @@ def written(path: Path, form: Csv | Jsonl, *posts: Post) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", [Csv(), Jsonl()])
+@pytest.mark.parametrize("form", [Csv(), Csv(has_mark=True), Jsonl()])
 def test_reads_back_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
     path = written(tmp_path / "out", form, FULL, BARE)
     assert list(Source(str(path)).items()) == [FULL, BARE]
@@ -143,6 +143,22 @@ def test_writes_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> N
         record = json.loads(copy.read_text())
         values = list(record.values())[:3]
     assert (tuple(record), values) == (CHOSEN, ["food", "+1", "=a"])
+
+
+def test_excel_mark_survives_resuming_and_purging(tmp_path: Path) -> None:
+    path, copy = tmp_path / "out.csv", tmp_path / "copy.csv"
+    form = format_of("csv", COLUMNS, for_excel=True)
+    written(path, form, Post(id="1", title="Käse"))  # type: ignore[arg-type]
+    with path.open("ab+") as file:
+        file.seek(0, 2)
+        writer = Csv(has_mark=True).open(file)
+        writer.add([row(Post(id="2", title="b"))])
+        writer.close()
+    assert format_of("csv").copy(path, copy, lambda post: post.id == "2") == 1
+    for each, ids in ((path, ["1", "2"]), (copy, ["2"])):
+        assert each.read_bytes().startswith(b"\xef\xbb\xbfid,Topic")
+        assert each.read_bytes().count(b"\xef\xbb\xbf") == 1
+        assert [post.id for post in Source(str(each)).items() if isinstance(post, Post)] == ids
 
 
 def test_writes_the_latest_possible_date() -> None:

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from feedmill.cli import file_reading as reading_module
-from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, FileReading
-from producers.records import Filters
+from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, SAME_REASON_SHOWN, FileReading
+from producers.records import Columns, Filters
 from shared.errors import InputError
 
 
 def reading(path: Path, filters: Filters | None = None, start: int = 0) -> tuple[FileReading, io.StringIO]:
     shown = io.StringIO()
-    return FileReading(str(path), Console(file=shown, width=200), filters or Filters(), start), shown
+    return FileReading(str(path), Console(file=shown, width=400), filters or Filters(), start), shown
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_counts_records_by_outcome(mixed: Path) -> None:
     assert (read.records, read.wrong, read.skipped, read.left_out, read.removed) == (10, 2, 1, 2, 1)
     assert read.complete
     first, second = shown.getvalue().splitlines()
-    assert "(kept" in first
-    assert "(skipped" in second
+    assert "(skipped" in first
+    assert "(kept" in second
 
 
 @pytest.mark.parametrize("posts", [1, 2, 3, 6, 7])
@@ -82,8 +82,46 @@ def test_limits_reported_bad_records(tmp_path: Path) -> None:
     read.end()
     assert read.skipped == 1000
     *lines, last = shown.getvalue().splitlines()
+    assert len(lines) == SAME_REASON_SHOWN
+    assert "997" in last
+    assert "comment" in last
+
+
+def test_limits_reported_reasons(tmp_path: Path) -> None:
+    path = tmp_path / "comments.jsonl"
+    path.write_text('{"id": 0}\n' + "".join(f"[{number}]\n" for number in range(499)) + '{"id": 1}\n' * 500)
+    read, shown = reading(path)
+    assert list(read.posts()) == []
+    read.end()
+    assert read.skipped == 1000
+    *lines, known, others = shown.getvalue().splitlines()
     assert len(lines) == BAD_RECORDS_SHOWN
-    assert "980" in last
+    assert re.search(r"\b500 more: .*title", known)
+    assert re.search(r"\b480 more", others)
+
+
+def test_sums_invalid_values_by_column(tmp_path: Path) -> None:
+    """A column that only shares its name with one of Reddit's must not print a line per row."""
+    path = tmp_path / "reviews.csv"
+    path.write_text("id,Text,Ups,Date\n" + "".join(f"{row},good,4.5 stars,yesterday\n" for row in range(700)))
+    read, shown = reading(path)
+    assert len(list(read.posts())) == 700
+    read.end()
+    ups, date = shown.getvalue().splitlines()
+    assert re.search(rf"{path}:2: score: .*column ups, 700 posts", ups)
+    assert re.search(rf"{path}:2: created_utc: .*yesterday.*--date-format.*column date, 700 posts", date)
+    assert (read.wrong, read.skipped) == (1400, 0)
+
+
+def test_ignores_invalid_values_of_unused_fields(tmp_path: Path) -> None:
+    path = tmp_path / "reviews.csv"
+    path.write_text("key,text,score\n1,good,4.5 stars\n,bad,5 stars\n")
+    shown = io.StringIO()
+    read = FileReading(str(path), Console(file=shown, width=200), columns=Columns.of("key"), text_only=True)
+    assert len(list(read.posts())) == 2
+    read.end()
+    (line,) = shown.getvalue().splitlines()
+    assert line.startswith(f"{path}:3: key is empty")
 
 
 def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
@@ -92,7 +130,9 @@ def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
     path.write_text("ticket,channel,text\nT1,mail,x\nT2,web,y\n")
     for id_column, shows_ids, noted in [(None, True, True), (None, False, False), ("ticket", True, False)]:
         shown = io.StringIO()
-        read = FileReading(str(path), Console(file=shown, width=200), id_column=id_column, shows_ids=shows_ids)
+        read = FileReading(
+            str(path), Console(file=shown, width=200), columns=Columns.of(id_column), shows_ids=shows_ids
+        )
         assert len(list(read.posts())) == 2
         assert shown.getvalue().count("\n") == noted
         assert not noted or re.search(rf"{path}.*--id-column.*ticket, channel", shown.getvalue())

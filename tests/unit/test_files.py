@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.files import MAX_RECORD_SIZE, NOT_UTF8, Source
-from producers.records import BadRecord, Filters, Item, LeftOut, normalize_keys
+from producers.records import BadRecord, Columns, Filters, Item, LeftOut, normalize_keys
 from shared.errors import InputError, UserError
 from shared.messages import Post
 from tests.support import naming
@@ -187,7 +187,7 @@ def test_name_column_is_not_an_id(tmp_path: Path) -> None:
 def test_id_column_replaces_the_id(tmp_path: Path, data: str) -> None:
     path = tmp_path / "tickets"
     path.write_text(data)
-    first, bad, second, third = Source(str(path), id_column="Ticket Nr").items()
+    first, bad, second, third = Source(str(path), columns=Columns.of("Ticket Nr")).items()
     assert [getattr(post, "id", None) for post in (first, third)] == ["T-1", "T-3"]
     assert isinstance(bad, BadRecord)
     assert (bad.where, bad.skipped) == (f"{path}:{3 if data.startswith('T') else 2}", False)
@@ -208,7 +208,7 @@ def test_rejects_an_unknown_id_column(tmp_path: Path, data: str, named: tuple[st
     path = tmp_path / "file"
     path.write_text(data)
     with pytest.raises(InputError, match=naming(path, *named)):
-        list(Source(str(path), id_column="channel").items())
+        list(Source(str(path), columns=Columns.of("channel")).items())
 
 
 @pytest.mark.parametrize(
@@ -316,6 +316,167 @@ def test_compression_bombs_take_little_memory(tmp_path: Path, begins: bytes, end
     assert int(megabytes) < 100
 
 
+LONG = "z" * (MAX_RECORD_SIZE - 5) + ",tail,3,x"
+#: Number of short lines that exceed the limit in one cell.
+LINES = MAX_RECORD_SIZE // 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "lines"),
+    [
+        (f"1,a\n2,{LONG}\n3,b\n4\n5,c\n", ["1", "3", "5"], ["3", "5"]),
+        (f"1,a\r2,{LONG}\r3,b\r4\r5,c\r", ["1", "3", "5"], ["3", "5"]),
+        (f'1,a\n2,"x\n{LONG}\n6,y\n7,z"\n3,b\n4\n', ["1", "3"], ["3-6", "8"]),
+        ('1,a\n2,"x\n' + LINES * "6,y\n" + '7,z"\n3,b\n', ["1", "3"], [f"3-{LINES + 4}"]),
+        (f"1,a\n2,{LONG}", ["1"], ["3"]),
+    ],
+    ids=["unquoted", "carriage returns", "quoted", "many lines", "last"],
+)
+def test_overlong_csv_rows_yield_no_other_posts(tmp_path: Path, rows: str, ids: list[str], lines: list[str]) -> None:
+    """The rest of the row is skipped with it, and later rows have their own line numbers."""
+    end = "\r" if "\r" in rows else "\n"
+    good, bad = both(tmp_path, f"id,title{end}{rows}")
+    assert [post.id for post in good] == ids
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == lines
+
+
+def test_resumes_after_an_overlong_csv_row(tmp_path: Path) -> None:
+    data = f"id,title\n1,a\n2,{LONG}\n3,b\n4\n"
+    items = items_of(tmp_path, data)
+    assert [items_of(tmp_path, data, start=start) for start in range(5)] == [items[start:] for start in range(5)]
+
+
+def test_header_cells_may_contain_line_breaks(tmp_path: Path) -> None:
+    (post,), (bad,) = both(tmp_path, 'id,"Title\r\n(short)",Text,"a\nb"\r\n1,x,y,z\r\n2\r\n')
+    assert (post.id, post.title, post.body) == ("1", "", "y")
+    assert bad.where.endswith(":5")
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ("\r\n  \nid;title\n1;one\n2", 5),
+        ("sep=;\nid;title\n1;one\n2\n", 4),
+        ("\ufeffsep=;\r\n\r\nid;title\r\n1;one\r\n2\r\n", 5),
+        ('"sep=|"\nid|title\n1|one\n2', 4),
+        ("SEP=\t\nid\ttitle\n1\tone\n2", 4),
+        ("id,title\r1,one\r2\r", 3),
+        ('id;title;"a, b, c, d"\n1;one;x\n2', 3),
+        ("id,title\n1,one\n,\n,\n\n2\n", 6),
+    ],
+)
+def test_reads_csv_as_spreadsheets_write_it(tmp_path: Path, data: str, place: int) -> None:
+    good, bad = both(tmp_path, data)
+    assert [(post.id, post.title) for post in good] == [("1", "one")]
+    assert [record.where.rsplit(":", 1)[1] for record in bad] == [str(place)]
+
+
+@pytest.mark.parametrize("data", ["id,title\n", "id,title", "\nid,title\r\n\r\n", "sep=;\nid;title\n;\n"])
+def test_rejects_a_header_without_rows(tmp_path: Path, data: str) -> None:
+    with pytest.raises(InputError, match=naming(tmp_path / "file", "header", "rows")):
+        items_of(tmp_path, data)
+
+
+def test_resuming_at_the_end_of_a_csv_file_is_no_error(tmp_path: Path) -> None:
+    assert items_of(tmp_path, "id,title\n1,x\n", start=1) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'id,title\r1,one\r2,"two\r',
+        b"junk\rid,title\r1,one",
+        b"a\rb\x00\rc" * 50,
+        b'"' + b"x" * 200_000 + b"\rid,title",
+        b"sep=",
+        b"sep=;",
+        b'"id,title\n1,x\n',
+        b'id,"ti"tle"\n1,x\n',
+        b"\r\r\r",
+        b"\n{,title\r\n{",
+    ],
+)
+def test_junk_is_an_input_error_or_a_bad_record(tmp_path: Path, data: bytes) -> None:
+    try:
+        _, bad = both(tmp_path, data)
+    except InputError as error:
+        assert str(tmp_path) in str(error)  # noqa: PT017 - junk may also be a bad record
+    else:
+        assert bad
+
+
+def test_rejects_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{tmp_path} is a folder"):
+        list(Source(str(tmp_path)).items())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("pack", [bytes, *PACKED])
+@pytest.mark.parametrize(
+    "data",
+    ["id\ttitle\r\n1\tone\r\n2\tzwei – 😀\r\n", jsonl({"id": 1, "title": "one"}) + '{"id":2,"title":"zwei – 😀"}'],
+)
+def test_reads_utf16_with_a_byte_order_mark(
+    tmp_path: Path, data: str, pack: Callable[[bytes], bytes], encoding: str
+) -> None:
+    """Excel saves "Unicode text" as UTF-16."""
+    data = data if encoding == "utf-16" else f"\ufeff{data}"
+    found = posts(tmp_path, pack(data.encode(encoding)))
+    assert [(post.id, post.title) for post in found] == [("1", "one"), ("2", "zwei – 😀")]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [("cp1252", "Käse – 5 €"), ("latin-1", "Käse"), ("utf-16-le", "Käse 😀"), ("shift_jis", "日本")],
+)
+def test_reads_a_given_encoding(tmp_path: Path, encoding: str, text: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(f"id;title\n1;{text}\n".encode(encoding))
+    (post,) = Source(str(path), encoding=encoding).items()
+    assert isinstance(post, Post)
+    assert post.title == text
+
+
+def test_reports_bytes_that_the_given_encoding_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"id;title\n1;x\n2;\x81\n3;y\n")
+    one, bad, three = Source(str(path), encoding="cp1252").items()
+    assert isinstance(bad, BadRecord)
+    assert bad.where.endswith(":3")
+    assert isinstance(one, Post)
+    assert isinstance(three, Post)
+
+
+@pytest.mark.parametrize("encoding", ["klingon", "base64", "rot13", "x\0"])
+def test_rejects_unknown_encodings(tmp_path: Path, encoding: str) -> None:
+    with pytest.raises(UserError, match="--encoding"):
+        Source(str(tmp_path / "file"), encoding=encoding)
+
+
+NAN = '{"id": 1, "title": NaN, "body": "good", "score": NaN, "date": NaN, "topic": NaN}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        NAN,
+        f"[{NAN}]",
+        NAN.replace("NaN", "null"),
+        "id,title,body,score,date,topic\n1,,good,nan,NaT,\n",
+        "id,title,body,score,date,topic\n1,,good,None,nan,\n",
+        '{"id": 1, "title": NaN, "body": "good", "score": "<NA>", "date": "NaT"}',
+    ],
+)
+def test_missing_values_are_not_text(tmp_path: Path, data: str) -> None:
+    assert posts(tmp_path, data) == [Post(id="1", body="good")]
+
+
+@pytest.mark.parametrize("data", ['{"id": NaN, "title": "x"}', '[{"id": NaN, "post_id": null, "title": "x"}]'])
+def test_missing_ids_are_derived_from_the_text(tmp_path: Path, data: str) -> None:
+    (post,) = posts(tmp_path, data)
+    assert post.id.startswith("text-")
+
+
 def test_deeply_nested_json_is_a_bad_record(tmp_path: Path) -> None:
     good, bad = both(tmp_path, '{"id": ' + "[" * 100_000 + '\n{"id": 2, "title": "y"}\n')
     assert [post.id for post in good] == ["2"]
@@ -398,7 +559,7 @@ def test_reports_numbers_that_are_not_times(tmp_path: Path) -> None:
         (b"foo,bar\n1,2\n", ("title", "body", "foo, bar")),
         (b"foo,b\x1b[31mar\n1,2\n", ("title", "body", r"foo, b\x1b[31mar")),
         (random.Random(1).randbytes(9000), ("UTF-8",)),
-        ("id,title\n1,x\n".encode("utf-16"), ("UTF-8",)),
+        ("id,title\n1,x\n".encode("utf-16-le"), ("UTF-8", "--encoding")),
         (b"\x1f\x8b123", ()),
         (gzip.compress(b'{"id": 1, "title": "x"}\n' * 1000)[:-20], ()),
         (zstd(b'{"id": 1, "title": "x"}\n' * 1000)[:-3], ()),

@@ -39,6 +39,16 @@ def test_dead_letter_keeps_valid_posts_only() -> None:
     assert letters({"id": "1", "body": deep})[0].model_dump_json()
 
 
+def test_missing_ids_stay_missing() -> None:
+    """pandas and JSON's NaN write a missing id as NaN, which must not become the id "nan"."""
+    message = Message({"posts": [{"id": float("nan"), "title": "x"}]}, None)
+    (refused,) = message.read()
+    assert isinstance(refused, PostError)
+    assert refused.id is None
+    message.set_outcome(0, refused)
+    assert [letter.id for letter in message.dead_letters("worker", 1.0)] == [None]
+
+
 def test_bounds_all_dead_letters_of_one_message() -> None:
     posts = [{"id": str(number), "body": "x" * 100_000} for number in range(1000)]
     message = Message({"posts": posts, "labels": "x" * 15_000}, None)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
@@ -44,7 +46,7 @@ def test_text_joins_cleaned_title_and_body(title: str, body: str, text: str) -> 
         ({"id": "x", "title": ["t"]}, "title"),
         ({"id": "x", "title": "t", "score": "many"}, "score"),
         ({"id": "x", "title": "t", "score": 2**60}, "score"),
-        ({"id": "x", "title": "t", "created_utc": float("nan")}, "created_utc"),
+        ({"id": "x", "title": "t", "created_utc": float("inf")}, "created_utc"),
         ({"id": "x", "title": "t", "created_utc": -1}, "created_utc"),
         ({"id": "x", "title": "t", "extra": {"note": "n" * 5000}}, "extra"),
         ({"id": "x", "title": "t", "extra": "note"}, "extra"),
@@ -85,6 +87,35 @@ def test_authors_are_never_stored() -> None:
     post = Post.parse({"id": "1", "title": "x", "author": "jane", "author_fullname": "t2_x"})
     assert "jane" not in post.model_dump_json()
     assert "t2_x" not in post.model_dump_json()
+
+
+#: Missing values as pandas, Celery and JSON hold them. NaT and NA stand for pandas' classes of these names.
+MISSING = [None, float("nan"), Decimal("NaN"), Decimal("sNaN"), type("NaTType", (), {})(), type("NAType", (), {})()]
+
+
+@pytest.mark.parametrize("missing", MISSING, ids=lambda value: type(value).__name__)
+def test_missing_values_are_not_text(missing: object) -> None:
+    names = [name for name in Post.model_fields if name not in ("id", "title")]
+    assert Post.parse({"id": "1", "title": "good work"} | dict.fromkeys(names, missing)) == Post(
+        id="1", title="good work"
+    )
+    assert Post.parse({"id": "1", "title": missing, "body": "good work"}).text == "good work"
+    for raw in ({"id": missing, "title": "x"}, {"id": "1", "title": missing, "body": missing}):
+        with pytest.raises(PostRefused) as refused:
+            Post.parse(raw)
+        assert refused.value.field == ("" if raw["id"] == "1" else "id")
+        assert refused.value.post_id == (None if raw["id"] is missing else "1")
+
+
+def test_words_for_missing_values_are_text() -> None:
+    assert Post.parse({"id": "nan", "title": "nan", "body": "None"}).text == "nan\n\nNone"
+
+
+def test_times_may_be_datetimes() -> None:
+    """Celery and pandas pass times as datetime objects, which are in UTC unless they have a zone."""
+    time = datetime(2023, 11, 14, 22, 13, 20)
+    for same in (time, time.replace(tzinfo=UTC), time.replace(hour=23, tzinfo=timezone(timedelta(hours=1)))):
+        assert Post.parse({"id": "1", "title": "x", "created_utc": same}).created_utc == 1700000000.0
 
 
 def test_keeps_extra_data() -> None:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from feedmill import local_model
-from feedmill.cli import deploy, flower, main, measuring, offline, train
+from feedmill.cli import deploy, flower, main, measuring, offline, options, train
 from feedmill.cli.main import app
 from feedmill.evaluation.tuning_report import TuningReport
 from feedmill.stack import demo
@@ -133,6 +133,15 @@ def test_classify_prints_complete_ids(capsys: pytest.CaptureFixture[str]) -> Non
     assert [shown[place] for place in (0, 1, 3)] == [f"{'food 0.50':<48} Bread"] * 3
     assert shown[2].endswith("why")
     assert re.match(r"2 {37}\S", lines[2])
+
+
+@pytest.mark.parametrize(("labels", "warned"), [("praise", True), ('["praise"]', True), ("a,b", False), (None, False)])
+def test_warns_about_a_single_label(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, labels: str | None, warned: bool
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    options.settings_of(labels=labels)
+    assert ("only one label" in caplog.text) == warned
 
 
 def test_one_chart_needs_one_model() -> None:

@@ -62,6 +62,64 @@ def test_invalid_flag_names_the_flag() -> None:
         load(labels='{"a": "b"')
 
 
+PRAISE = {"praise": ("thanks, applause", "good"), "Kritik – 1": ("Kritik – 1",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "labels"),
+    [
+        ("labels.json", '["a, b", "c"]', {"a, b": ("a, b",), "c": ("c",)}),
+        ("labels.JSON", json.dumps(PRAISE), PRAISE),
+        ("my labels.json", "\ufeff" + json.dumps({"a": "b"}), {"a": ("b",)}),
+        ("@labels", json.dumps({"a": "b"}), {"a": ("b",)}),
+        ("@a,b.json", '["a"]', {"a": ("a",)}),
+        ("labels.txt", "a, b\r\n\n  c \n", {"a, b": ("a, b",), "c": ("c",)}),
+        ("labels.csv", "a\nb\n", {"a": ("a",), "b": ("b",)}),
+        ("labels.csv", 'Label,Description,More\npraise,"thanks, applause",good\nKritik – 1,,\n', PRAISE),
+        ("labels.csv", "praise;thanks, applause;good\nKritik – 1\n", PRAISE),
+    ],
+)
+def test_reads_labels_from_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str, labels: dict[str, tuple[str]]
+) -> None:
+    (tmp_path / name.removeprefix("@")).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert load(labels=name).labels == labels
+    monkeypatch.setenv("FEEDMILL_LABELS", f" {name}")
+    assert load().labels == labels
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        ("missing.json", None, "no file missing.json"),
+        ("@missing", None, "no file missing"),
+        ("@.", None, "no file"),
+        ("@x\0", None, "cannot be read"),
+        ("labels.json", b'{"a": ', "labels.json.*JSON"),
+        ("labels.json", b"5", "expected a list"),
+        ("labels.txt", b"caf\xe9", "labels.txt.*UTF-8"),
+        ("labels.txt", b"\n \n", "labels.txt is empty"),
+        ("labels.csv", b"label\na\na\n", "'a' is named twice"),
+        ("labels.csv", b"label,description\na,b\na,c\n", "'a' is named twice"),
+        ("labels.txt", b"x" * (2**20 + 1), "labels.txt.*1,048,576"),
+    ],
+)
+def test_rejects_unreadable_label_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: bytes | None, named: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=f"^--labels: .*{named}"):
+        load(labels=name)
+
+
+@pytest.mark.parametrize("labels", ["a.json,b", "a, b.txt", "mail@home", "a.b"])
+def test_labels_with_dots_are_no_files(labels: str) -> None:
+    assert len(load(labels=labels).labels or ()) == labels.count(",") + 1
+
+
 @pytest.mark.parametrize(
     ("text", "labels"),
     [

@@ -26,6 +26,7 @@ from shared.messages import (
     Outcome,
     Post,
     PostError,
+    is_missing,
     parse_posts,
     run_of,
 )
@@ -268,7 +269,7 @@ def traceback_of(error: BaseException) -> str:
 def _id_of(raw: object) -> str | None:
     """Return a raw post's id, shortened to the maximum length, or None."""
     post_id = raw.get("id") if isinstance(raw, dict) else None
-    return None if post_id is None else str(post_id)[:MAX_ID]
+    return None if is_missing(post_id) else str(post_id)[:MAX_ID]
 
 
 def _known_fields(raw: object) -> object:

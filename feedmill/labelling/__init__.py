@@ -1,0 +1,1 @@
+"""Copy a file's rows with a label for each."""

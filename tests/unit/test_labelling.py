@@ -1,0 +1,377 @@
+"""feedmill/labelling and `feedmill classify FILE --out OUT`, with a stand-in for the model."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from feedmill.cli.labelling import Labelling, OutFlags
+from feedmill.labelling.rows import Tally
+from producers.files import Row, Source
+from producers.records import Columns
+from shared.errors import InputError, UserError
+from shared.messages import Classification, Outcome, Post, PostError
+
+LABELS = ("good", "bad")
+LONG_ID = "x" * 200
+
+
+def classification(label: str, score: float) -> Classification:
+    others = dict.fromkeys(LABELS, round(1 - score, 6))
+    return Classification(
+        id="1", label=label, scores=dict(sorted((others | {label: score}).items(), key=lambda item: -item[1])),
+        model="m", revision=None, weights="w", fingerprint="f", classified_at=0.0, worker="w", device="cpu",
+        queued_seconds=None,
+    )  # fmt: skip
+
+
+def classify(posts: Iterable[Post]) -> Iterator[tuple[Post, Outcome]]:
+    """Classify ten posts at a time, like the pipeline, which reads ahead."""
+    posts = iter(posts)
+    while some := list(islice(posts, 10)):
+        for post in some:
+            if "poison" in post.text:
+                yield post, PostError(id=post.id, error="scores that are not finite")
+            else:
+                label = "good" if "good" in post.text else "bad"
+                yield post, classification(label, 0.52 if "unsure" in post.text else 0.9)
+
+
+def label_file(path: Path | str, out: Path | str, limit: int | None = None, **flags: Any) -> Tally:
+    options = {name: flags.pop(name) for name in ("scores", "prefix", "excel") if name in flags}
+    encoding = flags.pop("encoding", None)
+    labelling = Labelling(
+        lambda name: Source(name, columns=Columns.of(None, *flags.pop("text", ())), encoding=encoding),
+        str(path), OutFlags(str(out), **options), limit, alone=flags.pop("alone", False),
+    )  # fmt: skip
+    labelling.run(lambda: (LABELS, classify))
+    return labelling.tally
+
+
+def written(tmp_path: Path, data: str | bytes, out: str = "out.csv", **flags: Any) -> str:
+    """Label a file with this content, and return the output."""
+    path = tmp_path / "in"
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    label_file(path, tmp_path / out, **flags)
+    assert not list(tmp_path.glob(".*"))
+    return (tmp_path / out).read_bytes().decode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize(
+    ("data", "labelled"),
+    [
+        ("id,title\n1,good\n2,no\n", "id,title,label,label_score\n1,good,good,0.900000\n2,no,bad,0.900000\n"),
+        (
+            "Nr;Text\r\n1;\"good; \"\"very\"\"\nso\"\r\n;\r\n\r\n3;x\r\n",
+            'Nr;Text;label;label_score\r\n1;"good; ""very""\nso";good;0.900000\r\n;;;\r\n3;x;bad;0.900000\r\n',
+        ),
+        ("sep=;\r\nText;a\r\ngood;1\r\n", "Text;a;label;label_score\r\ngood;1;good;0.900000\r\n"),
+        (",text,text\n0,good,x\n1\n", ",text,text,label,label_score\n0,good,x,bad,0.900000\n1,,,,\n"),
+        ("\ufeffTITLE\tBody\rgood\tx\r", "\ufeffTITLE\tBody\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"),
+        ("text\n=1+1 good\n-1\n", "text,label,label_score\n=1+1 good,good,0.900000\n-1,bad,0.900000\n"),
+        ('text\n"a\rb\r\nc good"\n', 'text,label,label_score\n"a\rb\r\nc good",good,0.900000\n'),
+        (
+            "title,score,date\ngood,4.5 stars,3.4.2024\n",
+            "title,score,date,label,label_score\ngood,4.5 stars,3.4.2024,good,0.900000\n",
+        ),
+        ("id,title\nx,[removed]\ny,good\n", "id,title,label,label_score\nx,[removed],,\ny,good,good,0.900000\n"),
+        (
+            f"id,title\n,good\n{LONG_ID},no\n",
+            f"id,title,label,label_score\n,good,good,0.900000\n{LONG_ID},no,bad,0.900000\n",
+        ),
+    ],
+    ids=["plain", "excel", "sep", "pandas", "mark", "formula", "line ends", "reddit-like", "removed", "ids"],
+)  # fmt: skip
+def test_csv_keeps_rows_columns_and_dialect(tmp_path: Path, data: str, labelled: str) -> None:
+    assert written(tmp_path, data) == labelled
+
+
+def test_output_is_in_the_order_of_the_input(tmp_path: Path) -> None:
+    rows = [("good", "no", "", "poison", "x,y,z")[row % 5] for row in range(503)]
+    data = "n,text\n" + "".join(f"{number},{text}\n" for number, text in enumerate(rows))
+    found = list(csv.DictReader(io.StringIO(written(tmp_path, data))))
+    expected = [(str(number), text) for number, text in enumerate(rows) if text != "x,y,z"]
+    assert [(row["n"], row["text"]) for row in found] == expected
+    assert [row["label"] for row in found] == [{"good": "good", "no": "bad"}.get(text, "") for _, text in expected]
+
+
+def test_counts_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("id,text\n1,good\n2,unsure\n3,\n4,poison\n5,a,b\n6,no\n,\n")
+    tally = label_file(path, tmp_path / "out.csv")
+    assert tally.summary() == {
+        "rows": 7,
+        "labels": {"bad": 2, "good": 1},
+        "uncertain": 1,
+        "unlabelled": {"title or body must contain text": 2, "scores that are not finite": 1},
+        "left_out": {"3 fields, but 2 columns; a quote may be missing": 1},
+    }
+    assert tally.has_failures
+    shown = capsys.readouterr().err
+    assert re.search(rf"^7 rows of {path} in .* s, written to {tmp_path}/out.csv$", shown, re.MULTILINE)
+    assert re.search(r"^  bad +2 +29%$", shown, re.MULTILINE)
+    assert re.search(r"^uncertain: 1 row\b", shown, re.MULTILINE)
+    assert re.search(r"^no label: 2 rows, first in line 4: .*text$", shown, re.MULTILINE)
+    assert re.search(r"^left out: 1 row, first in line 6: 3 fields", shown, re.MULTILINE)
+
+
+def test_rows_without_text_are_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("id,text\n1,good\n2,\n3,[deleted]\n")
+    assert not label_file(path, tmp_path / "out.csv").has_failures
+
+
+@pytest.mark.parametrize(
+    ("alone", "scores", "uncertain"),
+    [
+        (False, {"a": 0.5, "b": 0.45}, 1),
+        (False, {"a": 0.3, "b": 0.1}, 0),
+        (False, {"a": 0.4}, 1),
+        (True, {"a": 0.9, "b": 0.89}, 0),
+        (True, {"a": 0.4, "b": 0.1}, 1),
+    ],
+)
+def test_counts_uncertain_labels(alone: bool, scores: dict[str, float], uncertain: int) -> None:
+    tally = Tally(alone)
+    tally.add(Row(1, [], "x"), classification("good", 0.9).model_copy(update={"label": "a", "scores": scores}))
+    assert tally.uncertain == uncertain
+
+
+def test_adds_a_column_for_each_label(tmp_path: Path) -> None:
+    first, second, third = csv.reader(io.StringIO(written(tmp_path, 'text\ngood\n""\n', scores=True)))
+    assert first == ["text", "label", "label_score", "score_good", "score_bad"]
+    assert second == ["good", "good", "0.900000", "0.900000", "0.100000"]
+    assert third == [""] * 5
+
+
+RECORDS = (
+    '{"title": "good", "n": 1, "ok": true, "mixed": 1, "big": 99999999999999999999, "x": NaN}\n'
+    '{"n": 2.5, "title": "=1+1", "mixed": "a", "deep": {"k": ["ä"]}}\n'
+    '{"only": null, "n": null}\n'
+)
+
+
+def test_json_keys_become_columns(tmp_path: Path) -> None:
+    header, *rows = csv.reader(io.StringIO(written(tmp_path, RECORDS)))
+    assert header == ["title", "n", "ok", "mixed", "big", "x", "deep", "only", "label", "label_score"]
+    assert rows == [
+        ["good", "1", "true", "1", "99999999999999999999", "", "", "", "good", "0.900000"],
+        ["'=1+1", "2.5", "", "a", "", "", '{"k": ["ä"]}', "", "bad", "0.900000"],
+        [""] * 10,
+    ]
+
+
+@pytest.mark.parametrize("data", [RECORDS, "[" + RECORDS.strip().replace("\n", ",\n") + "]"], ids=["lines", "array"])
+def test_json_keeps_its_keys_and_values(tmp_path: Path, data: str) -> None:
+    found = [json.loads(line) for line in written(tmp_path, data, "out.jsonl").splitlines()]
+    given = [json.loads(line.replace("NaN", "null")) for line in RECORDS.splitlines()]
+    new = [{"label": label, "label_score": label and 0.9} for label in ("good", "bad", None)]
+    assert found == [record | extra for record, extra in zip(given, new, strict=True)]
+
+
+def test_json_with_lone_surrogates_is_written(tmp_path: Path) -> None:
+    data = '{"title": "good \\ud83d", "n": 1}\n'
+    (line,) = written(tmp_path, data, "out.jsonl").splitlines()
+    assert json.loads(line)["title"] == "good \ud83d"
+    assert written(tmp_path, data, "out.csv").splitlines()[1] == "good ?,1,good,0.900000"
+    written(tmp_path, data, "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist()[0]["title"] == "good ?"
+
+
+def test_csv_cells_become_strings(tmp_path: Path) -> None:
+    data = ",text,a,a\n007,good,,x\n8\n"
+    first, second = (json.loads(line) for line in written(tmp_path, data, "out.jsonl").splitlines())
+    assert first == {"column_1": "007", "text": "good", "a": "", "a_2": "x", "label": "good", "label_score": 0.9}
+    assert list(second.values()) == ["8", "", "", "", None, None]
+
+
+def test_parquet_keeps_the_types_of_json(tmp_path: Path) -> None:
+    written(tmp_path, RECORDS, "out.parquet", scores=True)
+    table = pq.read_table(tmp_path / "out.parquet")
+    types = ["string", "double", "bool", "string", "string", "string", "string", "string"]
+    assert [str(field.type) for field in table.schema] == [*types, "string", "double", "double", "double"]
+    assert table.column("n").to_pylist() == [1.0, 2.5, None]
+    assert table.column("label").to_pylist() == ["good", "bad", None]
+    assert table.column("score_bad").to_pylist() == [pytest.approx(0.1), 0.9, None]
+
+
+def test_parquet_has_strings_and_nulls_for_csv(tmp_path: Path) -> None:
+    written(tmp_path, "n,text\n007,good\n,\n8\n", "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["n"], row["text"], row["label"]) for row in rows] == [
+        ("007", "good", "good"), (None, None, None), ("8", None, None)
+    ]  # fmt: skip
+
+
+def test_parquet_writes_several_row_groups(tmp_path: Path) -> None:
+    written(tmp_path, "text\n" + "good\n" * 45_000, "out.parquet")
+    file = pq.ParquetFile(tmp_path / "out.parquet")
+    assert (file.num_row_groups, file.metadata.num_rows) == (3, 45_000)
+
+
+def test_tsv_has_tabs(tmp_path: Path) -> None:
+    assert written(tmp_path, "text,b\ngood,x\n", "out.tsv") == "text\tb\tlabel\tlabel_score\ngood\tx\tgood\t0.900000\n"
+
+
+def test_excel_marks_csv_as_utf8(tmp_path: Path) -> None:
+    assert written(tmp_path, "text\ngood\n", excel=True).startswith("\ufefftext,")
+    assert written(tmp_path, RECORDS, excel=True).startswith("\ufefftitle,")
+    assert written(tmp_path, "text\ngood\n".encode("utf-16")).startswith("\ufefftext,")
+    with pytest.raises(UserError, match="--excel"):
+        written(tmp_path, "text\ngood\n", "out.jsonl", excel=True)
+
+
+def test_reads_chosen_columns_in_any_case(tmp_path: Path) -> None:
+    data = 'Title,"My Comment\n(free)"\ngood,no\n'
+    found = written(tmp_path, data, text=(None, "my comment (FREE)"))
+    assert found.splitlines()[2] == "good,no,bad,0.900000"
+
+
+@pytest.mark.parametrize("name", ["label", "Label", " label_score", "score_bad"])
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_never_replaces_a_column(tmp_path: Path, name: str, form: str) -> None:
+    data = f"text,{name}\ngood,mine\n" if form == "csv" else f'{{"text": "x"}}\n{{"text": "good", "{name}": "mine"}}\n'
+    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}.*{name.strip()}.*--prefix"):
+        written(tmp_path, data, scores=True)
+    assert not (tmp_path / "out.csv").exists()
+    header, *_, row = csv.reader(io.StringIO(written(tmp_path, data, scores=True, prefix="new_")))
+    assert header == ["text", name, "new_label", "new_label_score", "new_score_good", "new_score_bad"]
+    assert row[:3] == ["good", "mine", "good"]
+
+
+def test_keeps_bytes_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row has no label, and the user is told at once, because most rows of the file may be affected."""
+    data = "id,text\n1,good\n2,K\udce4se\n3,good\n".encode("utf-8", "surrogateescape")
+    assert written(tmp_path, data).splitlines()[2] == "2,K\udce4se,,"
+    assert re.search(rf"^{tmp_path}/in:3: not UTF-8.*--encoding", capsys.readouterr().err, re.MULTILINE)
+    assert json.loads(written(tmp_path, data, "out.jsonl").splitlines()[1])["text"] == "K\ufffdse"
+    with pytest.raises(InputError, match="--encoding"):
+        written(tmp_path, "text,Gr\udcf6ße\ngood,1\n".encode("utf-8", "surrogateescape"))
+    assert written(tmp_path, "text,Größe\ngood,1\n".encode("cp1252"), encoding="cp1252").startswith("text,Größe,")
+
+
+def test_limits_the_rows(tmp_path: Path) -> None:
+    assert len(written(tmp_path, 'text\ngood\nno\n""\nx\n', limit=3).splitlines()) == 4
+    assert len(written(tmp_path, RECORDS, limit=1).splitlines()[0].split(",")) == 8
+
+
+@pytest.mark.parametrize("kept", ["csv", "json"])
+def test_writes_the_rows_before_damage(tmp_path: Path, kept: str) -> None:
+    lines = "text\n" if kept == "gzip" else ""
+    lines += "".join(
+        f"good {number}\n" if kept == "gzip" else f'{{"text": "good {number}"}}\n' for number in range(9000)
+    )
+    path = tmp_path / "in.gz"
+    path.write_bytes(gzip.compress(lines.encode())[:-1000])
+    with pytest.raises(InputError, match=f"Cannot read {path} to the end"):
+        label_file(path, tmp_path / "out.csv")
+    assert len((tmp_path / "out.csv").read_text().splitlines()) > 1000
+
+
+@pytest.mark.parametrize("data", ["", "text\n", "[]", "a,b\n1,2\n"])
+def test_a_file_without_posts_leaves_the_output_unchanged(tmp_path: Path, data: str) -> None:
+    (tmp_path / "out.csv").write_text("before")
+    with pytest.raises(InputError, match=f"{tmp_path}/in "):
+        written(tmp_path, data)
+    assert (tmp_path / "out.csv").read_text() == "before"
+
+
+def test_an_interrupt_leaves_the_output_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    path.write_text("text\n" + "good\n" * 25)
+    out.write_text("before")
+
+    def interrupted(posts: Iterable[Post]) -> Iterator[tuple[Post, Outcome]]:
+        yield from islice(classify(posts), 20)
+        raise KeyboardInterrupt
+
+    labelling = Labelling(Source, str(path), OutFlags(str(out)), None, alone=False)
+    with pytest.raises(KeyboardInterrupt):
+        labelling.run(lambda: (LABELS, interrupted))
+    assert out.read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.csv", "out.csv"]
+    assert re.search(rf"interrupted after 20 rows; {out} was not written", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("out", "named"),
+    [
+        ("out", ".parquet"),
+        ("out.csv.gz", ".parquet"),
+        ("out.xlsx", ".parquet"),
+        ("no/out.csv", "The folder .*no does not exist"),
+        ("folder.csv", "folder.csv is a folder"),
+        ("in.csv", "in.csv is the input"),
+        ("link.csv", "link.csv is the input"),
+    ],
+)
+def test_refuses_an_output_that_cannot_be_written(tmp_path: Path, out: str, named: str) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text\ngood\n")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "link.csv").symlink_to(path)
+    with pytest.raises(UserError, match=named):
+        label_file(path, tmp_path / out)
+    assert path.read_text() == "text\ngood\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [(OutFlags(scores=True), "scores"), (OutFlags(prefix="x"), "prefix"), (OutFlags(excel=True), "excel")],
+)
+def test_flags_of_the_output_need_one(flags: OutFlags, flag: str) -> None:
+    with pytest.raises(UserError, match=f"--{flag}.*--out"):
+        flags.check()
+
+
+class Stdin:
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BufferedReader(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ("text\ngood\n", "text,label,label_score\ngood,good,0.900000\n"),
+        ('[{"text": "good"}]', '{"text":"good","label":"good","label_score":0.9}\n'),
+    ],
+)
+def test_pipes_have_the_format_of_the_input(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], data: str, shown: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin(data.encode()))
+    label_file("-", "-")
+    captured = capfdbinary.readouterr()
+    assert captured.out.decode() == shown
+    assert b"1 row of stdin" in captured.err
+
+
+@pytest.mark.parametrize("kind", ["stdin", "fifo"])
+def test_keys_of_a_pipe_become_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    path = "-"
+    if kind == "stdin":
+        monkeypatch.setattr(sys, "stdin", Stdin(RECORDS.encode()))
+    else:
+        os.mkfifo(path := str(tmp_path / "pipe"))
+        threading.Thread(target=Path(path).write_text, args=(RECORDS,), daemon=True).start()
+    label_file(path, tmp_path / "out.csv")
+    header, *rows = csv.reader(io.StringIO((tmp_path / "out.csv").read_text()))
+    assert (len(header), len(rows)) == (10, 3)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_late_key_of_a_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin(b'{"text": "good"}\n{"text": "good", "label": "mine"}\n'))
+    with pytest.raises(UserError, match=r"label.*--prefix"):
+        label_file("-", "-")
