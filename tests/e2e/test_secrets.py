@@ -22,6 +22,7 @@ from celery import Celery
 from celery.exceptions import SecurityError
 from kombu.exceptions import DecodeError
 
+from feedmill.stack.addresses import ADDRESSES_FILE
 from feedmill.stack.embedded import WORKER_NODE
 from feedmill.stack.processes import free_port
 from shared.broker import CLASSIFY_TASK, connect, make_app, queue_depth
@@ -276,9 +277,10 @@ def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
 
 def test_no_secret_is_in_logs_or_readable_by_others(up: Up) -> None:
     assert up.data.stat().st_mode & 0o077 == 0
+    private = {up.data / STACK_FILE, up.data / ADDRESSES_FILE}
     for secret in up.secrets:
-        assert set(files_with(up.data.parent, secret)) <= {up.data / STACK_FILE}
-    assert (up.data / STACK_FILE).stat().st_mode & 0o077 == 0
+        assert set(files_with(up.data.parent, secret)) <= private
+    assert all(path.stat().st_mode & 0o077 == 0 for path in private)
     assert any("debug" in path.read_text().lower() for path in up.data.glob("worker.log"))
 
 
