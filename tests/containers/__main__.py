@@ -145,8 +145,8 @@ class Run:
 
     def _kill(self, container: str) -> None:
         """Kill the container's process, as a crash does. `docker kill` would keep it from being restarted."""
-        os.kill(int(self._engine.inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
-        restarts = int(self._engine.inspect(container, "{{.RestartCount}}"))
+        pid, restarts = map(int, self._engine.inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
+        os.kill(pid, signal.SIGKILL)
         until(
             lambda: int(self._engine.inspect(container, "{{.RestartCount}}")) == restarts + 1,
             "it is restarted",

@@ -279,6 +279,8 @@ def running_engine(folder: Path, data: Path) -> Iterator[Engine]:
         try:
             yield engine
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
             tell("stopping the engine")
             engine.stop()
     finally:
