@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-redis long test-gpu matrix lint docs rivals clean
+.PHONY: help demo test test-redis long containers matrix coverage dist test-gpu lint docs rivals clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ test-redis: $(VENV)/test ## Run the tests that use any one redis-server, on the 
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not each_redis and not system_redis" \
 		$(if $(STRICT),--strict-skips) tests/tour tests/integration tests/e2e
 
-long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing
+long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, comparison with Celery, fuzzing, containers
 	$(BIN)/python -m tests.soak_reddit
 	$(BIN)/python -m tests.soak_hours
 	$(BIN)/python -m tests.soak_counts
@@ -47,7 +47,11 @@ long: $(VENV)/test ## Run the long tests: faults, kills, eight simulated hours, 
 	$(BIN)/python -m tests.chaos --posts 20000 --workers 3 --row-ms 4 --rolling 3
 	$(BIN)/python -m tests.chaos --posts 10000 --workers 4 --row-ms 4 --pauses 5 --delays 5 --memory 5 --oom 10 \
 		--hangs 3 --launcher-kills 3 --clock-jumps 10 --poison 1%
+	$(MAKE) containers
 	$(MAKE) matrix
+
+containers: $(VENV)/test ## Build the images and run them under faults, as root, in a Docker engine of their own
+	$(BIN)/python -m tests.containers
 
 matrix: $(VENV)/test ## Run demo and tests on other Pythons, Redis versions and CPU instructions (as root)
 	$(BIN)/python -m tests.matrix $(if $(ROOTS),--roots $(ROOTS))

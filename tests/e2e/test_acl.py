@@ -6,17 +6,19 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from shared.broker import connect, publish, queue_depth, user_errors
+from shared.broker import TRANSPORT_KEYS, connect, publish, queue_depth, user_errors
 from shared.broker import make_app as make_celery
 from shared.errors import RedisUnavailable
 from shared.messages import ClassifyOptions, DeadLetter
 from shared.purge import purge
 from shared.results import ResultsStore
+from shared.scripts.leases import Reservation
 from shared.settings import load
 from tests.support import (
     RedisServer,
@@ -120,6 +122,17 @@ def test_worker_user_may_purge_waiting_and_held_messages(guarded: Guarded) -> No
     ):
         redis.bgrewriteaof()
     guarded.client.acl_log_reset()
+
+
+def test_worker_user_may_return_messages_of_a_killed_worker(guarded: Guarded) -> None:
+    """A worker runs other commands for expired leases than it runs for its own."""
+    guarded.client.lpush("feedmill-killed", "x")
+    keys = (TRANSPORT_KEYS["reserved_key"], TRANSPORT_KEYS["reserved_index_key"])
+    reservation = Reservation(*keys, f"{uuid4().hex}-000000000000", ["feedmill-killed"], [0.05], 1, 10**6)
+    assert len(reservation.reserve(guarded.client)) == 1
+    wait_until(lambda: guarded.refused() or guarded.client.llen("feedmill-killed"), "the message is back in its list")
+    assert guarded.refused() == []
+    guarded.client.delete("feedmill-killed")
 
 
 def test_worker_user_may_manage_dead_letters(guarded: Guarded, tmp_path: Path) -> None:

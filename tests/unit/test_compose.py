@@ -22,7 +22,7 @@ from feedmill.monitoring.dashboard import PASSED_OPTIONS
 from feedmill.stack.processes import free_port
 from shared.settings import Settings
 from tests.support import redis_servers, wait_until
-from tests.unit.test_images import DOCKERFILES, accept, check_health_script, settings_in, words_of
+from tests.unit.test_images import DOCKERFILES, accept, check_health_script, folders_in, settings_in
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
@@ -112,7 +112,15 @@ def test_service_matches_its_image(name: str) -> None:
     assert set(service["build"].get("args", ())) <= set(re.findall(r"^ARG (\w+)", dockerfile_of(service), re.MULTILINE))
     assert ("TORCH_INDEX" in service["build"].get("args", ())) == (tag == "cuda")
     for volume in service.get("volumes", []):
-        assert volume.partition(":")[2] in words_of("VOLUME", dockerfile_of(service))
+        assert volume.partition(":")[2] in folders_in(dockerfile_of(service))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_anonymous_volumes(name: str) -> None:
+    """`down --volumes` leaves the volumes that an image declares and no service mounts."""
+    mounted = {volume.partition(":")[2] for volume in OURS[name].get("volumes", [])}
+    declared = set(re.findall(r'^VOLUME \["(.*)"\]', dockerfile_of(OURS[name]), re.MULTILINE))
+    assert declared <= mounted
 
 
 def test_environment_variables_are_settings() -> None:

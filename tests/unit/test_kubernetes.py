@@ -13,7 +13,7 @@ from typer.main import get_command
 from feedmill.cli.main import app
 from shared.settings import Settings
 from tests.unit.test_compose import SERVICES
-from tests.unit.test_images import DOCKERFILES, accept, settings_in, words_of
+from tests.unit.test_images import DOCKERFILES, accept, folders_in, settings_in
 from tests.unit.test_metrics import known, names_in, promtool
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
@@ -75,7 +75,7 @@ def test_pod_matches_its_image(name: str) -> None:
     image, _, tag = container["image"].partition(":")
     assert (tag in ("cpu", "cuda")) == (name in WORKERS)
     volumes = {volume["mountPath"] for volume in container.get("volumeMounts", ())} - {"/tmp"}  # noqa: S108
-    assert volumes <= set(words_of("VOLUME", DOCKERFILES[image]))
+    assert volumes <= set(folders_in(DOCKERFILES[image]))
     assert f"USER {OURS[name]['spec']['securityContext']['runAsUser']}\n" in DOCKERFILES[image]
     given = {variable["name"]: variable for variable in container["env"]}
     for variable in set(given) - {"WORKER_PASSWORD", "OMP_NUM_THREADS"}:

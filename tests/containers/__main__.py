@@ -1,0 +1,287 @@
+"""Build the images and run docker/compose.yaml under faults, in a Docker engine of its own (`make containers`).
+
+Needs root, and Docker, docker-compose, debootstrap, iptables and iproute2 from Debian's packages; reaches no registry.
+The base image comes from debootstrap, Redis and Prometheus from Debian's packages (engine.py). Phases:
+
+1. Build both images and start the stack: two workers, `feedmill metrics`, Flower, Prometheus.
+2. Six times, send posts and, while they wait: kill a worker, cut one off from Redis' network, pause one, kill Redis,
+   scale to three workers and back to two, stop everything and start it again. After each, all posts must be stored, no
+   dead letter written, all containers and `feedmill health` healthy, and Prometheus' figures right. What ends on
+   SIGTERM must exit with status 0.
+3. Two hosts (two_hosts.py): a worker on another network than Redis and the producer, over a fast and a slow link.
+
+The last line is JSON. Exits 1 if a phase fails. Afterwards, nothing is left but the cache folder: no containers,
+networks, mounts or processes; packet filter and IP forwarding are as before.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.containers.engine import (
+    PRODUCER,
+    WORKER,
+    ContainersError,
+    Engine,
+    build_images,
+    import_base,
+    make_root,
+    missing_requirement,
+    pip_configuration,
+    running_engine,
+    tell,
+    until,
+)
+from tests.containers.posts import SHORT, generated_posts
+from tests.containers.stack import HEALTHY_S, PROJECT, Stack
+from tests.containers.two_hosts import run_two_hosts, worker_log
+
+#: Posts of all phases with faults, and of the two hosts.
+POSTS, TWO_HOSTS_POSTS = 3000, 3000
+#: The largest worker image for CPUs, in bytes.
+MAX_WORKER_BYTES = 900 * 10**6
+#: Seconds for the posts of a phase to be stored.
+STORED_S = 300.0
+#: Seconds that a worker is cut off or paused: longer than its leases.
+AWAY_S = 12.0
+WORKERS = 2
+
+
+class Run:
+    """The phases with faults."""
+
+    def __init__(self, engine: Engine, stack: Stack) -> None:
+        self._engine, self._stack, self._docker = engine, stack, engine.docker
+        self._sent = 0
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.exit_statuses: list[dict[str, list[int]]] = []
+
+    def go(self) -> dict[str, Any]:
+        self._stack.scale(WORKERS)
+        self._stack.wait_until_healthy()
+        self._check_privileges()
+        faults = [
+            self._kill_a_worker, self._cut_a_worker_off, self._pause_a_worker, self._kill_redis, self._scale, self._stop
+        ]  # fmt: skip
+        for fault in faults:
+            self._phase(fault.__name__.strip("_"), fault, POSTS // len(faults))
+        ids = self._stack.exported_ids()
+        self._require(
+            sorted(ids) == [post["id"] for post in generated_posts(0, self._sent)], "each post once in an export"
+        )
+        self._end()
+        self._stack.compose("down", "--volumes")
+        volumes, networks = (
+            self._docker("volume", "ls", "--quiet"),
+            self._docker("network", "ls", "--quiet", "--filter", f"name={PROJECT}"),
+        )
+        self._require(not volumes + networks, f"no volume or network left by `down --volumes`: {volumes} {networks}")
+        return {
+            "sent": self._sent,
+            "stored": len(set(ids)),
+            "dead_letters": 0,
+            "phases": self.phases,
+            "exit_statuses": self.exit_statuses,
+            "volumes_left": len(volumes.split()),
+        }
+
+    def _require(self, holds: object, description: str) -> None:
+        if not holds:
+            raise ContainersError(f"not true: {description}")
+
+    def _check_privileges(self) -> None:
+        template = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}"
+        for each in self._stack.ids("worker-cpu", "metrics", "flower"):
+            self._require(
+                self._engine.inspect(each, template) == "10001 true [ALL]", "unprivileged, read-only containers"
+            )
+
+    # Phases.
+
+    def _phase(self, name: str, fault: Callable[[], None], posts: int) -> None:
+        """Send posts, inject the fault while they wait, and check that all is well afterwards."""
+        tell(f"{name.replace('_', ' ')}: sending {posts} posts")
+        began = time.monotonic()
+        log = self._engine.folder / f"{name}.log"
+        process = self._stack.enqueue(generated_posts(self._sent, posts), log)
+        if process.wait(STORED_S):
+            raise ContainersError(f"enqueue exited with status {process.returncode}: {log.read_text()[-2000:]}")
+        self._sent += posts
+        waiting = self._sent - self._stack.lengths()[0]
+        self._require(waiting > 0, "posts wait when the fault begins")
+        fault()
+        until(lambda: self._stack.lengths()[0] == self._sent, f"{self._sent} posts are stored", STORED_S)
+        self._check()
+        seconds = round(time.monotonic() - began, 1)
+        self.phases[name] = {"waiting": waiting, "seconds": seconds}
+        tell(f"{name.replace('_', ' ')}: {waiting} posts waited; all stored and healthy after {seconds:.0f} s")
+
+    def _check(self) -> None:
+        """Check health, outcomes and metrics."""
+        self._stack.wait_until_healthy()
+        self._require(self._stack.lengths() == (self._sent, 0), "stored = sent, no dead letters")
+        until(lambda: self._stack.feedmill("health"), "`feedmill health` exits with 0", HEALTHY_S)
+        self._stack.wait_until_reported(
+            workers_up=WORKERS,
+            workers_without_redis=0,
+            metrics_up=1,
+            redis_up=1,
+            stored=self._sent,
+            dead_letters=0,
+            queue=0,
+        )
+
+    def _worker(self) -> str:
+        return self._stack.ids("worker-cpu")[0]
+
+    def _kill(self, container: str) -> None:
+        """Kill the container's process, as a crash does. `docker kill` would keep it from being restarted."""
+        pid, restarts = map(int, self._engine.inspect(container, "{{.State.Pid}} {{.RestartCount}}").split())
+        os.kill(pid, signal.SIGKILL)
+        until(
+            lambda: int(self._engine.inspect(container, "{{.RestartCount}}")) == restarts + 1,
+            "it is restarted",
+            HEALTHY_S,
+        )
+
+    def _kill_a_worker(self) -> None:
+        self._kill(self._worker())
+
+    def _kill_redis(self) -> None:
+        self._kill(self._stack.ids("redis")[0])
+
+    def _cut_a_worker_off(self) -> None:
+        worker, network = self._worker(), f"{PROJECT}_queue"
+        self._docker("network", "disconnect", network, worker)
+        try:
+            time.sleep(AWAY_S)
+            self._stack.wait_until_reported(workers_up=WORKERS, workers_without_redis=1)
+            self._require(
+                self._engine.inspect(worker, "{{.State.Health.Status}}") == "healthy", "healthy without Redis"
+            )
+        finally:
+            self._docker("network", "connect", "--alias", "worker-cpu", network, worker)
+
+    def _pause_a_worker(self) -> None:
+        worker = self._worker()
+        self._docker("pause", worker)
+        try:
+            time.sleep(AWAY_S)
+            self._stack.wait_until_reported(workers_up=WORKERS - 1)
+        finally:
+            self._docker("unpause", worker)
+
+    def _scale(self) -> None:
+        self._stack.scale(WORKERS + 1)
+        self._stack.wait_until_healthy()
+        self._stack.wait_until_reported(workers_up=WORKERS + 1)
+        newest = self._stack.ids("worker-cpu")[-1]
+        posts = 100
+        log = self._engine.folder / "scaled.log"
+        process = self._stack.enqueue(generated_posts(self._sent, posts), log)
+        self._require(process.wait(STORED_S) == 0, f"enqueue exits with 0: {log}")
+        self._sent += posts
+        status = self._engine.start("docker", "wait", newest, log=self._engine.folder / "wait.log")
+        self._stack.scale(WORKERS)
+        status.wait(HEALTHY_S)
+        self.exit_statuses.append({"worker-cpu": [int((self._engine.folder / "wait.log").read_text())]})
+        self._check_exit_statuses()
+
+    def _stop(self) -> None:
+        self._end()
+        self._stack.scale(WORKERS)
+        self._stack.wait_until_healthy()
+
+    def _end(self) -> None:
+        self._stack.compose("stop")
+        self.exit_statuses.append(self._stack.exit_statuses())
+        self._check_exit_statuses()
+
+    def _check_exit_statuses(self) -> None:
+        found = self.exit_statuses[-1]
+        self._require(
+            not any(status for statuses in found.values() for status in statuses), f"all exit with status 0: {found}"
+        )
+
+
+def run(given: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
+    """Run everything and add the figures to `found`. Raises ContainersError."""
+    root = make_root(given.cache)
+    with ExitStack() as ending:
+        engine = ending.enter_context(running_engine(folder, given.engine_data or folder / "data"))
+        found["engine"] = engine.wait()
+        found["compose"] = engine.run("docker-compose", "version", "--short")
+        with pip_configuration() as configuration:
+            import_base(engine, root, configuration)
+            found["build_s"] = build_images(engine)
+        sizes = {name: int(engine.inspect(name, "{{.Size}}")) for name in (PRODUCER, WORKER)}
+        found["image_mb"] = {name: round(size / 1e6) for name, size in sizes.items()}
+        tell(f"images in MB: {found['image_mb']}")
+        if sizes[WORKER] > MAX_WORKER_BYTES:
+            raise ContainersError(
+                f"the worker's image has {sizes[WORKER] / 1e6:.0f} MB, more than {MAX_WORKER_BYTES / 1e6:.0f}"
+            )
+        stack = Stack(engine)
+        try:
+            found |= Run(engine, stack).go()
+        except BaseException:
+            tell(f"the stack's last lines:\n{stack.logs()}")
+            raise
+        try:
+            found["two_hosts"] = run_two_hosts(engine, generated_posts(0, TWO_HOSTS_POSTS, SHORT))
+        except BaseException:
+            tell(f"the worker's last lines:\n{worker_log(engine)}")
+            raise
+        hosts = found["two_hosts"]
+        if (hosts["stored"], hosts["dead_letters"], hosts["worker_exit_status"]) != (TWO_HOSTS_POSTS, 0, 0):
+            raise ContainersError(f"posts were lost between the two hosts: {hosts}")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.containers", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path.home() / ".cache" / "feedmill-containers",
+        help="folder that keeps the base image's root between runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine-data", type=Path, help="folder that keeps the engine's images, whose layers later builds reuse"
+    )
+    return parser.parse_args(arguments)
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    if missing := missing_requirement():
+        sys.stderr.write(f"feedmill: {missing}\n")
+        return 1
+    signal.signal(signal.SIGTERM, _exit)
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="feedmill-", ignore_cleanup_errors=True) as folder:
+        try:
+            run(given, Path(folder), found)
+        except (ContainersError, subprocess.SubprocessError) as error:
+            found["failed"] = str(error)
+    found["seconds"] = round(time.monotonic() - began)
+    with suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(found) + "\n")
+    return 1 if "failed" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
