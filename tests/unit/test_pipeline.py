@@ -21,6 +21,7 @@ from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
 from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.device import Device
+from workers.models.shapes import EXACT, Shapes
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 from workers.pipeline import context
@@ -250,6 +251,7 @@ class TwoCores(StandIn):
         class Cpu(NamedTuple):
             name: str = "cpu"
             lanes: int = 2
+            shapes: Shapes = EXACT
 
             def take_share(self, passes: int) -> None:
                 recorder.shares.append(passes)

@@ -59,7 +59,7 @@ class Pipeline:
         self._watch_interval = min(1.0, self._forward_timeout / 4)
         self._watch = Watch(2 * self._watch_interval)
         self.failure: BaseException | None = None
-        self.statistics = Statistics(settings.statistics_interval, time.monotonic())
+        self.statistics = Statistics(settings.statistics_interval, time.monotonic(), classifier.device.shapes)
         context = Context(
             owner, store, poison, self.statistics, self._watch, self._stopping, self._forward_timeout, worker
         )
