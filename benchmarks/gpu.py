@@ -6,7 +6,7 @@ For MiniLM's, DistilBERT's and BART-large's configurations with random weights, 
 would use:
 
 - share of the measured ceiling that forward passes reach: of batches of equal rows, and of micro-batches as the window
-  cuts them from posts; `device` leaves out the time in which the GPU waited for the host;
+  cuts them from posts; `device` leaves out the time between two passes;
 - stalls: how much longer the first pass of a shape takes than later ones. `default` is torch's choice of attention with
   shapes as they come, `no cuDNN` leaves cuDNN out, `few shapes` also pads to few shapes, as a worker does on a GPU;
 - host time per post: tokenize, window, start the forward pass, read the outputs;
@@ -18,6 +18,7 @@ models are tiny and its figures mean nothing. The last line is JSON.
 """
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -39,7 +40,7 @@ from benchmarks.padded_engine import PaddedEngine
 from benchmarks.random_models import save_bart_large, save_distilbert, save_minilm
 from benchmarks.traffic import backlog, day, texts
 from producers.files import Source
-from shared.errors import UserError
+from shared.errors import DeviceFull, DeviceLost, UserError
 from shared.messages import ClassifyOptions, Post
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, LabelSet, Row
@@ -172,15 +173,16 @@ def _one_pass(loaded: Loaded, batch: Sequence[Row]) -> float:
 
 def share(loaded: Loaded, batches: Sequence[Sequence[Row]], ceiling: float, effort: Effort) -> dict[str, float]:
     """Repeat the batches for `seconds`, with a few in flight; return achieved shares of the ceiling (GFLOP/s)."""
+    each = [forward_flops(loaded.config, [row.length for row in batch]) for batch in batches]
     for batch in batches[:IN_FLIGHT]:
         _one_pass(loaded, batch)
     in_flight: deque[Any] = deque()
     device_seconds = flops = 0.0
     began = time.perf_counter()
     while not flops or time.perf_counter() - began < effort.seconds:
-        for batch in batches:
+        for batch, of_batch in zip(batches, each, strict=True):
             in_flight.append(loaded.classifier.forward(batch))
-            flops += forward_flops(loaded.config, [row.length for row in batch])
+            flops += of_batch
             if len(in_flight) > IN_FLIGHT:
                 device_seconds += _finish(in_flight.popleft())
     device_seconds += sum(map(_finish, in_flight))
@@ -294,7 +296,7 @@ def show(found: dict[str, Any]) -> None:
             padding.add_row(speed, waiting, f"{each['exact']:.3f}", f"{each['few']:.3f}")
     console.print(padding)
     models = found["models"]
-    shares = Table("batch, rows × tokens", *models, title="share of the ceiling (of it, while the device computed)")
+    shares = Table("batch, rows × tokens", *models, title="share of the ceiling (without the time between passes)")
     for batch in next(iter(models.values()))["share"]:
         each_share = (model["share"][batch] for model in models.values())
         shares.add_row(batch, *(f"{each['share']:.3f} ({each['device']:.3f})" for each in each_share))
@@ -367,10 +369,11 @@ def main() -> None:
                 ]
                 found["models"][name] = measure(loaded, posts, ceiling, effort)
             del loaded
+            gc.collect()
             chosen.give_back()
         found["window"] = simulate(random.Random(7).choices(lengths, k=10 * effort.day), effort)
         found["seconds"] = round(time.perf_counter() - began)
-    except UserError as error:
+    except (UserError, DeviceFull, DeviceLost) as error:
         sys.exit(f"benchmark: {error}")
     show(found)
     print(json.dumps(found))
