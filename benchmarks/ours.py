@@ -20,6 +20,7 @@ from shared.results import ResultsStore
 from shared.settings import Settings
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.models.classifiers.registry import load_classifier
+from workers.models.shapes import EXACT, Shapes
 
 #: Token budgets that the ideal tries on a CPU and on other devices.
 CPU_BUDGETS = (512, 1024, 2048, 3072, 4096, 8192)
@@ -90,7 +91,7 @@ class Ideal:
 
     def _run(self, posts: Sequence[Post], token_budget: int, lanes: int) -> None:
         rows, classifier = self._prepare(posts)
-        batches = cut(sorted(rows, key=lambda row: row.length), token_budget)
+        batches = cut(sorted(rows, key=lambda row: row.length), token_budget, self._job.device.shapes)
         best: dict[int, str] = {}
         lock = Lock()
 
@@ -128,11 +129,11 @@ def ran(pool: dict[str, Any]) -> dict[str, str]:
     return {"device": where, "dtype": how.partition(":")[0], "model": str(pool["model"]), "weights": pool["weights"]}
 
 
-def cut(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
+def cut(rows: Sequence[Row], token_budget: int, shapes: Shapes = EXACT) -> Iterator[list[Row]]:
     """Cut sorted rows into batches, each with at most `token_budget` tokens including padding."""
     batch: list[Row] = []
     for row in rows:
-        if batch and (len(batch) + 1) * row.length > token_budget:
+        if batch and shapes.tokens(len(batch) + 1, row.length) > token_budget:
             yield batch
             batch = []
         batch.append(row)

@@ -30,18 +30,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BartConfig,
     BertConfig,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 
 from benchmarks.hardware import describe, matrix_ceiling
 from benchmarks.ours import FeedmillVariant, Ideal
+from benchmarks.random_models import CLASSES, save, save_bart_large
 from benchmarks.report import VariantResults, agreement, comparable, draw, print_round, rates, summary
 from benchmarks.rivals import BenchmarkJob, Variant
 from benchmarks.running import run_folder
@@ -57,8 +55,6 @@ from workers.models.weights import EMBEDDED_MODEL, locate
 
 #: Batch sizes to try, and the number of posts to try them on.
 BATCH_SIZES, SAMPLE = (8, 16, 32, 64, 128), 8
-SPECIALS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
-CLASSES = {0: "contradiction", 1: "neutral", 2: "entailment"}
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -166,30 +162,8 @@ class DirectForward:
 
 def make_bart_large(folder: Path, posts: Sequence[Post], layers: int | None) -> None:
     """Save a model with facebook/bart-large-mnli's configuration and a byte-level tokenizer trained on the posts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=30_000,
-        show_progress=False,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator((post.text for post in posts), trainer)
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    config = BartConfig(
-        encoder_layers=layers or 12,
-        decoder_layers=layers or 12,
-        id2label=CLASSES,
-        label2id={name: number for number, name in CLASSES.items()},
-        forced_eos_token_id=None,
-    )
-    _save(config, folder)
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        **SPECIALS,
-        model_max_length=1024,
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
+    shortened: dict[str, Any] = {"encoder_layers": layers, "decoder_layers": layers} if layers else {}
+    save_bart_large(folder, [post.text for post in posts], **shortened)
 
 
 def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None:  # noqa: ARG001 - one signature
@@ -197,21 +171,13 @@ def make_minilm(folder: Path, posts: Sequence[Post], layers: int | None) -> None
     source = locate(EMBEDDED_MODEL).folder
     given = json.loads((source / "config.json").read_text()) | {"id2label": CLASSES, "architectures": None}
     given |= {"label2id": {name: number for number, name in CLASSES.items()}}
-    _save(BertConfig(**given | ({"num_hidden_layers": layers} if layers else {})), folder)
+    given |= {"num_hidden_layers": layers} if layers else {}
+    save(AutoModelForSequenceClassification, BertConfig(**given), folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         shutil.copy(source / name, folder)
 
 
 SHAPES = {"bart-large": make_bart_large, "minilm": make_minilm}
-
-
-def _save(config: Any, folder: Path) -> None:
-    torch.manual_seed(7)
-    model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        if "classif" in name and parameter.ndim == 2:  # with default weights, scores would differ only by rounding
-            torch.nn.init.normal_(parameter, std=1.0)
-    model.save_pretrained(folder)
 
 
 def main() -> None:

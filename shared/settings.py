@@ -168,8 +168,9 @@ class Settings(BaseSettings):
     token_budget: Count | None = None
     #: Maximum rows per micro-batch.
     batch_rows: Count = 256
-    #: Waiting rows at which a worker stops fetching messages. Larger values reduce padding but increase latency.
-    window_rows: Count = 1024
+    #: Waiting rows at which a worker stops fetching messages; it holds at most 1,024 messages. Larger values reduce
+    #: padding on fast devices but increase latency.
+    window_rows: Count = 8192
     #: Seconds of prefetched work, at the device's recent speed, at which a worker stops fetching messages. Prevents
     #: messages from waiting for a slow device while a faster one is idle.
     prefetch_seconds: Seconds = 2.0

@@ -12,6 +12,9 @@ from workers.models.plugins import import_user_module
 from workers.runtime import task  # noqa: F401 - registers the shared task with every application
 from workers.transport.redis_transport import use_leases
 
+#: Maximum messages that a worker holds, apart from those with an ETA. Each costs the host about as much as 32 posts.
+MAX_MESSAGES = 1024
+
 
 def make_worker_app(settings: Settings) -> Application:
     """Return the application, with tasks and pool, for one worker on one device.
@@ -25,12 +28,12 @@ def make_worker_app(settings: Settings) -> Application:
         worker_concurrency=1,
         worker_consumer="workers.runtime.consumer:Consumer",
         worker_autoscaler="workers.runtime.consumer:Scaler",
-        # Counts messages, as if each held one row. The pool's own limit counts rows and is reached first.
-        worker_prefetch_multiplier=settings.window_rows,
+        # The pool's own limit counts rows. This one bounds messages of few posts, which cost the host more.
+        worker_prefetch_multiplier=min(settings.window_rows, MAX_MESSAGES),
         # Messages with an ETA are prefetched on top of that. Without a limit, a worker would take the whole queue; at
         # the limit, it stops prefetching altogether. So the limit is high, and consumer.py bounds the memory of
         # these messages.
-        worker_eta_task_limit=20 * settings.window_rows,
+        worker_eta_task_limit=20 * min(settings.window_rows, MAX_MESSAGES),
         task_track_started=settings.track_started,
     )
     app.steps["consumer"].add("workers.runtime.consumer:ConsumerFit")

@@ -17,6 +17,8 @@ from threading import Event
 from typing import Any
 from unittest.mock import MagicMock
 
+from workers.models.shapes import EXACT
+
 #: Texts in a post's title that make the forward pass raise, or kill the process.
 RAISES, KILLS = "(this one raises)", "(this one kills)"
 #: Text in a post's title that kills the process earlier, during preparation.
@@ -34,6 +36,7 @@ class Device:
 
     name = hardware = "stand-in"
     lanes = 1
+    shapes = EXACT
 
     def take_share(self, passes: int) -> None: ...
 

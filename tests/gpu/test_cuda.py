@@ -19,6 +19,7 @@ from workers.models.classifiers.registry import load_classifier
 from workers.models.device import Device, select_device
 from workers.models.engines.onnx_engine import PROVIDERS
 from workers.models.engines.outputs import device_errors
+from workers.models.shapes import FEW
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +80,18 @@ def test_batches_in_flight_keep_their_own_outputs(folder: Path) -> None:
     in_flight = [gpu.forward(batch) for batch in batches]
     for outputs, expected in zip(in_flight, sequential, strict=True):
         assert torch.allclose(outputs.wait(), expected, atol=1e-5)
+
+
+def test_pads_to_few_shapes_and_needs_no_plans(folder: Path) -> None:
+    gpu = classifier(folder, select_device("cuda"))
+    assert gpu.device.shapes is FEW
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    computed: list[torch.Size] = []
+    gpu._engine.network.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape))
+    batch = rows_of(gpu, 5, 9, 12, 30, 41)
+    longest = max(row.length for row in batch)
+    assert gpu.forward(batch).wait().shape[0] == len(batch)
+    assert computed[-1] == torch.Size((FEW.rows(len(batch)), min(FEW.length(longest), gpu._engine._most)))
 
 
 def test_survives_out_of_memory(folder: Path) -> None:

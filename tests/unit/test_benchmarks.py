@@ -1,13 +1,19 @@
 """The basis of the benchmarks' figures: operation counts, batches of the ideal and comparison of variants."""
 
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BartConfig, BertConfig, BertModel, DistilBertConfig
 
+from benchmarks import hardware
 from benchmarks.hardware import forward_flops
 from benchmarks.ours import cut, ran
 from benchmarks.report import VariantResult, VariantResults, agreement, comparable, summary
@@ -26,6 +32,54 @@ def test_forward_flops_match_torch() -> None:
         for length in (7, 30):
             model(input_ids=torch.ones(1, length, dtype=torch.long))
     assert forward_flops(config.to_dict(), [7, 30]) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DistilBertConfig(dim=48, hidden_dim=100, n_layers=3, n_heads=4),
+        BartConfig(
+            d_model=48, encoder_layers=2, decoder_layers=3, encoder_ffn_dim=100, decoder_ffn_dim=60,
+            encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0,
+        ),
+    ],
+)  # fmt: skip
+def test_forward_flops_of_other_architectures_match_torch(config: Any) -> None:
+    config._attn_implementation = "eager"
+    model: Any = AutoModel.from_config(config).eval()  # type: ignore[no-untyped-call]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for length in (7, 30):
+            model(input_ids=torch.ones(1, length, dtype=torch.long))
+    assert forward_flops(config.to_dict(), [7, 30]) == counter.get_total_flops()
+
+
+def test_describes_machines_without_celery(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("celery", "kombu", "redis"):
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(hardware, "version", version)
+    described = hardware.describe(Device(torch.device("cpu"), torch.float32, "as set"))
+    assert described.endswith("torch 1.0 transformers 1.0")
+
+
+def test_gpu_benchmark_needs_neither_redis_nor_celery() -> None:
+    missing = dict.fromkeys(("celery", "kombu", "redis", "praw"))
+    command = f"import sys; sys.modules.update({missing}); from benchmarks.gpu import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "--device", "cpu", "--quick"],
+        capture_output=True, text=True, check=False, timeout=170, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ceiling_gflops"] > 0
+    assert found["models"].keys() == {"minilm", "distilbert", "bart-large"}
+    for model in found["models"].values():
+        assert model["stalls"].keys() == {"default", "no cuDNN", "few shapes"}
+        assert model["share"]["as cut from posts"]["share"] > 0
+        assert model["host_us_per_post"]["tokenize"] > 0
+    assert found["window"]["shapes"]["few"] < found["window"]["shapes"]["exact"]
 
 
 def test_cut_fills_the_budget_and_keeps_every_row() -> None:

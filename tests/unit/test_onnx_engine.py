@@ -25,6 +25,7 @@ from workers.models.device import Device, select_device
 from workers.models.engines import onnx_engine
 from workers.models.engines.network import LOGITS
 from workers.models.engines.onnx_engine import PROVIDERS, OnnxEngine, exported
+from workers.models.shapes import FEW, Shapes
 from workers.models.weights import EMBEDDED_MODEL, locate
 
 LABELS = ["sports", "technology", "food"]
@@ -74,6 +75,23 @@ def test_scores_match_torch(tmp_path: Path, cache: Path, architecture: str) -> N
             assert ours == pytest.approx(expected, abs=1e-3)
         (alone,) = scores(graph, TEXTS[:1], **options)
         assert alone == pytest.approx(exact[0], abs=1e-3)
+
+
+class FewShapes(Device):
+    """A CPU that pads to few shapes, as a GPU does."""
+
+    @property
+    def shapes(self) -> Shapes:
+        return FEW
+
+
+def test_padding_to_few_shapes_does_not_change_scores(tmp_path: Path, cache: Path) -> None:
+    folder = make_model("bert", tmp_path, NLI)
+    exact = scores(loaded(folder, cache, engine="onnx"), TEXTS, labels=LABELS)
+    settings = Settings(model=str(folder), cache_folder=cache, engine="onnx")
+    few = load_classifier(settings, FewShapes(torch.device("cpu"), torch.float32, "for a test"))
+    for ours, expected in zip(scores(few, TEXTS, labels=LABELS), exact, strict=True):
+        assert ours == pytest.approx(expected, abs=1e-3)
 
 
 def test_embedded_model_matches_torch_and_is_exported_once(

@@ -21,6 +21,7 @@ from tests.fakes.interleaving import interleavings
 from tests.support import wait_until
 from workers.models.classifiers import LabelSet, Row, Scores
 from workers.models.device import Device
+from workers.models.shapes import EXACT, Shapes
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 from workers.pipeline import context
@@ -31,6 +32,8 @@ from workers.pipeline.pipeline import Pipeline
 from workers.pipeline.poison import PoisonTracker
 from workers.pipeline.preparation import MAX_ROWS_PER_MESSAGE
 from workers.pipeline.watch import Step
+from workers.runtime import in_flight
+from workers.runtime.pending import PendingTask
 
 LABELS = LabelSet(("good", "bad"), False, "recipe")
 
@@ -250,6 +253,7 @@ class TwoCores(StandIn):
         class Cpu(NamedTuple):
             name: str = "cpu"
             lanes: int = 2
+            shapes: Shapes = EXACT
 
             def take_share(self, passes: int) -> None:
                 recorder.shares.append(passes)
@@ -470,6 +474,22 @@ def test_hung_job_ends_the_worker_at_its_limit() -> None:
     owner.pipeline.run_on_device_thread(waiting_for(gate), "a trial", 0.2)
     wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
     assert re.search("a trial.*FEEDMILL_FORWARD_TIMEOUT", str(owner.pipeline.failure))
+    gate.set()
+    owner.pipeline.stop()
+
+
+def test_own_task_ends_the_worker_though_the_event_loop_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Celery's timers enforce a task's time limit, but do not run while the consumer waits for Redis."""
+    owner, gate = Owner(forward_timeout=0.4), threading.Event()
+    monkeypatch.setattr(in_flight, "GRACE_S", 0.1)
+    monkeypatch.setattr(PendingTask, "trace", lambda _: gate.wait())
+    monkeypatch.setattr(in_flight, "withdrawn", lambda _: False)
+    requests = in_flight.InFlight(Mock(tasks={}), (None, None))
+    requests.pipeline = owner.pipeline
+    task = Mock(soft_time_limit=None, time_limit=None)
+    requests.run(Mock(task=task, type="own.long", id="1", time_limits=(0.1, None)))
+    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    assert str(owner.pipeline.failure) == "task own.long[1] has hung for 0.2 s, longer than its time limit"
     gate.set()
     owner.pipeline.stop()
 

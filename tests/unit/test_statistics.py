@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.fakes.interleaving import interleavings
+from workers.models.shapes import FEW
 from workers.pipeline.statistics import Histogram, Rates, Speed, Statistics, Totals, rates
 
 
@@ -43,6 +44,12 @@ def test_reports_rates_per_interval() -> None:
     assert statistics.recent(now=161.0) == turned
     assert statistics.next_interval(now=220.0) is None, "a quiet interval is not logged"
     assert statistics.recent(now=221.0).posts == 0
+
+
+def test_counts_all_padding_of_the_device() -> None:
+    statistics = Statistics(60.0, 0.0, FEW)
+    statistics.count([Row(9)] * 5, seconds=1.0, share=1.0)
+    assert (statistics.totals.tokens, statistics.totals.padded_tokens) == (45, 6 * 16)
 
 
 def test_rates_are_never_negative_across_threads() -> None:

@@ -30,7 +30,8 @@ from workers.models.engines.network import (
     read_config,
 )
 from workers.models.engines.outputs import device_errors
-from workers.models.engines.torch_engine import TorchEngine
+from workers.models.engines.torch_engine import TorchEngine, use_attention_without_plans
+from workers.models.shapes import EXACT, FEW
 from workers.models.tokenizer import Tokens
 from workers.models.weights import Weights
 
@@ -85,6 +86,44 @@ def test_packed_outputs_match_padded_ones(folder: Path) -> None:
     assert not padded.packed
     rows = rows_of(2, 7, 7, 30)
     assert torch.allclose(padded.forward(rows), packed.forward(rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 5, 9, 40), (195,), (3, 3, 194, 195, 2)])
+def test_padding_to_few_shapes_does_not_change_outputs(folder: Path, lengths: tuple[int, ...]) -> None:
+    limit = max_row_tokens(read_config(weights(folder))) or 0
+    rows = rows_of(*lengths)
+    engine = TorchEngine(weights(folder), FP32, ("mean", "cls"), 1, limit, packed=False, shapes=FEW)
+    computed: list[torch.Size] = []
+    engine.network.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape))
+    outputs = engine.forward(rows)
+    assert computed == [torch.Size((FEW.rows(len(lengths)), min(FEW.length(max(lengths)), limit)))]
+    assert outputs.shape[0] == len(rows)
+    assert torch.allclose(outputs, alone(folder, rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["bart", "bert", "distilbert", "gpt2"])
+def test_padding_to_few_shapes_does_not_change_logits(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path, NLI)
+    rows = [Tokens([*row.ids[:-1], 2]) for row in rows_of(2, 7, 7, 30, 31)]
+    exact, few = (engine_of(folder, LOGITS, packed=False, shapes=shapes) for shapes in (EXACT, FEW))
+    assert torch.allclose(few.forward(rows), exact.forward(rows), atol=1e-4)
+
+
+def test_only_cuda_has_few_shapes_and_no_cudnn_attention() -> None:
+    gpu = Device(torch.device("cuda"), torch.float16, "for a test")
+    assert (FP32.shapes, gpu.shapes) == (EXACT, FEW)
+    torch_cuda: Any = torch.backends.cuda  # without annotations
+    before = torch_cuda.cudnn_sdp_enabled()
+    try:
+        torch_cuda.enable_cudnn_sdp(True)
+        use_attention_without_plans(FP32)
+        assert torch_cuda.cudnn_sdp_enabled()
+        use_attention_without_plans(gpu)
+        assert not torch_cuda.cudnn_sdp_enabled()
+        assert torch_cuda.flash_sdp_enabled()
+        assert torch_cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch_cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize("architecture", ["roberta", "xlm-roberta"])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.settings import Settings
 from tests.fakes.interleaving import interleavings
+from workers.models.shapes import FEW
 from workers.pipeline.poison import IsolationQueue
 from workers.pipeline.window import Window
 
@@ -55,6 +55,19 @@ def test_keeps_the_budget_unless_one_row_exceeds_it(lengths: list[int], budget: 
     while batch := window.take(budget, limit):
         assert len(batch) <= limit
         assert len(batch) == 1 or len(batch) * max(row.length for row in batch) <= budget
+
+
+@given(lengths, budgets, limits)
+def test_keeps_the_budget_with_all_padding(lengths: list[int], budget: int, limit: int) -> None:
+    window: Window[Row] = Window(Clock(), FEW)
+    for length in lengths:
+        window.add(Row(length))
+    taken = 0
+    while batch := window.take(budget, limit):
+        taken += len(batch)
+        assert len(batch) <= limit
+        assert len(batch) == 1 or FEW.tokens(len(batch), batch[-1].length) <= max(budget, FEW.length(batch[-1].length))
+    assert taken == len(lengths)
 
 
 @given(lengths.filter(bool), budgets, limits, st.data())
@@ -117,9 +130,9 @@ def test_full_window_of_typical_lengths_pads_little(seed: int, bodies: float, sp
         return min(256, title + body)
 
     tokens = padded = 0
-    # The default window. With half as many rows, efficiency drops below the limit if long posts are rare (0.924 if
-    # one post in 200 has a body).
-    for _ in range(Settings().window_rows):
+    # With half as many rows, efficiency drops below the limit if long posts are rare (0.924 if one post in 200 has a
+    # body).
+    for _ in range(1024):
         window.add(Row(length()))
     for _ in range(200):
         batch = window.take(1024, 256)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shared.errors import SettingsError, UserError
+from workers.models.shapes import EXACT, FEW, Shapes
 
 #: Number of cores that torch uses. OMP_NUM_THREADS overrides the default.
 TORCH_THREADS = torch.get_num_threads()
@@ -46,6 +47,11 @@ class Device(NamedTuple):
         slowest one after every operation.
         """
         return min(TORCH_THREADS, MAX_LANES) if self.torch.type == "cpu" else 1
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes to which engines pad micro-batches on this device."""
+        return FEW if self.torch.type == "cuda" else EXACT
 
     def take_share(self, passes: int) -> None:
         """Limit the calling thread to its share of the cores while `passes` forward passes run in parallel."""

@@ -47,6 +47,16 @@ def padded(rows: Sequence[Sequence[int]], longest: int, padding_token: int, pinn
     return tensor
 
 
+def filled(rows: Sequence[Tokens], count: int) -> Sequence[Tokens]:
+    """Return `count` rows: the given ones, followed by copies of the shortest. The copies' outputs are to be dropped.
+
+    Copies, because a row of padding alone could give values that are not finite.
+    """
+    if len(rows) == count:
+        return rows
+    return [*rows, *[min(rows, key=lambda row: len(row.ids))] * (count - len(rows))]
+
+
 class Frame(NamedTuple):
     """The special tokens around and between the two texts of a pair, and the type ids of all parts."""
 

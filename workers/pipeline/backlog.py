@@ -36,8 +36,8 @@ class Loaded:
         self.budget = budget
         #: Called on the writer thread once all results of the previous model are stored.
         self.on_active = on_active
-        self.window: Window[Row] = Window(time.monotonic)
-        self.isolated: IsolationQueue[Row] = IsolationQueue()
+        self.window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
+        self.isolated: IsolationQueue[Row] = IsolationQueue(classifier.device.shapes)
         label_set = classifier.label_set(ClassifyOptions())
         #: A row that belongs to no message. Computing it shows that the device works.
         self.proof = classifier.prepare(["A first post."], label_set)[0]

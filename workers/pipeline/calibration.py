@@ -185,7 +185,7 @@ def _tokens_per_second(classifier: Classifier, budget: int, row_limit: int) -> f
     """Return real tokens per second (without padding) in batches cut from a window of generated rows."""
     lengths = random.Random(budget)
     label_set = classifier.label_set(ClassifyOptions())
-    window: Window[Row] = Window(time.monotonic)
+    window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
     tokens = waiting = 0
     spent = 0.0
     while spent < MIN_TRIAL_S:

@@ -59,7 +59,7 @@ class Pipeline:
         self._watch_interval = min(1.0, self._forward_timeout / 4)
         self._watch = Watch(2 * self._watch_interval)
         self.failure: BaseException | None = None
-        self.statistics = Statistics(settings.statistics_interval, time.monotonic())
+        self.statistics = Statistics(settings.statistics_interval, time.monotonic(), classifier.device.shapes)
         context = Context(
             owner, store, poison, self.statistics, self._watch, self._stopping, self._forward_timeout, worker
         )
@@ -201,8 +201,10 @@ class Pipeline:
                 self._fail_as_hanging(self._threads[_lane_name(lane)].ident, what)
                 return
             for step in self._watch.longer_than(self._forward_timeout):
-                if step.limit is not None:
-                    what = f"{step.what} has hung for {step.limit:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
+                if step.limit is not None and self._watch.now() - step.began > step.limit:
+                    what = f"{step.what} has hung for {step.limit:.4g} s, longer than its time limit"
+                    if step.limit == self._forward_timeout:
+                        what = f"{step.what} has hung for {step.limit:.0f} s (FEEDMILL_FORWARD_TIMEOUT)"
                     self._fail_as_hanging(step.thread, what)
                     return
                 if step.began != warned_of:

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from shared.keys import PASSES, poison_key
 from shared.messages import digest
 from shared.scripts import poison as scripts
+from workers.models.shapes import EXACT, Shapes
 from workers.pipeline.window import R, Window
 
 #: Number of deaths after which a post is not computed again. In all passes but the first it ran in isolation.
@@ -68,13 +69,16 @@ class PoisonTracker:
 
 
 class IsolationQueue(Generic[R]):
-    """Rows of suspected poison posts that wait for the device. Only the queue's length is thread-safe."""
+    """Rows of suspected poison posts that wait for the device. Only the queue's length is thread-safe.
 
-    def __init__(self) -> None:
+    shapes: see Window.
+    """
+
+    def __init__(self, shapes: Shapes = EXACT) -> None:
         #: The rows of each waiting post.
         self._posts: deque[Sequence[R]] = deque()
         #: The rows of the post that is computed now.
-        self._current: Window[R] = Window(time.monotonic)
+        self._current: Window[R] = Window(time.monotonic, shapes)
         #: A separate count, as in Window.
         self._rows = 0
 

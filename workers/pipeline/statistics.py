@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from workers.models.shapes import EXACT, Shapes
 from workers.pipeline.window import HasLength
 
 #: Upper bounds, inclusive, of the histogram buckets. Rows and tokens use powers of two.
@@ -41,7 +42,7 @@ class Totals:
     batches: int = 0
     rows: int = 0
     tokens: int = 0
-    #: Tokens of all micro-batches if padded: each batch's longest row times its rows.
+    #: Tokens of all micro-batches if padded: each batch's longest row times its rows, or its shape on a GPU.
     padded_tokens: int = 0
     #: Seconds that the whole device computed. A lane counts for its share of the device.
     device_seconds: float = 0.0
@@ -125,10 +126,12 @@ class Speed:
 class Statistics:
     """A worker's totals, its rates over the last complete interval, and histograms of its micro-batches.
 
-    interval: in seconds. now (in all methods): seconds of a monotonic clock.
+    interval: in seconds. now (in all methods): seconds of a monotonic clock. shapes: what the device pads micro-batches
+    to.
     """
 
-    def __init__(self, interval: float, now: float) -> None:
+    def __init__(self, interval: float, now: float, shapes: Shapes = EXACT) -> None:
+        self._shapes = shapes
         self.totals = Totals()
         #: Histograms of micro-batches, written only by the writer thread: rows, padded tokens, share of padding, and
         #: seconds per forward pass.
@@ -147,7 +150,7 @@ class Statistics:
     def count(self, rows: Sequence[HasLength], seconds: float, share: float) -> None:
         """Count a micro-batch whose forward pass took `seconds` on a share of the device."""
         lengths = [row.length for row in rows]
-        tokens, padded = sum(lengths), len(lengths) * max(lengths)
+        tokens, padded = sum(lengths), self._shapes.tokens(len(lengths), max(lengths))
         self.totals.batches += 1
         self.totals.rows += len(lengths)
         self.totals.tokens += tokens

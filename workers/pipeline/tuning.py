@@ -111,9 +111,10 @@ class Tuning:
         self._full: dict[str, int] = {}
         self.tokens = sum(row.length for rows in by_post for row in rows)
         self.packed = classifier.packed
+        shapes = classifier.device.shapes
         #: Padded tokens of each batch, by size.
         self._padded = {
-            size: [len(batch) * batch[-1].length for batch in self._cut(by_post, size)]
+            size: [shapes.tokens(len(batch), batch[-1].length) for batch in self._cut(by_post, size)]
             for size in (Size(kind, value) for kind, values in wanted.items() for value in values)
             if size.value < (self._unfilled[size.kind] or math.inf)
         }
@@ -182,9 +183,13 @@ class Tuning:
     def _batches(self, by_post: Sequence[Sequence[Row]], token_budget: int) -> list[list[Row]]:
         """Cut sorted rows into batches within the token budget. A row that alone exceeds it gets its own batch."""
         batches: list[list[Row]] = []
-        limit = self._settings.batch_rows
+        limit, shapes = self._settings.batch_rows, self._classifier.device.shapes
         for row in _by_length(by_post):
-            if not batches or (len(batches[-1]) + 1) * row.length > token_budget or len(batches[-1]) == limit:
+            if (
+                not batches
+                or shapes.tokens(len(batches[-1]) + 1, row.length) > token_budget
+                or len(batches[-1]) == limit
+            ):
                 batches.append([])
             batches[-1].append(row)
         return batches

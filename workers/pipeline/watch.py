@@ -59,7 +59,7 @@ class Watch:
             del self._steps[thread]
 
     def longer_than(self, seconds: float) -> list[Step]:
-        """Return the steps that have run for longer than their limit, or longer than `seconds` if they have none."""
+        """Return the steps that have run for longer than their limit, or longer than `seconds`."""
         now = self.now()
         steps = list(self._steps.values())
-        return [step for step in steps if now - step.began > (seconds if step.limit is None else step.limit)]
+        return [step for step in steps if now - step.began > min(seconds, step.limit or seconds)]

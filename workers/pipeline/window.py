@@ -15,6 +15,8 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from workers.models.shapes import EXACT, Shapes
+
 
 class HasLength(Protocol):
     """A row as the window sees it: its number of tokens."""
@@ -48,10 +50,15 @@ class _Waiting(NamedTuple, Generic[R]):
 
 
 class Window(Generic[R]):
-    """Rows that wait for the device. clock: returns monotonic seconds, for `oldest_age`."""
+    """Rows that wait for the device.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    clock: returns monotonic seconds, for `oldest_age`.
+    shapes: what the device pads micro-batches to.
+    """
+
+    def __init__(self, clock: Callable[[], float], shapes: Shapes = EXACT) -> None:
         self._clock = clock
+        self._shapes = shapes
         #: Waiting rows by priority. A priority without rows is absent.
         self._waiting: dict[int, _Waiting[R]] = {}
         self._arrivals = 0
@@ -80,27 +87,27 @@ class Window(Generic[R]):
         """Remove and return the next micro-batch, sorted by length; empty if no row waits.
 
         It contains the oldest row of the most urgent priority, at most `row_limit` rows, and at most `token_budget`
-        tokens (longest row times number of rows). A row that alone exceeds the budget goes by itself.
+        tokens, padding included. A row that alone exceeds the budget goes by itself.
         """
         batch: list[_Entry[R]] = []
         for priority in sorted(self._waiting):
             waiting = self._waiting[priority]
             if batch:
-                room = min(row_limit, token_budget // max(1, batch[-1][0])) - len(batch)
+                room = self._shapes.fit(batch[-1][0], token_budget, row_limit) - len(batch)
                 if room <= 0:
                     break
                 fitting = bisect_left(waiting.by_length, (batch[-1][0] + 1, 0))
                 batch = waiting.remove(max(0, fitting - room), fitting) + batch
                 batch.sort(key=lambda entry: entry[0])
             else:
-                batch = waiting.remove(*_cut(waiting, token_budget, row_limit))
+                batch = waiting.remove(*_cut(waiting, self._shapes, token_budget, row_limit))
             if not waiting.by_length:
                 del self._waiting[priority]
         self._rows -= len(batch)
         return [row for _, _, row in batch]
 
 
-def _cut(waiting: _Waiting[R], token_budget: int, row_limit: int) -> tuple[int, int]:
+def _cut(waiting: _Waiting[R], shapes: Shapes, token_budget: int, row_limit: int) -> tuple[int, int]:
     """Return the start and end of the best run of neighbouring lengths that contains the oldest row."""
     number, (anchor, _) = next(iter(waiting.by_age.items()))
     rows = waiting.by_length
@@ -108,14 +115,17 @@ def _cut(waiting: _Waiting[R], token_budget: int, row_limit: int) -> tuple[int, 
     first = max(0, at + 1 - row_limit)
     sums = list(accumulate((length for length, _, _ in rows[first : at + row_limit]), initial=0))
     best, low, high = 0.0, at, at
+    fit, longest = 1, -1
     for end in range(at, min(at + row_limit, len(rows))):
         # With rows[end] as the longest row, the rows down to rows[begin] fit.
-        longest = max(1, rows[end][0])
-        begin = max(0, end + 1 - max(1, min(row_limit, token_budget // longest)))
+        if rows[end][0] != longest:
+            longest = rows[end][0]
+            fit = shapes.fit(longest, token_budget, row_limit)
+        begin = max(0, end + 1 - fit)
         if begin > at:
             break
         tokens = sums[end + 1 - first] - sums[begin - first]
-        gain = tokens / ((end + 1 - begin) * longest + BATCH_COST)
+        gain = tokens / (shapes.tokens(end + 1 - begin, longest) + BATCH_COST)
         if gain > best:
             best, low, high = gain, begin, end
     return low, high + 1

@@ -201,7 +201,7 @@ class Deployer:
                     ) from None
                 tokens = len(rows) * rows[0].length // 2
                 logger.warning("micro-batches of %s hold at most %d tokens beside the active model", name, tokens)
-        window: Window[Row] = Window(time.monotonic)
+        window: Window[Row] = Window(time.monotonic, classifier.device.shapes)
         for rows in classifier.prepare(CANARY_POSTS, label_set):
             for row in rows:
                 window.add(row)
@@ -218,7 +218,7 @@ class Deployer:
         """Return the rows of the largest micro-batch that fits the budget `tokens`."""
         label_set = classifier.label_set(ClassifyOptions())
         length = classifier.prepare([LONG_POST], label_set)[0][0].length
-        count = max(1, min(self._settings.batch_rows, tokens // length))
+        count = classifier.device.shapes.fit(length, tokens, self._settings.batch_rows)
         posts = classifier.prepare([LONG_POST] * math.ceil(count / label_set.rows), label_set)
         return [row for of_post in posts for row in of_post][:count]
 

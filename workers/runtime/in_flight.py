@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two attempts to finish a message whose result Redis does not accept.
 RETRY_INTERVAL_S = 5.0
+#: Seconds beyond an own task's time limit after which the pipeline ends the worker, if Celery's timer has not: timers
+#: run on the event loop, which stands still while the consumer waits for Redis.
+GRACE_S = 30.0
 
 
 class InFlight(Owner):
@@ -83,7 +86,9 @@ class InFlight(Owner):
         self._held.add(pending)
         if not isinstance(request.task, ClassifyTask):
             job = partial(self._run_whole, pending)
-            self.pipeline.run_on_device_thread(job, f"task {request.type}[{request.id}]")
+            limits = pending.limits(*self._limits)
+            hard = [limit + GRACE_S for limit, fault in limits if isinstance(fault, TimeLimitExceeded)]
+            self.pipeline.run_on_device_thread(job, f"task {request.type}[{request.id}]", next(iter(hard), None))
             return None
         delivery, priority = request.delivery_info, request.delivery_info["priority"]
         pending.message = Message(

@@ -25,8 +25,8 @@ from shared.errors import ModelError, SettingsError, clause
 from shared.messages import digest
 from shared.settings import Settings
 from workers.models.device import TORCH_THREADS, Device
-from workers.models.engines.network import Network, padding_token, read_config
-from workers.models.tokenizer import Tokens, padded
+from workers.models.engines.network import Network, max_row_tokens, padding_token, read_config
+from workers.models.tokenizer import Tokens, filled, padded
 from workers.models.weights import Weights
 
 try:
@@ -62,7 +62,9 @@ class OnnxEngine:
 
     def __init__(self, weights: Weights, device: Device, reads: Sequence[str], pad_id: int, settings: Settings) -> None:
         self.device = device
-        self._pad_id = padding_token(read_config(weights, settings.trust_remote_code), pad_id)
+        config = read_config(weights, settings.trust_remote_code)
+        self._pad_id = padding_token(config, pad_id)
+        self._most = max_row_tokens(config)
         graph = exported(weights, device.dtype, reads, pad_id, settings)
         options = onnxruntime.SessionOptions()
         # Lanes run in parallel and share the cores.
@@ -104,8 +106,11 @@ class OnnxEngine:
     def begin(self) -> float:
         return time.perf_counter()
 
-    def forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+    def forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
+        rows = filled(given_rows, self.device.shapes.rows(len(given_rows)))
         longest = max(len(row.ids) for row in rows)
+        length = self.device.shapes.length(longest)
+        longest = max(longest, min(length, self._most or length))
         feed = {
             "input_ids": padded([row.ids for row in rows], longest, self._pad_id),
             "mask": padded([[1] * len(row.ids) for row in rows], longest, 0),
@@ -117,7 +122,7 @@ class OnnxEngine:
         except Exception as error:
             # ONNX Runtime raises its own types; `device_errors` classifies RuntimeErrors by their text.
             raise RuntimeError(str(error)) from error
-        return torch.from_numpy(read)
+        return torch.from_numpy(read)[: len(given_rows)]
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

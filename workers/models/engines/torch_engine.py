@@ -2,7 +2,8 @@
 
 A micro-batch has one of two layouts:
 
-- padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model.
+- padded: [rows, longest row], with a mask. Works on GPUs, with `torch.compile` and for every model. On CUDA, rows and
+  lengths are padded further, to one of a few shapes (shapes.py).
 - packed: the rows concatenated into a single sequence in which each row attends only to itself. Nothing is computed for
   padding, and attention needs no mask (on a CPU in half precision, a mask costs a quarter of the forward pass).
   Requires a CPU and an encoder that takes token positions as an argument.
@@ -24,7 +25,8 @@ from transformers import AttentionInterface
 from workers.models.device import Device
 from workers.models.engines.network import PACKABLE_TYPES, Network, Run, first_position, read_config
 from workers.models.engines.outputs import device_errors
-from workers.models.tokenizer import Tokens, padded
+from workers.models.shapes import Shapes
+from workers.models.tokenizer import Tokens, filled, padded
 from workers.models.weights import Weights
 
 #: Name under which `packed_attention` is registered with transformers.
@@ -60,12 +62,23 @@ def packed_attention(
 AttentionInterface.register(PACKED, packed_attention)
 
 
+def use_attention_without_plans(device: Device) -> None:
+    """Exclude cuDNN from torch's implementations of attention in this process, if the device is a CUDA GPU.
+
+    On Hopper and Blackwell (sm90, sm100) torch tries cuDNN first, even with a padding mask. cuDNN builds an execution
+    plan for each new combination of rows and length, which takes tens to hundreds of milliseconds and blocks the device
+    thread. The other implementations (flash, memory-efficient) need no plans.
+    """
+    if device.torch.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class TorchEngine:
     """A transformers model on its device.
 
     reads: outputs to return, LOGITS or pooling modes (network.py). pad_id: padding token if the model names none.
     most: maximum tokens per row. compiled: use torch.compile. packed: pack micro-batches where supported. remote_code:
-    allow Python code that comes with the model.
+    allow Python code that comes with the model. shapes: of padded micro-batches; None selects the device's.
     Raises ModelError if the folder does not hold such a model.
     """
 
@@ -80,10 +93,13 @@ class TorchEngine:
         compiled: bool = False,
         packed: bool = True,
         remote_code: bool = False,
+        shapes: Shapes | None = None,
     ) -> None:
         self.device = device
+        self._shapes = shapes or device.shapes
         self.home = device.torch
         self._cuda = device.torch.type == "cuda"
+        use_attention_without_plans(device)
         self._copies = torch.cuda.Stream(device.torch) if self._cuda else None  # type: ignore[no-untyped-call]
         config = read_config(weights, remote_code)
         # Remote code may claim a known model type and behave differently.
@@ -97,7 +113,7 @@ class TorchEngine:
         self._first_position = first_position(config)
         self._pad_id = self.network.pad_id
         self._most = most
-        self._length_bucket = LENGTH_BUCKET if compiled else 1
+        self._compiled = compiled
         self._run = torch.compile(self.network, dynamic=True) if compiled else self.network
 
     def begin(self) -> Any:
@@ -144,12 +160,13 @@ class TorchEngine:
         positions: NDArray[np.int64] = (real.cumsum(1) * real + padding).ravel()
         return positions
 
-    def _padded_forward(self, rows: Sequence[Tokens]) -> torch.Tensor:
+    def _padded_forward(self, given_rows: Sequence[Tokens]) -> torch.Tensor:
+        rows = filled(given_rows, self._shapes.rows(len(given_rows)))
         lengths = torch.tensor([len(row.ids) for row in rows], pin_memory=self._cuda)
         longest = int(lengths.max())
-        padding = bool(lengths.min() < longest)  # rows of equal length need no mask
-        if self._length_bucket > 1:
-            padding, longest = True, min(-(-longest // self._length_bucket) * self._length_bucket, self._most)
+        # Rows of equal length need no mask; where shapes are few, each has one, so that a shape is a single program.
+        padding = bool(lengths.min() < longest) or self._compiled or self._shapes.few
+        longest = max(longest, min(self._padded_length(longest), self._most))
         mask = torch.arange(longest, device=self.device.torch) < self.to_device(lengths).unsqueeze(1)
         given = None
         if padding:
@@ -159,7 +176,10 @@ class TorchEngine:
         if any(row.types for row in rows):
             types = self.to_device(padded([row.types or () for row in rows], longest, 0, self._cuda))
         read: torch.Tensor = self._run(ids, mask, types, given)
-        return read
+        return read[: len(given_rows)]
+
+    def _padded_length(self, longest: int) -> int:
+        return -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET if self._compiled else self._shapes.length(longest)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the tensor to the device; on a GPU, on a separate stream that overlaps with computation."""
