@@ -7,7 +7,7 @@ worker's, so results and measurements apply to a worker as well.
 import logging
 import queue
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 
 from shared.errors import ModelError
@@ -52,8 +52,10 @@ def classify(
     settings: Settings,
     budget: TokenBudget,
     options: ClassifyOptions | None = None,
-) -> Iterator[tuple[Post, Outcome]]:
+) -> Generator[tuple[Post, Outcome]]:
     """Yield each post with its outcome, in order. Read ahead no further than the window's size.
+
+    Close the generator to stop the pipeline before its end.
 
     Raises RequestRefused for options that the model does not support, and ModelError if the device fails permanently.
     """
