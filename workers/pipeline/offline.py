@@ -22,6 +22,9 @@ from workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
+#: Seconds to wait for the end of a forward pass when the caller stops early. A process that exits during one aborts.
+MAX_STOP_S = 60.0
+
 
 class Finished(Owner):
     """An owner that queues each finished message, and None if the pipeline fails."""
@@ -87,7 +90,7 @@ def classify(
                 for post, outcome in zip(its_posts, first.outcomes, strict=True):
                     yield post, outcome or PostError(id=post.id, error=str(first.refused))
     finally:
-        pipeline.stop()
+        pipeline.stop(MAX_STOP_S)
 
 
 def pipeline_error(pipeline: Pipeline) -> ModelError:
