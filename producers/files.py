@@ -259,7 +259,8 @@ class Source:
             raise InputError(
                 f"{self.name} is neither JSON nor a CSV file with a title or body column (its columns: "
                 f"{printable(', '.join(self.table.header)):.200}). Name the column of the text with --body-column, or "
-                f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}."
+                f"rename it to one of: {', '.join(FIELD_ALIASES['title'] + FIELD_ALIASES['body'])}. If the "
+                "first line is not a header, add one."
             )
         is_export = exported.is_export_row(header)
         has_rows = False

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from feedmill.labelling.columns import Columns, Survey, check_header, check_new_columns, new_columns
-from feedmill.labelling.rows import Classify, Reasons, Tally, is_wrong_encoding, labelled
+from feedmill.labelling.rows import UNCERTAIN_MARGIN, Classify, Reasons, Tally, is_wrong_encoding, labelled
 from feedmill.labelling.writers import CsvLayout, format_of, writer_of
 from producers.files import Row, Source, is_file
 from shared.atomic_files import replacing
@@ -153,9 +153,11 @@ class Labelling:
         columns = Columns(given, kinds, new_columns(labels, self._flags.prefix), labels)
         check_new_columns(source, given, columns.new)
         bar = _LabellingBar(source, self.tally, self._notes, survey.rows if survey else None)
-        with self._output() as file, self._explaining_interrupts(), bar:
+        found_rows = labelled(bar.count(rows), classify)
+        # Closed after any error: threads of a running model would abort the process at its exit.
+        with self._output() as file, self._explaining_interrupts(), bar, closing(found_rows):
             writer = writer_of(self._format(source), file, columns, self._layout(source))
-            for row, found in labelled(bar.count(rows), classify):
+            for row, found in found_rows:
                 if is_wrong_encoding(found) and found not in self.tally.unlabelled.counts:
                     self._notes.print(escape(f"{source.name}:{row.place}: {found}"))
                 self.tally.add(row, found)
@@ -215,7 +217,9 @@ class Labelling:
         if more := tally.labels.keys() - {label for label, _ in labels}:
             lines.append(f"  and {len(more):,} more labels, {_rows(sum(tally.labels[label] for label in more))}")
         if tally.uncertain:
-            lines.append(f"uncertain: {_rows(tally.uncertain)}, {self.tally.meaning_of_uncertain}")
+            lines.append(
+                f"uncertain: {_rows(tally.uncertain)}, whose two best labels are less than {UNCERTAIN_MARGIN} apart"
+            )
         lines += _reasons("no label", tally.unlabelled)
         lines += _reasons("left out", tally.left_out)
         return "\n".join(lines)

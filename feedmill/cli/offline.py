@@ -1,7 +1,8 @@
 """The `feedmill classify` command: classify a text or a file in this process, without Redis or a worker."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -73,7 +74,11 @@ def classify(
         posts = islice(reading.posts(), limit)
         # Read a post before loading the model, which takes seconds: the file may have none.
         first = list(islice(posts, 1))
-        failed = _show_posts(classify_posts(chain(first, posts), settings, options), as_json) if first else 0
+        failed = 0
+        if first:
+            # Closed after any error: threads of a running model would abort the process at its exit.
+            with closing(classify_posts(chain(first, posts), settings, options)) as outcomes:
+                failed = _show_posts(outcomes, as_json)
         reading.end()
         raise typer.Exit(1 if failed or reading.skipped else 0)
     ((post, outcome),) = classify_posts([_post(what)], settings, options)
@@ -121,7 +126,7 @@ def _label_file(
 
 def classify_posts(
     posts: Iterable[Post], settings: Settings, options: ClassifyOptions
-) -> Iterator[tuple[Post, Outcome]]:
+) -> Generator[tuple[Post, Outcome]]:
     """Yield each post with its outcome from the model in the settings.
 
     Raises UserError if the model cannot be loaded, refuses the options, or the device fails.

@@ -1,7 +1,8 @@
 """Pair a file's rows with their classifications, and count the outcomes."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,11 +12,9 @@ from shared.messages import Classification, Outcome, Post
 
 #: A label is uncertain if the second-best label's score is closer than this.
 UNCERTAIN_MARGIN = 0.1
-#: A label that is scored by itself is uncertain below this score.
-UNCERTAIN_SCORE = 0.5
 
 #: Function that classifies posts in order, such as workers.pipeline.offline.classify.
-Classify = Callable[[Iterable[Post]], Iterator[tuple[Post, Outcome]]]
+Classify = Callable[[Iterable[Post]], Generator[tuple[Post, Outcome]]]
 
 
 class LabelledRow(NamedTuple):
@@ -25,8 +24,8 @@ class LabelledRow(NamedTuple):
     found: Classification | str
 
 
-def labelled(rows: Iterable[Row], classify: Classify) -> Iterator[LabelledRow]:
-    """Yield every row with its classification, in order."""
+def labelled(rows: Iterable[Row], classify: Classify) -> Generator[LabelledRow]:
+    """Yield every row with its classification, in order. Close the generator to stop the model."""
     waiting: deque[Row] = deque()
 
     def posts() -> Iterator[Post]:
@@ -39,10 +38,11 @@ def labelled(rows: Iterable[Row], classify: Classify) -> Iterator[LabelledRow]:
         while waiting and isinstance(waiting[0].post, str):
             yield LabelledRow(waiting[0], str(waiting.popleft().post))
 
-    for _, outcome in classify(posts()):
-        yield from without_posts()
-        yield LabelledRow(waiting.popleft(), outcome if isinstance(outcome, Classification) else outcome.error)
-        yield from without_posts()
+    with closing(classify(posts())) as outcomes:
+        for _, outcome in outcomes:
+            yield from without_posts()
+            yield LabelledRow(waiting.popleft(), outcome if isinstance(outcome, Classification) else outcome.error)
+            yield from without_posts()
     yield from without_posts()
 
 
@@ -59,7 +59,7 @@ class Reasons:
 
 
 class Tally:
-    """Counts of labelled rows. alone: each label is scored by itself."""
+    """Counts of labelled rows. alone: each label is scored by itself, so several may apply and none is uncertain."""
 
     def __init__(self, alone: bool) -> None:
         self._alone = alone
@@ -78,17 +78,9 @@ class Tally:
         else:
             (self.left_out if row.values is None else self.unlabelled).add(found, row.place)
 
-    @property
-    def meaning_of_uncertain(self) -> str:
-        if self._alone:
-            return f"whose best label scores less than {UNCERTAIN_SCORE}"
-        return f"whose two best labels are less than {UNCERTAIN_MARGIN} apart"
-
     def _is_uncertain(self, found: Classification) -> bool:
         best, *others = islice(found.scores.values(), 2)
-        if self._alone or not others:
-            return best < UNCERTAIN_SCORE
-        return best - others[0] < UNCERTAIN_MARGIN
+        return bool(others) and not self._alone and best - others[0] < UNCERTAIN_MARGIN
 
     @property
     def has_failures(self) -> bool:

@@ -91,6 +91,23 @@ def test_enqueue_uses_the_given_id_column(redis: RedisServer, tmp_path: Path) ->
     assert "tickets.csv: " in found.stderr
 
 
+def test_enqueue_reads_the_given_columns(redis: RedisServer, tmp_path: Path) -> None:
+    data = "Nr;Betreff;Kommentar;Date\nT-1;Käse;gut;31.12.2023\nT-2;Brot;;01.04.2024\nT-3;;alt;30.04.2024\n"
+    (tmp_path / "tickets.csv").write_text(data, encoding="cp1252")
+    url = {"FEEDMILL_REDIS_URL": redis.url}
+    flags = ["--id-column", "nr", "--title-column", "Betreff", "--body-column", "Kommentar", "--encoding", "cp1252"]
+    wrong = feedmill("enqueue", "tickets.csv", *flags, "--date-format", "31.12.2023", cwd=tmp_path, **url)
+    assert wrong.returncode == 2
+    assert "--date-format" in wrong.stderr
+    dates = ["--date-format", "%d.%m.%Y", "--since", "2024-01-01"]
+    said = feedmill("enqueue", "tickets.csv", *flags, *dates, cwd=tmp_path, **url)
+    assert (said.returncode, problems(said.stderr)) == (0, [])
+    assert sent_ids(redis) == ["T-2", "T-3"]
+    said = feedmill("enqueue", "tickets.csv", *flags, cwd=tmp_path, **url)
+    assert said.returncode == 0
+    assert re.search(r"tickets.csv:2: created_utc: .*31.12.2023.*--date-format.*3 posts kept", said.stderr)
+
+
 def problems(stderr: str) -> list[str]:
     """Return the lines of standard error without the notes on the run and on a missing worker."""
     return [line for line in stderr.splitlines() if not re.match(r"run \S+ |no worker serves", line)]

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 
 from shared.errors import ModelError
@@ -22,6 +22,9 @@ from workers.pipeline.message import Message
 from workers.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
+
+#: Seconds to wait for the end of a forward pass when the caller stops early. A process that exits during one aborts.
+MAX_STOP_S = 60.0
 
 
 class Call:
@@ -125,8 +128,8 @@ class OfflinePipeline:
         return message
 
     def stop(self) -> None:
-        """End the threads without finishing their work."""
-        self._pipeline.stop()
+        """End the threads without finishing their work, except a forward pass that runs."""
+        self._pipeline.stop(MAX_STOP_S)
 
 
 def classify(
@@ -135,10 +138,11 @@ def classify(
     settings: Settings,
     budget: TokenBudget,
     options: ClassifyOptions | None = None,
-) -> Iterator[tuple[Post, Outcome]]:
+) -> Generator[tuple[Post, Outcome]]:
     """Yield each post with its outcome, in order, from a pipeline that ends with the iteration.
 
-    Raises as `OfflinePipeline.classify` does, and RequestRefused before a post is read.
+    Close the generator to end it early. Raises as `OfflinePipeline.classify` does, and RequestRefused before a post is
+    read.
     """
     classifier.label_set(options or ClassifyOptions())
     pipeline = OfflinePipeline(classifier, settings, budget)
