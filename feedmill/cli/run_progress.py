@@ -24,7 +24,7 @@ def line(found: runs.Progress, now: float) -> str:
     if found.failed:
         parts.append(f"{found.failed:,} failed")
     if found.rate is not None:
-        parts.append(f"{found.rate:,.1f} posts/s")
+        parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")
     if found.pending:
         parts.append(_left(found, now))
     else:
