@@ -103,7 +103,7 @@ def enqueue(
         position = _position(redis, file, way, filters, id_column)
         start = position.load() if position and not again else 0
         if start:
-            notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
+            notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
         reading = FileReading(file, notes, filters, start, id_column, shows_ids=True, keep=columns)
         if not has_worker(redis, settings.queue):
             notes.print(
