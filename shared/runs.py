@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     failed: int = 0
     began: float = 0.0
     latest: float = 0.0
-    #: Seconds in which the run was active: pauses of more than a minute count as one minute.
+    #: Seconds in which the run was active, without pauses of more than a minute.
     used: float = 0.0
     #: Columns of the file that its posts carry in `extra`.
     columns: tuple[str, ...] = ()

@@ -107,7 +107,7 @@ def enqueue(
         position = _position(redis, file, way, filters, chosen, columns.encoding)
         start = position.load() if position and not again else 0
         if start:
-            notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
+            notes.print(f"resuming at record {start + 1:,}, where the last command stopped (--again starts over)")
         reading = FileReading(file, notes, filters, start, chosen, columns.encoding, shows_ids=True)
         if not has_worker(redis, settings.queue):
             notes.print(

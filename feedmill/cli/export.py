@@ -124,6 +124,8 @@ def export_results(
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
         known = progress(redis, run) if run is not None else None
         own = known.columns if known else ()
+        if run is not None and known is None:
+            notes.print(f"there is no run {printable(run)}; `feedmill status` lists the recent ones", markup=False)
         chosen = (*COLUMNS, *own) if columns is None else _columns(columns, own)
         if latest and run is None and "run" not in chosen:
             raise UserError(

@@ -50,5 +50,5 @@ def clear(
 def _confirm(queue: str, waiting: int) -> None:
     """Ask for confirmation and abort on "no". Raises UserError if standard input is not a terminal."""
     if not sys.stdin.isatty():
-        raise UserError(f"This removes the {waiting:,} messages that wait in queue {queue}. Add --yes to confirm.")
-    typer.confirm(f"Remove the {waiting:,} messages that wait in queue {queue}?", abort=True)
+        raise UserError(f"This removes all messages that wait in queue {queue}: {waiting:,}. Add --yes to confirm.")
+    typer.confirm(f"Remove all messages that wait in queue {queue} ({waiting:,})?", abort=True)

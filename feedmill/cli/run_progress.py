@@ -24,7 +24,7 @@ def line(found: runs.Progress, now: float) -> str:
     if found.failed:
         parts.append(f"{found.failed:,} failed")
     if found.rate is not None:
-        parts.append(f"{found.rate:,.1f} posts/s")
+        parts.append(f"{found.rate:,.1f} posts/s" if found.rate >= 1 else f"{found.rate:.2g} posts/s")
     if found.pending:
         parts.append(_left(found, now))
     else:
@@ -47,7 +47,9 @@ def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_
     """
     before = runs.progress(redis, run) or runs.Progress(run)
     began = time.monotonic()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    # A run's name may look like markup.
+    shown_line = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), shown_line, BarColumn(), TextColumn("{task.percentage:.0f}%"))
     try:
         with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
             task = bar.add_task(printable(run), total=None)

@@ -35,7 +35,7 @@ MAX_COLUMNS = 72
 MAX_LABEL_SETS = 20
 #: Maximum number of label sets to count, because applications can send any number.
 MAX_LABEL_SETS_COUNTED = 1000
-#: Pauses of a run longer than this many seconds count as this long: it was not working then.
+#: Maximum seconds between two results that count as time in use. In longer pauses, there was no work.
 MAX_PAUSE_S = MAX_PAUSE_MS / 1000
 #: Maximum length of an example title, in characters.
 TITLE_LENGTH = 120
@@ -192,8 +192,8 @@ def _count(report: Report, row: ResultRow, column: Column) -> None:
     found, post = row.found, row.post
     label = found["label"]
     at = seconds_of(row.entry)
-    if report.latest is not None:
-        report.used += min(at - report.latest, MAX_PAUSE_S)
+    if report.latest is not None and at - report.latest <= MAX_PAUSE_S:
+        report.used += at - report.latest
     report.latest = at
     report.labels[label] += 1
     column.labels[label] += 1

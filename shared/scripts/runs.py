@@ -5,8 +5,8 @@ from redis import Redis
 from shared.keys import DEAD_LETTERS, run_key
 from shared.scripts import Script
 
-#: Maximum milliseconds between two activities of a run that count as time in use. Longer pauses count as this much: the
-#: run waited for a worker, or its sender for a person.
+#: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
+#: a worker, or its sender for a person.
 MAX_PAUSE_MS = 60_000
 #: Adds `counts` (field -> number) to a run's counters and its time in use, once per call and not per post. `first` is
 #: true when posts are sent: a run in which nothing is pending was not in use before.
@@ -20,8 +20,9 @@ local function count_progress(runs, prefix, run, counts, ttl, limit, first)
   local latest, sent, settled = known[1], tonumber(known[2] or 0), tonumber(known[3] or 0) + tonumber(known[4] or 0)
   for field, count in pairs(counts) do redis.call('HINCRBY', key, field, count) end
   if not latest then redis.call('HSETNX', key, 'began', now) end
-  if latest and not (first and settled >= sent) then
-    redis.call('HINCRBY', key, 'used', math.max(0, math.min(now - tonumber(latest), {MAX_PAUSE_MS})))
+  local pause = now - tonumber(latest or 0)
+  if pause > 0 and pause <= {MAX_PAUSE_MS} and not (first and settled >= sent) then
+    redis.call('HINCRBY', key, 'used', pause)
   end
   redis.call('HSET', key, 'latest', now)
   redis.call('EXPIRE', key, ttl)

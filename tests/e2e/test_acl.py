@@ -158,7 +158,7 @@ def test_producer_user_may_send_to_any_queue(guarded: Guarded, tmp_path: Path) -
         (["--model", "nobody"], ""),
         (["--priority", "9"], "0 "),
     ):
-        sent = feedmill("enqueue", "-", *flags, cwd=tmp_path, stdin=posts, **url)
+        sent = feedmill("enqueue", "-", "--run", "a", *flags, cwd=tmp_path, stdin=posts, **url)
         assert sent.stdout.startswith(said), sent.stderr
     elsewhere = {"FEEDMILL_QUEUE": "feedmill-other"}
     sent = feedmill("enqueue", "-", "--priority", "9", cwd=tmp_path, stdin=posts, **url, **elsewhere)

@@ -246,5 +246,5 @@ def test_rates_leave_out_pauses(redis: RedisServer) -> None:
     for (_, fields), ago in zip(entries, (1_800_000, 1_799_000, 2_000, 1_000), strict=True):
         redis.client.xadd(RESULTS_STREAM, fields, id=f"{now - ago}-0")
     report = gather(redis.client, Settings(), hours=2)
-    assert report.used == pytest.approx(1 + 60 + 1)
-    assert report.rate == pytest.approx(4 / 62)
+    assert report.used == pytest.approx(1 + 1)
+    assert report.rate == pytest.approx(4 / 2)

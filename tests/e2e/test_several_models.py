@@ -122,9 +122,9 @@ def test_mistakes_are_one_line_that_names_the_flag(
 def test_a_dead_letter_keeps_its_queue(house: House) -> None:
     path = house.folder / "bad.jsonl"
     path.write_text(as_jsonl([make_posts(1)[0].model_copy(update={"id": "bad"})]))
-    assert house.run("enqueue", str(path), "--model", "moods", "--labels", "a,b", "--priority", "5")[0] == 0
+    assert house.run("enqueue", str(path), "--model", "moods", "--multi-label", "--priority", "5")[0] == 0
     dead = DeadLetters(house.redis.client)
-    wait_until(lambda: dead.find(["bad"])["bad"], "the post is a dead letter: that model has its own labels")
+    wait_until(lambda: dead.find(["bad"])["bad"], "the post is a dead letter: that model gives one label")
     (name,) = dead.find(["bad"])["bad"]
     entry = dead.get(name)
     assert isinstance(entry, DeadLetterEntry)

@@ -108,6 +108,27 @@ def test_progress_counts_each_post_once(server: RedisServer, settings: Settings,
     assert 0 <= found.used <= found.latest - found.began + 0.001
 
 
+def test_rates_leave_out_pauses(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
+    push(server, settings, [post("0", "a"), post("1", "a"), post("2", "a")], "a")
+
+    def write(number: int, ago_ms: int) -> runs.Progress:
+        """Store a result `ago_ms` milliseconds after the run's latest activity."""
+        latest = int(server.client.hget(run_key("a"), "latest") or 0)
+        server.client.hset(run_key("a"), "latest", latest - ago_ms)
+        store.write([result(post(str(number), "a"))])
+        found = runs.progress(server.client, "a")
+        assert found
+        return found
+
+    assert write(0, 3_600_000).used == 0
+    found = write(1, 10_000)
+    assert 10 <= found.used < 70
+    assert found.rate == 2 / found.used
+    assert found.seconds_left == found.used / 2
+    assert not runs.is_waiting(found, found.latest + 1)
+    assert runs.is_waiting(found, found.latest + 61)
+
+
 def test_counts_several_runs_of_one_micro_batch(server: RedisServer, store: ResultsStore) -> None:
     batch = [result(post("0", "a")), result(post("1", "a")), result(post("0", "b")), result(post("2"))]
     store.write(batch, [letter(post("5", "b")), letter(post("6"))])
