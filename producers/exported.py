@@ -32,6 +32,7 @@ COLUMNS = {
     "nsfw": "nsfw",
     "spoiler": "spoiler",
     "extra": "extra",
+    "run": "run",
 }
 #: Columns, in lower case, that together identify an export.
 EXPORT_COLUMNS = frozenset({"id", "label", "scores", "fingerprint", "classified_at"})

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from io import BufferedReader, TextIOWrapper
 from itertools import islice, zip_longest
@@ -61,15 +61,24 @@ class Source:
 
     start: number of records to skip without reporting them.
     id_column: column or key with the posts' ids; None detects it by name.
+    keep: columns or keys whose values the posts carry in `extra`.
     """
 
-    def __init__(self, path: str, filters: Filters = NO_FILTERS, start: int = 0, id_column: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        filters: Filters = NO_FILTERS,
+        start: int = 0,
+        id_column: str | None = None,
+        keep: Sequence[str] = (),
+    ) -> None:
         self._path = path
         #: Name in messages.
         self.name = "stdin" if path == "-" else printable(path)
         self._filters = filters
         self._start = start
         self._id_column = None if id_column is None else normalize_key(id_column)
+        self._keep = {normalize_key(name): name for name in keep}
         #: Candidate id columns if none was found, else None. Set after the first record.
         self.columns_to_choose: list[str] | None = None
         self._file: CountedFile | None = None
@@ -106,6 +115,7 @@ class Source:
                         fields = normalize_keys(record)
                         if not id_column_checked:
                             self._look_for_ids(fields)
+                            self._look_for_kept(fields)
                             id_column_checked = True
                         if not (wants_all or self._filters.admit(fields)):
                             yield LeftOut.BY_FILTERS
@@ -116,7 +126,7 @@ class Source:
                             if exported.is_export_row(fields):
                                 yield from read_export(fields, place_of_it)
                             else:
-                                yield from parse_post(fields, place_of_it, self._id_column)
+                                yield from parse_post(fields, place_of_it, self._id_column, self._keep)
         except FileNotFoundError:
             raise InputError(f"There is no file {self._path}. Check the path.") from None
         except (OSError, EOFError, zlib.error) as error:
@@ -135,6 +145,17 @@ class Source:
             raise InputError(
                 f"{self.name} has no column {printable(self._id_column)} (--id-column). Choose one of its columns: "
                 f"{printable(', '.join(first)):.200}; or omit --id-column."
+            )
+
+    def _look_for_kept(self, first: dict[str, Any]) -> None:
+        """Raise InputError if the first record lacks a column to keep."""
+        missing = [name for key, name in self._keep.items() if key not in first]
+        if self._keep and exported.is_export_row(first):
+            raise InputError(f"{self.name} is an export of results and keeps its own `extra`: omit --keep.")
+        if missing:
+            raise InputError(
+                f"{self.name} has no column {printable(missing[0])} (--keep). Choose from its columns: "
+                f"{printable(', '.join(first)):.200}."
             )
 
     def _records(self, opened: ExitStack) -> Iterator[tuple[Place, Record]]:

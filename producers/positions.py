@@ -17,6 +17,12 @@ POSITION_TTL = 30 * DAY_S
 HEAD_BYTES = 1 << 16
 
 
+def head(path: str) -> str:
+    """Return the leading bytes that identify a file, as text. Raises OSError."""
+    with Path(path).open("rb") as file:
+        return file.read(HEAD_BYTES).decode("latin-1")
+
+
 class Position:
     """Number of finished records of a file, for one combination of options and filters.
 
@@ -25,10 +31,8 @@ class Position:
     """
 
     def __init__(self, redis: Redis, path: str, *way: str | None) -> None:
-        with Path(path).open("rb") as file:
-            beginning = file.read(HEAD_BYTES)
         self._redis = redis
-        self._key = position_key(digest(str(Path(path).absolute()), *way, beginning.decode("latin-1")))
+        self._key = position_key(digest(str(Path(path).absolute()), *way, head(path)))
 
     def load(self) -> int:
         """Return the number of finished records; 0 if none is stored."""

@@ -4,7 +4,7 @@ Recognizes common field names, and those of Reddit's API, which dumps (Pushshift
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, NamedTuple
@@ -117,6 +117,7 @@ class Filters(NamedTuple):
 
 
 NO_FILTERS = Filters()
+NOTHING_KEPT: Mapping[str, str] = {}
 
 
 def subreddit_name(text: str) -> str:
@@ -168,10 +169,13 @@ def has_id(record: dict[str, Any]) -> bool:
     return any(name in record for name in FIELD_ALIASES["id"]) or _own_id(record) is not None
 
 
-def parse_post(record: dict[str, Any], where: str, id_column: str | None = None) -> Iterator[Post | BadRecord]:
+def parse_post(
+    record: dict[str, Any], where: str, id_column: str | None = None, keep: Mapping[str, str] = NOTHING_KEPT
+) -> Iterator[Post | BadRecord]:
     """Yield the record's post, preceded by its problems. Invalid optional fields are dropped; the post is kept.
 
     id_column: key of the id, in the form of `normalize_key`; takes precedence over other ids. None detects it.
+    keep: keys, in that form, of values to keep in the post's `extra`, and their names there.
     """
     if _is_comment(record):
         yield BadRecord(where, "a comment; only posts are read")
@@ -183,6 +187,9 @@ def parse_post(record: dict[str, Any], where: str, id_column: str | None = None)
         reason = f"{printable(id_column)} is empty; the post's id is derived from its text"
         yield BadRecord(where, reason, skipped=False)
     fields = _fields(record, own_id)
+    if keep:
+        kept = {name: value for key, name in keep.items() if (value := record.get(key)) not in (None, "")}
+        fields["extra"] = (extra if isinstance(extra := fields.get("extra"), dict) else {}) | kept
     while True:
         try:
             post = Post.parse(fields)

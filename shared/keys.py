@@ -17,6 +17,8 @@ DEAD_LETTERS = "feedmill:dead"
 COUNTERS = "feedmill:counters"
 #: Runs, scored by the time of their latest activity, in seconds since 1970.
 RUNS = "feedmill:runs"
+#: Queue -> number of messages that `feedmill queue clear` removed. A change makes positions in files void.
+CLEARS = "feedmill:clears"
 #: Undecodable messages found in queues, newest first; raw bytes.
 UNDECODABLE = "feedmill:undecodable"
 #: Consumer group of the results stream -> its position, used to detect entries trimmed before the group read them.
@@ -59,7 +61,7 @@ def result_key(post_id: str) -> str:
 
 
 def run_key(run: str) -> str:
-    """Progress of a run: posts `sent`, `stored`, `failed`; `began`, `latest`, `used` in milliseconds. run: its name."""
+    """Progress of a run: `sent`, `stored`, `failed`; `began`, `latest`, `used` (ms); kept `columns`. run: its name."""
     return f"feedmill:run:{run}"
 
 
@@ -131,7 +133,8 @@ TABLE: tuple[Key, ...] = (
         "ttl NOTE_TTL_S; deleted when the message is finished",
     ),
     Key("feedmill:result:*", "hash", "shared/results.py", "ttl results_ttl"),
-    Key("feedmill:run:*", "hash", "shared/runs.py", "six fields; ttl sent_ttl"),
+    Key("feedmill:run:*", "hash", "shared/runs.py", "seven fields; ttl sent_ttl"),
+    Key(CLEARS, "hash", "producers/clear.py", "one field per queue"),
     Key(RUNS, "zset", "shared/runs.py", "MAX_RUNS members; ttl sent_ttl"),
     Key("feedmill:labels:*", "hash", "shared/results.py", "MAX_LABELS_PER_HOUR fields; ttl label_counts_ttl"),
     Key("feedmill:sent:*", "hash", "producers/push.py", "ttl sent_ttl"),

@@ -164,7 +164,7 @@ class Post(BaseModel):
     @property
     def scope(self) -> str | None:
         """The run within which the id is unique; None if the id is a Reddit fullname, or the post has no run."""
-        return None if REDDIT_FULLNAME.fullmatch(self.id) else self.run
+        return scope_within(self.id, self.run)
 
     @classmethod
     def parse(cls, raw: object) -> "Post":
@@ -356,6 +356,11 @@ def fingerprint(post: Post, recipe: str) -> str:
     recipe: digest of model, weights, label set, template, multi-label flag and truncation length.
     """
     return digest(post.id, post.text, str(CLEANING_VERSION), recipe, *scope_of(post))
+
+
+def scope_within(post_id: str, run: str | None) -> str | None:
+    """Return the run within which the id is unique; None if it is a Reddit fullname, or there is no run."""
+    return None if REDDIT_FULLNAME.fullmatch(post_id) else run
 
 
 def scope_of(post: Post) -> tuple[str, ...]:

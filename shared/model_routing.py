@@ -9,7 +9,7 @@ feedmill:workers contains the workers that should answer, until they deregister.
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -23,11 +23,16 @@ from redis.client import NEVER_DECODE
 from shared.broker import queue_depth
 from shared.errors import UserError, printable
 from shared.keys import MODELS, REQUESTED_MODELS, WORKERS
+from shared.messages import MAX_LABELS, ClassifyOptions
 from shared.settings import DAY_S, DEFAULT_QUEUE, PREFIX, Settings
 
 T = TypeVar("T")
 #: Seconds between two announcements of a worker.
 ANNOUNCE_INTERVAL_S = 60.0
+#: Intervals after which an announcement says nothing about live workers any more.
+RECENT_INTERVALS = 3
+#: Own labels of a model that an error quotes.
+MAX_QUOTED_LABELS = 10
 #: Seconds for which a queue stays known without workers and without waiting messages.
 QUEUE_TTL_S = 30 * DAY_S
 #: Maximum number of known queues. The most recently announced ones are kept.
@@ -43,6 +48,13 @@ class ServedModel:
     model: str
     #: Time of the announcement, in seconds since 1970.
     seen: FiniteFloat
+    #: Labels of a model that serves no others, at most MAX_LABELS + 1 of them; empty if messages choose their labels.
+    labels: tuple[str, ...] = ()
+
+    @property
+    def is_recent(self) -> bool:
+        """Return whether a worker announced the model lately."""
+        return time.time() - self.seen < RECENT_INTERVALS * ANNOUNCE_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -87,9 +99,10 @@ class DeploymentReport(NamedTuple):
     said: str
 
 
-def announce(redis: Redis, queue: str, model: str) -> str | None:
+def announce(redis: Redis, queue: str, model: str, labels: Sequence[str] | None = None) -> str | None:
     """Announce that a worker serves `queue` with `model`, and remove stale queues.
 
+    labels: the model's own labels, if it serves no others.
     Returns the different model that another worker announced for the queue within the last two periods, else None.
     Raises redis.exceptions.RedisError.
     """
@@ -97,7 +110,8 @@ def announce(redis: Redis, queue: str, model: str) -> str | None:
     found = known_queues(redis)
     before = found.pop(queue, None)
     pipe: Any = redis.pipeline(transaction=False)
-    pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)}))
+    own = {"labels": list(labels[: MAX_LABELS + 1])} if labels else {}
+    pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)} | own))
     for rank, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
         if rank > MAX_QUEUES or (now - found[other].seen > QUEUE_TTL_S and not queue_depth(redis, other).waiting):
             pipe.hdel(MODELS, other)
@@ -239,6 +253,32 @@ def check_queue(redis: Redis, queue: str) -> None:
         raise UserError(
             f"--queue: no worker has served {queue!r} yet, so the name may be misspelt. Set {PREFIX}QUEUE to use it "
             f"anyway. {_known_models(served)}"
+        )
+
+
+def has_worker(redis: Redis, queue: str) -> bool:
+    """Return whether a worker of the queue seems to be alive. Raises redis.exceptions.RedisError."""
+    served = known_queues(redis).get(queue)
+    return served is not None and served.is_recent and bool(expected_workers(redis))
+
+
+def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:
+    """Raise UserError if the queue's model would refuse the options, because it has labels of its own.
+
+    Otherwise each post would become a dead letter. Does nothing if no worker announced a model lately. Raises
+    redis.exceptions.RedisError.
+    """
+    served = known_queues(redis).get(queue)
+    if served is None or not served.labels or not served.is_recent:
+        return
+    others = options.labels is not None and set(options.labels) != set(served.labels)
+    if others or options.template is not None:
+        named = ", ".join(map(printable, served.labels[:MAX_QUOTED_LABELS]))
+        more = ", …" if len(served.labels) > MAX_QUOTED_LABELS else ""
+        raise UserError(
+            f"Queue {queue} is served by {printable(served.model)}, which has labels of its own ({named}{more}) and "
+            f"would refuse every post. Leave out {'--labels' if others else '--template'}, or send to another queue "
+            "with --model or --queue."
         )
 
 

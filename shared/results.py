@@ -31,6 +31,9 @@ HOUR_S = 3600
 MAX_LABELS_PER_HOUR = 1000
 #: Scores per script call. Redis is blocked during a call.
 SCORES_PER_CALL = 100
+#: Limits of the search for a result's stream entry: seconds by which the clocks of a worker and of Redis may differ,
+#: and entries.
+MAX_CLOCK_SKEW_S, ENTRIES_SEARCHED = 1.0, 2000
 #: Dead letters per script call. Redis is blocked during a call.
 DEAD_LETTERS_PER_CALL = 50
 
@@ -154,6 +157,18 @@ class ResultsStore:
         found.pop(SCORE, None)
         classifications = map(Classification.model_validate_json, found.values())
         return sorted(classifications, key=lambda classification: classification.classified_at)
+
+    def post_of(self, found: Classification) -> Post | None:
+        """Return the post of a classification from its stream entry; None if the entry was trimmed or is not found.
+
+        Looks at entries written around the time of the classification, because results do not refer to entries.
+        """
+        start = f"{max(0, int((found.classified_at - MAX_CLOCK_SKEW_S) * 1000))}-0"
+        entries: Any = self._redis.xrange(RESULTS_STREAM, start, count=ENTRIES_SEARCHED)
+        for _, fields in entries:
+            if fields.get("id") == found.id and found.fingerprint in fields.get("classification", ""):
+                return read_entry(fields).post
+        return None
 
     def refresh_scores(self, scores: Mapping[str, int], at: float) -> int:
         """Store the scores that posts had at the time `at`, in seconds since 1970. Return how many have results.

@@ -4,6 +4,7 @@ The scripts that mark posts as sent, store results and store dead letters also c
 that a redelivered message counts once and no reader scans the store.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ class Progress(NamedTuple):
     latest: float = 0.0
     #: Seconds in which the run was active: pauses of more than a minute count as one minute.
     used: float = 0.0
+    #: Columns of the file that its posts carry in `extra`.
+    columns: tuple[str, ...] = ()
 
     @property
     def settled(self) -> int:
@@ -62,6 +65,14 @@ def progress(redis: Redis, run: str) -> Progress | None:
     return found
 
 
+def keep_columns(redis: Redis, run: str, columns: Sequence[str], ttl: int) -> None:
+    """Record which columns the run's posts carry in `extra`, for exports. Raises redis.exceptions.RedisError."""
+    pipe: Any = redis.pipeline()
+    pipe.hset(run_key(run), "columns", json.dumps(columns))
+    pipe.expire(run_key(run), ttl)
+    pipe.execute()
+
+
 def recent(redis: Redis, count: int) -> list[Progress]:
     """Return the most recently active runs, newest first. Raises redis.exceptions.RedisError."""
     names: Any = redis.zrevrange(RUNS, 0, count - 1) if count > 0 else []
@@ -78,7 +89,11 @@ def _read(redis: Redis, runs: Sequence[str]) -> list[Progress | None]:
 def _parsed(run: str, fields: dict[str, str]) -> Progress:
     sent, stored, failed = (max(0, int(fields.get(name, 0))) for name in ("sent", "stored", "failed"))
     began, latest, used = (int(fields.get(name, 0)) / 1000 for name in ("began", "latest", "used"))
-    return Progress(run, sent, stored, failed, began, latest, used)
+    try:
+        columns = tuple(map(str, json.loads(fields.get("columns", "[]"))))
+    except (ValueError, TypeError):
+        columns = ()
+    return Progress(run, sent, stored, failed, began, latest, used, columns)
 
 
 def is_waiting(found: Progress, now: float | None = None) -> bool:

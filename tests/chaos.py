@@ -12,6 +12,7 @@ The last line is JSON. Counts of accepted posts:
 - `lost_waiting`: like `lost`, but the posts waited in the queue of a Redis that lost its latest writes
 - `duplicated`: surplus entries in the results and dead-letter streams, and posts in both
 - `innocent_dead_letters`: dead letters of posts that are not poison
+- `miscounted`: difference between the counters of the run and the results and dead letters that are stored
 - `lost_at_first` (--again): lost posts before all posts were sent again
 
 Figures:
@@ -22,7 +23,7 @@ Figures:
 - `posts_per_second`, and `median_rate` of the seconds with results
 - `faults`, `worker_processes`, and `memory_mb` of each process: first, highest and last
 
-Exits 1 if posts are lost, duplicated or wrongly dead-lettered, or if the time limit is reached.
+Exits 1 if posts are lost, duplicated, miscounted or wrongly dead-lettered, or if the time limit is reached.
 
 Limits: a clock jump moves only a worker's clock, not Redis'. A power cut is a kill -9 of Redis followed by truncating
 the last second of its append-only file, which is the documented loss of `everysec`. No machine is crashed.
@@ -56,11 +57,14 @@ from producers.push import Pusher
 from shared.broker import TRANSPORT_KEYS, connect, make_app, queue_depth, queue_lists
 from shared.keys import DEAD_LETTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
+from shared.runs import Progress, progress
 from shared.settings import PREFIX, Settings
 from tests.fakes.proxy import Proxy
 from tests.fakes.standin_worker import CLOCK, FULL, HANG, KILLS, RAISES
 from tests.support import Restartable, body_of, redis_servers, wait_until
 
+#: Name of the run of all posts.
+RUN = "chaos"
 ROOT = Path(__file__).parent.parent
 #: Seconds: a message's lease, the forward timeout, the delay of each piece of a delayed connection.
 LEASE_S, FORWARD_TIMEOUT_S, DELAY_S = 3, 8, 0.2
@@ -221,7 +225,7 @@ class Chaos:
 
     def _make_pusher(self, again: bool = False) -> Pusher:
         settings = self._settings
-        return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait)
+        return Pusher(make_app(settings), connect(settings), settings, ClassifyOptions(), again, self._wait, run=RUN)
 
     def _send_again(self) -> None:
         """Send every post again. Stored posts are answered from the store."""
@@ -493,6 +497,7 @@ class Chaos:
         for problem, numbers in (("lost", lost), ("dead-lettered without being poison", innocent)):
             for number in numbers[:10]:
                 _tell(f"{problem}: p{number}: {self.ledger.reasons.get(number)}")
+        counted = progress(self._redis.client, RUN) or Progress(RUN)
         both = sum(1 for stored, dead_lettered in zip(results, dead, strict=True) if stored and dead_lettered)
         return {
             "sent": self._sent,
@@ -502,6 +507,7 @@ class Chaos:
             "lost_waiting": len(missing) - len(lost),
             "duplicated": both + sum(times - 1 for entries in (results, dead) for times in entries if times > 1),
             "innocent_dead_letters": len(innocent),
+            "miscounted": abs(counted.stored - sum(map(bool, results))) + abs(counted.failed - sum(map(bool, dead))),
             "poison_stored": sum(1 for number in self.poison if results[number]),
         }
 
@@ -611,7 +617,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory(prefix="feedmill-chaos-") as folder:
         found = Chaos(given, given.folder or Path(folder)).run()
     sys.stdout.write(json.dumps(found) + "\n")
-    wrong = ("lost", "duplicated", "innocent_dead_letters", "poison_stored")
+    wrong = ("lost", "duplicated", "innocent_dead_letters", "miscounted", "poison_stored")
     good = found["finished"] and not any(found[name] for name in wrong) and all(found.get("flat", {}).values())
     return 0 if good else 1
 

@@ -10,12 +10,12 @@ import typer
 from redis import Redis
 
 from feedmill.cli.dates import utc
-from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters, UndecodableMessage
 from producers.push import Pusher
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError, json_line, printable
-from shared.messages import ClassifyOptions, DeadLetter, Post
+from shared.messages import ClassifyOptions, DeadLetter, Post, parse_run
 
 #: Dead letters that `list` shows by default.
 DEFAULT_COUNT = 20
@@ -39,6 +39,7 @@ All = Annotated[bool, typer.Option("--all", help="Select every dead letter.")]
 @app.command("list")
 def list_(
     count: Annotated[int, typer.Option(help="Number of dead letters to show.", min=1)] = DEFAULT_COUNT,
+    run: RunFilter = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -46,7 +47,7 @@ def list_(
     settings = settings_of(redis_url=redis_url)
     is_empty = True
     with user_errors(settings):
-        for each in DeadLetters(connect(settings)).newest(count):
+        for each in DeadLetters(connect(settings)).newest(count, None if run is None else parse_run(run)):
             is_empty = False
             typer.echo(_as_json(each) if as_json else _line(each))
     if is_empty:
@@ -214,6 +215,7 @@ def _described(each: Entry) -> str:
         "attempts": str(letter.attempts),
         "message": letter.message,
         "queue": letter.queue,
+        "run": letter.run,
         "fields": letter.post,
         "options": letter.options,
         "payload": letter.payload,

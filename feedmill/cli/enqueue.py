@@ -1,7 +1,9 @@
-"""The `feedmill enqueue` command: send a file's posts to the queue, resuming where the last run stopped."""
+"""The `feedmill enqueue` command: send a file's posts to the queue, resuming where an interrupted command stopped."""
 
 import re
-from collections.abc import Iterable
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -14,12 +16,19 @@ from feedmill.cli.dates import parse_period
 from feedmill.cli.file_reading import FileReading
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import IdColumn, MessageFlags, RedisUrl
+from feedmill.cli.run_progress import wait_for_run
+from feedmill.export.text import COLUMNS
+from producers.clear import messages_cleared
 from producers.files import is_file
 from producers.positions import Position
 from producers.push import Pusher, send_scope
 from producers.records import NO_FILTERS, Filters, subreddit_name
+from producers.runs import default_run
+from shared import runs
 from shared.broker import connect, make_app, user_errors
-from shared.errors import UserError
+from shared.errors import UserError, printable
+from shared.messages import parse_run
+from shared.model_routing import check_options, has_worker
 
 app = typer.Typer()
 
@@ -27,6 +36,8 @@ app = typer.Typer()
 SAVE_INTERVAL_POSTS = 1000
 #: Valid subreddit names in lower case. Some of the oldest contain dots.
 SUBREDDIT_NAME = re.compile(r"[a-z0-9_.-]{1,50}")
+#: Maximum columns to keep, and characters of a column's name. `extra` limits the bytes of their values.
+MAX_KEPT, MAX_COLUMN = 20, 100
 
 
 @app.command()
@@ -52,7 +63,19 @@ def enqueue(
     until: Annotated[
         str | None, typer.Option(metavar="DATE", help="Send only posts created before DATE (UTC).")
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run that the posts belong to (default: the file's name and a digest of its start).",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Columns of the file to carry along and export: a,b,c; may be repeated."),
+    ] = None,
     flags: MessageFlags,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until all posts of the run are classified.")] = False,
     again: Annotated[bool, typer.Option(help="Start over, and resend posts that were already sent.")] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).")] = None,
@@ -60,29 +83,45 @@ def enqueue(
 ) -> None:
     """Send the posts of a file to the queue.
 
-    Skips posts that were already sent and malformed records. An interrupted run resumes where it stopped when the same
-    command runs again. Exits 1 if a record was malformed or the filters excluded every record.
+    Skips posts that were already sent and malformed records. An interrupted command resumes where it stopped when it
+    runs again. Exits 1 if a record was malformed, the filters excluded every record, or, with --wait, a post failed.
     """
     settings = flags.settings_of(redis_url=redis_url, posts_per_message=posts_per_message, when_full=when_full)
     options = flags.options(settings)
     filters = _filters(subreddit or [], since, until)
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    run = default_run(file) if run is None else parse_run(run)
+    columns = _columns(keep or [])
     redis = connect(settings)
     settings = flags.select_queue(settings, redis)
     refuse = settings.when_full == "refuse"
-    pusher = Pusher(make_app(settings), redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse)
+    celery = make_app(settings)
+    pusher = Pusher(celery, redis, settings, options, again, refuse=refuse, wait_for_memory=not refuse, run=run)
     with user_errors(settings):
-        position = _position(redis, file, send_scope(settings, options), filters, id_column)
+        check_options(redis, settings.queue, options)
+        way = (send_scope(settings, options), run, messages_cleared(redis, settings.queue), ",".join(columns))
+        position = _position(redis, file, way, filters, id_column)
         start = position.load() if position and not again else 0
         if start:
             notes.print(f"resuming at record {start + 1:,}, where the last run stopped (--again starts over)")
-        reading = FileReading(file, notes, filters, start, id_column, shows_ids=True)
-        with _EnqueueBar(reading, pusher, notes):
-            if position:
-                _push(reading, pusher, position, settings.posts_per_message)
-            else:
-                # A pipe has no position to save, and posts from a slow one should be sent at once.
-                pusher.push(reading.posts())
+        reading = FileReading(file, notes, filters, start, id_column, shows_ids=True, keep=columns)
+        if not has_worker(redis, settings.queue):
+            notes.print(
+                f"no worker serves queue {settings.queue}: posts wait until `feedmill worker` or `feedmill up` runs",
+                markup=False,
+            )
+        try:
+            if columns:
+                pusher.retry_until_memory(partial(runs.keep_columns, redis, run, columns, settings.sent_ttl))
+            with _EnqueueBar(reading, pusher, notes):
+                if position:
+                    _push(reading, pusher, position, settings.posts_per_message)
+                else:
+                    # A pipe has no position to save, and posts from a slow one should be sent at once.
+                    pusher.push(reading.posts())
+        except KeyboardInterrupt:
+            notes.print(_interrupted(pusher, run), markup=False)
+            raise typer.Exit(130) from None
     if reading.has_content:
         typer.echo(_summary(reading, pusher, filters))
     reading.end()
@@ -92,7 +131,47 @@ def enqueue(
             "The filters exclude every record, including records without a subreddit or date. Check --subreddit, "
             "--since and --until."
         )
-    raise typer.Exit(1 if reading.skipped or found_none else 0)
+    failed = 0
+    if wait:
+        with user_errors(settings):
+            failed = wait_for_run(redis, settings, notes, run, by_counts=not again)
+    elif pusher.sent:
+        notes.print(f"run {printable(run)}: `feedmill status` shows its progress", markup=False)
+    raise typer.Exit(1 if reading.skipped or found_none or failed else 0)
+
+
+def _interrupted(pusher: Pusher, run: str) -> str:
+    """Return a message for an interrupted command: what was sent, and the command that sends the rest."""
+    sent = f"interrupted: {pusher.sent:,} post{'s' if pusher.sent != 1 else ''} sent"
+    return f"{sent}. To send the rest:\n  {_resuming_command(sys.argv[1:], run)}"
+
+
+def _resuming_command(arguments: Sequence[str], run: str) -> str:
+    """Return this command with its run's name, and without the address of Redis, which may contain a password."""
+    shown, skip = [], False
+    for argument in arguments:
+        if not skip and argument.split("=")[0] != "--redis-url":
+            shown.append(argument)
+        skip = argument == "--redis-url"
+    if not any(argument.split("=")[0] == "--run" for argument in arguments):
+        shown += ["--run", run]
+    return printable(shlex.join(["feedmill", *shown]))
+
+
+def _columns(given: Iterable[str]) -> tuple[str, ...]:
+    """Parse `--keep`. Raises UserError for too many columns, and for names that an export uses itself."""
+    columns = tuple(dict.fromkeys(name.strip() for names in given for name in names.split(",") if name.strip()))
+    if len(columns) > MAX_KEPT:
+        raise UserError(f"--keep names {len(columns)} columns; at most {MAX_KEPT} are allowed.")
+    exported = {column.lower() for column in COLUMNS}
+    for name in columns:
+        if len(name) > MAX_COLUMN:
+            raise UserError(f"--keep: {printable(name):.40}… is longer than {MAX_COLUMN} characters.")
+        if name.lower() in exported:
+            raise UserError(
+                f"--keep: exports have a column {printable(name)} of their own. Leave it out, or rename it in the file."
+            )
+    return columns
 
 
 def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_message: int) -> None:
@@ -106,13 +185,13 @@ def _push(reading: FileReading, pusher: Pusher, position: Position, posts_per_me
             pusher.retry_until_memory(partial(position.save, reading.records))
 
 
-def _position(redis: Redis, file: str, sent_for: str, filters: Filters, id_column: str | None) -> Position | None:
+def _position(redis: Redis, file: str, way: Sequence[str], filters: Filters, id_column: str | None) -> Position | None:
     """Return the saved position in a regular file, or None if the input is a pipe or unreadable."""
     if not is_file(file):
         return None
     conditions = (",".join(sorted(filters.subreddits)), f"{filters.since} {filters.until}", id_column)
     try:
-        return Position(redis, file, sent_for, *conditions)
+        return Position(redis, file, *way, *conditions)
     except OSError:
         return None
 

@@ -5,7 +5,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, cast, get_args
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from feedmill.cli.dates import parse_period
-from feedmill.cli.options import JsonSummary, RedisUrl, settings_of
+from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, File, Folder
@@ -26,7 +26,9 @@ from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
 from shared.broker import connect, user_errors
-from shared.errors import UserError
+from shared.errors import UserError, printable
+from shared.messages import parse_run
+from shared.runs import progress
 from shared.settings import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ def export_results(
         str | None, typer.Option(metavar="DATE", help="Export only results stored before DATE (UTC).")
     ] = None,
     label: Annotated[str | None, typer.Option(help="Export only results with this best label.")] = None,
+    run: RunFilter = None,
     latest: Annotated[
         bool, typer.Option("--latest", help="Keep only the newest result of each post; needs a single file.")
     ] = False,
@@ -87,7 +90,8 @@ def export_results(
     A file gets its name once it is complete. An interrupted export resumes when the same command runs again. Exits 1 if
     nothing was exported, results were missed or the export stopped early.
     """
-    others = (form, columns, since, until, label, part_rows, part_seconds)
+    others = (form, columns, since, until, label, run, part_rows, part_seconds)
+    run = None if run is None else parse_run(run)
     if purge and (follow or latest or any(other is not None for other in others)):
         raise UserError("--purge removes posts from OUT and exports nothing. Leave out the other export options.")
     if not purge and form is None:
@@ -114,8 +118,16 @@ def export_results(
             removed = writer.purge(out, RowReader(redis))
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
-        filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest)
-        writes = writer.format_of(form or "", COLUMNS if columns is None else _columns(columns))
+        filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
+        known = progress(redis, run) if run is not None else None
+        own = known.columns if known else ()
+        chosen = (*COLUMNS, *own) if columns is None else _columns(columns, own)
+        if latest and run is None and "run" not in chosen:
+            raise UserError(
+                "--latest needs the column run, because posts of different runs can have the same id. Add run to "
+                "--columns, or select a run with --run."
+            )
+        writes = writer.format_of(form or "", chosen)
         if part_rows is not None and not (follow or form == "parquet"):
             raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
         reader = RowReader(redis, filters.until)
@@ -126,9 +138,9 @@ def export_results(
         ):
             # Exempt imported modules from garbage collection, which runs often while 100,000 rows are created.
             gc.freeze()
-            run = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
-            run.all()
-    raise typer.Exit(run.report(out, as_json))
+            this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
+            this.all()
+    raise typer.Exit(this.report(out, as_json))
 
 
 def _form_of(out: Path) -> Form:
@@ -139,16 +151,24 @@ def _form_of(out: Path) -> Form:
     raise UserError(f"Cannot tell the format of {out}. Give --format, or an OUT that ends in .parquet, .csv or .jsonl.")
 
 
-def _columns(given: str) -> tuple[str, ...]:
-    """Parse `--columns`, ignoring case and repetitions. Raises UserError for an unknown column or without `id`."""
-    known = {column.lower(): column for column in COLUMNS}
+def _columns(given: str, own: Sequence[str]) -> tuple[str, ...]:
+    """Parse `--columns`, ignoring case and repetitions. Raises UserError for an unknown column or without `id`.
+
+    own: the columns that the posts of the selected run carry.
+    """
+    known = {column.lower(): column for column in (*own, *COLUMNS)}
     names = [name.strip() for name in given.split(",") if name.strip()]
     for name in names:
         if name.lower() not in known:
-            raise UserError(f"--columns: unknown column {name!r:.80}. Choose from {', '.join(COLUMNS)}.")
+            raise UserError(
+                f"--columns: unknown column {name!r:.80}. Choose from {printable(', '.join((*COLUMNS, *own)))}. "
+                "Your own columns need --run, and `feedmill enqueue --keep`."
+            )
     columns = tuple(dict.fromkeys(known[name.lower()] for name in names))
     if "id" not in columns:
         raise UserError("--columns must include id, by which --purge finds purged posts. Add id to --columns.")
+    if sum(column in COLUMNS for column in columns) < min(2, len(columns)):
+        raise UserError("--columns selects only id and columns of your own. Add a column of the result, such as label.")
     return columns
 
 

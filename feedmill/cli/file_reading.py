@@ -1,6 +1,6 @@
 """Read the posts of a file; print and count its bad records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +23,8 @@ class FileReading:
     If reading fails, the posts read before the error are still yielded, and `end` raises the error.
 
     filters: posts to keep. start: number of records to skip at the beginning. id_column: name of the column with
-    the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id.
+    the posts' ids. shows_ids: print a note if the file has no id column, for commands that find posts by id. keep:
+    columns that the posts carry in `extra`.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class FileReading:
         start: int = 0,
         id_column: str | None = None,
         shows_ids: bool = False,
+        keep: Sequence[str] = (),
     ) -> None:
         self._notes = notes
         self._shows_ids = shows_ids
         self._broken: InputError | None = None
         #: The file, with its size and the bytes read so far.
-        self.source = Source(file, filters, start, id_column)
+        self.source = Source(file, filters, start, id_column, keep)
         #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
         #: Bad records, and how many of them were skipped.

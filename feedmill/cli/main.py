@@ -30,6 +30,7 @@ from feedmill.cli import (
     measuring,
     offline,
     options,
+    queue,
     report,
     results,
     status,
@@ -72,7 +73,21 @@ app = typer.Typer(
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
 )  # fmt: skip
-for module in (results, dead, deploy, enqueue, export, flower, ingest, offline, report, status, train, measuring):
+for module in (
+    results,
+    dead,
+    deploy,
+    enqueue,
+    export,
+    flower,
+    ingest,
+    offline,
+    queue,
+    report,
+    status,
+    train,
+    measuring,
+):
     app.add_typer(module.app)
 
 

@@ -55,6 +55,9 @@ ToModel = Annotated[
     typer.Option("--model", help="Send to the queue of this model; the last part of the model's name is enough."),
 ]
 ToQueue = Annotated[str | None, typer.Option("--queue", help="Queue name (default: feedmill).")]
+RunFilter = Annotated[
+    str | None, typer.Option("--run", metavar="NAME", help="Only posts of this run, as `feedmill status` lists it.")
+]
 IdColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column or JSON key with the post id (default: id or post_id).")
 ]

@@ -7,18 +7,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from feedmill.cli.options import RedisUrl, settings_of
+from feedmill.cli.options import RedisUrl, RunFilter, settings_of
+from feedmill.export import text
 from feedmill.report import charts
-from feedmill.report.data import gather
+from feedmill.report.data import Report, gather
 from feedmill.report.page import page
 from shared.atomic_files import replacing
 from shared.broker import connect, user_errors
-from shared.errors import UserError
+from shared.errors import UserError, printable, truncate
+from shared.messages import parse_run
 
 app = typer.Typer()
 
 #: The longest period of a report, in hours: a year.
 MAX_HOURS = 366 * 24
+#: Maximum number of other label sets to list.
+MAX_SHOWN = 10
 
 
 @app.command()
@@ -26,6 +30,11 @@ def report(
     hours: Annotated[
         int, typer.Option(help="Hours to report on, including the current one.", min=1, max=MAX_HOURS)
     ] = 24,
+    run: RunFilter = None,
+    label_set: Annotated[
+        str | None,
+        typer.Option("--label-set", help="Only results of this label set: a,b,c (default: that of the newest result)."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("feedmill-report.html"),
     png: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write the charts as images into this folder.")
@@ -34,14 +43,20 @@ def report(
 ) -> None:
     """Write an HTML report on the last hours.
 
-    Covers posts, labels, subreddits, scores, queueing times and failures. The page is self-contained and has no
-    scripts. Exits 1 if there was nothing to report.
+    A report is of one label set, and with --run of one run. Covers posts, labels, subreddits, scores, queueing times
+    and failures. The page is self-contained and has no scripts. Exits 1 if there was nothing to report.
     """
     settings = settings_of(redis_url=redis_url)
+    if out.is_dir():
+        raise UserError(f"--out: {out} is a folder. Name a file in it, such as {out / 'report.html'}.")
+    run = None if run is None else parse_run(run)
+    labels = None if label_set is None else text.label_set(filter(None, map(str.strip, label_set.split(","))))
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     began = time.monotonic()
     with user_errors(settings), notes.status("reading results") if notes.is_terminal else notes:
-        found = gather(connect(settings), settings, hours)
+        found = gather(connect(settings), settings, hours, run, labels)
+    if found.others:
+        notes.print(_other_label_sets(found), markup=False)
     try:
         with replacing(out) as temporary:
             temporary.write_text(page(found), encoding="utf-8")
@@ -52,3 +67,18 @@ def report(
     what = f"{found.posts:,} post{'' if found.posts == 1 else 's'} in {hours:,} hour{'' if hours == 1 else 's'}"
     typer.echo(f"{what}: wrote {out}{more} in {time.monotonic() - began:.1f} s")
     raise typer.Exit(0 if found.posts or found.reasons else 1)
+
+
+def _other_label_sets(found: Report) -> str:
+    """Return a note that lists the label sets which the report leaves out."""
+    lines = [
+        f"  {count:,} post{'' if count == 1 else 's'}: {printable(truncate(name))}"
+        for name, count in list(found.others.items())[:MAX_SHOWN]
+    ]
+    return "\n".join(
+        [
+            f"This report is of the label set {printable(truncate(found.label_set))}. Others in this period, for "
+            "--label-set or, if they have a run, --run:",
+            *lines,
+        ]
+    )

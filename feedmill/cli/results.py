@@ -3,26 +3,31 @@
 import json
 import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from redis import Redis
 
 from feedmill.cli.dates import utc
-from feedmill.cli.options import AsJson, RedisUrl, settings_of
+from feedmill.cli.options import AsJson, RedisUrl, RunFilter, settings_of
 from feedmill.reading.dead_letters import DeadLetters
 from feedmill.reading.groups import CLAIM_AFTER_S
 from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
 from shared.errors import UserError, json_line, printable
-from shared.messages import Classification, DeadLetter
-from shared.results import Result, ResultsStore
+from shared.messages import Classification, DeadLetter, Post, parse_run
+from shared.results import Result, ResultsStore, Score
+from shared.runs import progress, recent
 from shared.settings import PREFIX
 
 #: Results that are shown by default.
 DEFAULT_LIMIT = 20
+#: Newest results whose labels, and names that, a note shows if nothing matched a filter.
+SAMPLE_RESULTS, MAX_NAMES = 1000, 20
 
 app = typer.Typer(name="results", invoke_without_command=True, no_args_is_help=False)
 
@@ -40,6 +45,7 @@ def results(
         float | None, typer.Option(help="Show only results whose best label has at least this score.")
     ] = None,
     subreddit: Annotated[str | None, typer.Option(help="Show only posts of this subreddit.")] = None,
+    run: RunFilter = None,
     group: Annotated[
         str | None, typer.Option(help="Read as a member of this consumer group, which resumes where it stopped.")
     ] = None,
@@ -68,7 +74,9 @@ def results(
     if failed and follow:
         raise UserError("--failed cannot be combined with --follow. Leave out one of them.")
     if failed and (group, consumer, label, min_score, subreddit) != (None,) * 5:
-        raise UserError("--failed can only be combined with --limit: failed posts have no label and no group.")
+        raise UserError(
+            "--failed can only be combined with --limit and --run: failed posts have no label and no group."
+        )
     if group is None and (from_start or claim_after is not None):
         raise UserError("--from-start and --claim-after require --group.")
     if group is not None and limit is not None:
@@ -77,17 +85,18 @@ def results(
         )
     settings = settings_of(redis_url=redis_url)
     redis = connect(settings)
-    filters = ResultFilter(label, min_score, subreddit)
+    filters = ResultFilter(label, min_score, subreddit, None if run is None else parse_run(run))
     shown = DEFAULT_LIMIT if limit is None else limit
     since, after = 0.0 if from_start else None, CLAIM_AFTER_S if claim_after is None else claim_after
     reader = open_reader(redis, group, consumer, filters, since, shown, after)
     with _exiting_on_interrupt(), user_errors(settings):
         if follow or group is not None:
+            _explain_nothing(redis, filters)
             _show(reader, follow, as_json)
             return
         count = DEFAULT_LIMIT + 1 if limit is None else limit  # one more, to know if there are more
         if failed:
-            failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count))
+            failures = (_failure(each.letter, as_json) for each in DeadLetters(redis).letters(count, filters.run))
             if limit is not None:
                 for line in failures:  # one by one: a dead letter may have half a megabyte
                     _print([line])
@@ -95,10 +104,35 @@ def results(
             lines = list(failures)
         else:
             lines = [_line(result, as_json) for result in newest(redis, count, filters)]
+        if not lines and not failed:
+            _explain_nothing(redis, filters)
         more = limit is None and len(lines) > DEFAULT_LIMIT
         _print(lines[1:] if more else lines)
         if more and not as_json:
             typer.echo(f"showing the newest {DEFAULT_LIMIT}; use --limit N for more", err=True)
+
+
+def _explain_nothing(redis: Redis, filters: ResultFilter) -> None:
+    """Print the labels, and runs, of the newest results if a filter matched none: it may be misspelt."""
+    labels: Counter[str] = Counter(result.classification.label for result in newest(redis, SAMPLE_RESULTS))
+    if filters.label is not None and filters.label not in labels:
+        typer.echo(
+            f"feedmill: no result has the label {_named(filters.label)}. Labels seen: {_first(labels)}", err=True
+        )
+    if filters.run is not None and progress(redis, filters.run) is None:
+        runs = [found.run for found in recent(redis, MAX_NAMES)]
+        typer.echo(f"feedmill: there is no run {_named(filters.run)}. Recent runs: {_first(runs)}", err=True)
+
+
+def _named(name: str) -> str:
+    return printable(f"{name!r:.80}")
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return some names for a message, the most frequent ones of a Counter."""
+    ordered = [name for name, _ in names.most_common()] if isinstance(names, Counter) else list(names)
+    shown = printable(", ".join(ordered[:MAX_NAMES]))
+    return f"{shown}, …" if len(ordered) > MAX_NAMES else shown or "none"
 
 
 @contextmanager
@@ -175,33 +209,49 @@ def _failure(letter: DeadLetter, as_json: bool) -> str:
 
 @app.command("get")
 def get(
-    post_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the post.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of posts.")],
+    run: RunFilter = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Show every classification of one post.
+    """Show every classification of the given posts.
 
-    A post has one classification for each text, model and label set. Exits 1 if the post has none.
+    A post has one classification for each text, model and label set; an id can occur in several runs. Exits 1 if one of
+    the posts has none.
     """
     settings = settings_of(redis_url=redis_url)
     store = ResultsStore(connect(settings), settings)
+    wanted = None if run is None else parse_run(run)
+    missing = 0
     with user_errors(settings):
-        found, score = store.get(post_id), store.score(post_id)
-    if not found:
-        typer.echo(f"No result for post {post_id!r}: not classified yet, or expired.", err=True)
-        raise typer.Exit(1)
-    for classification in found:
+        for post_id in dict.fromkeys(ids):
+            found = [(each, store.post_of(each)) for each in store.get(post_id)]
+            found = [each for each in found if wanted is None or (each[1] is not None and each[1].run == wanted)]
+            if not found:
+                missing += 1
+                typer.echo(f"No result for post {_named(post_id)}: not classified yet, or expired.", err=True)
+                continue
+            _show_post(found, store.score(post_id), as_json)
+    raise typer.Exit(1 if missing else 0)
+
+
+def _show_post(found: Sequence[tuple[Classification, Post | None]], score: Score | None, as_json: bool) -> None:
+    for classification, post in found:
         if as_json:
             seen = {} if score is None else {"score": score.score, "score_seen_at": score.at}
-            typer.echo(json_line(classification.model_dump(mode="json") | seen))
+            of_post = {} if post is None else {"title": post.title, "run": post.run}
+            typer.echo(json_line(classification.model_dump(mode="json") | of_post | seen))
         else:
-            typer.echo(_described(classification))
+            typer.echo(_described(classification, post))
     if score and not as_json:
         typer.echo(f"score {score.score}, seen {utc(score.at)}")
 
 
-def _described(found: Classification) -> str:
+def _described(found: Classification, post: Post | None) -> str:
     when = utc(found.classified_at)
     scores = "\n".join(f"  {score:6.3f}  {printable(label)}" for label, score in found.scores.items())
-    summary = f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"
-    return f"{printable(summary)}\n{scores}"
+    lines = [f"{found.id}: {found.label}, by {found.model} ({found.weights[:12]}) on {found.device}, {when}"]
+    if post is not None:
+        title = " ".join((post.title or post.body).split())
+        lines.append(f"  {title:.100}" + (f" (run {post.run})" if post.run else ""))
+    return "\n".join([*map(printable, lines), scores])

@@ -14,14 +14,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from feedmill.cli import ingest
+from feedmill.cli import ingest, run_progress
 from feedmill.cli.options import AsJson, RedisUrl, settings_of
 from feedmill.monitoring import watch
 from feedmill.monitoring.capacity import span
 from feedmill.monitoring.watch import HealthPart, StatusMonitor, StatusWithRates
 from feedmill.stack.signals import exit_on_signals
+from shared import runs
 from shared.broker import user_errors
-from shared.errors import clause, printable
+from shared.errors import UserError, clause, printable
+from shared.messages import parse_run
 from shared.metrics import RedisMetrics, connect_for_monitoring, serve
 from shared.settings import Settings
 
@@ -39,11 +41,19 @@ app = typer.Typer()
 @app.command()
 def status(
     watched: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="Show only the progress of this run.")
+    ] = None,
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Show the state of queues, workers, results and Redis memory."""
     settings = settings_of(redis_url=redis_url)
+    if run is not None:
+        if watched:
+            raise UserError("--run cannot be combined with --watch. Leave out one of them.")
+        _show_run(settings, parse_run(run), as_json)
+        return
     if not watched:
         with user_errors(settings):
             seen = watch.status(settings)
@@ -58,6 +68,17 @@ def status(
             raise typer.Exit from None
 
 
+def _show_run(settings: Settings, name: str, as_json: bool) -> None:
+    """Print the progress of one run. Raises UserError if it is unknown."""
+    with user_errors(settings):
+        redis = connect_for_monitoring(settings)
+        found, known = runs.progress(redis, name), runs.recent(redis, watch.RUNS_SHOWN)
+    if found is None:
+        named = f" Recent runs: {', '.join(printable(each.run) for each in known)}." if known else ""
+        raise UserError(f"There is no run {printable(name)}, or its posts were sent too long ago.{named}")
+    typer.echo(json.dumps(found.as_json()) if as_json else run_progress.line(found, time.time()))
+
+
 def _summary(seen: watch.Status) -> str:
     """Format a snapshot as lines of a name and a value."""
     facts = [
@@ -65,6 +86,7 @@ def _summary(seen: watch.Status) -> str:
         *(("", line) for line in _queues(seen)),
         ("results", _results(seen)),
         ("dead letters", _dead_letters(seen)),
+        *((name, run_progress.line(found, time.time())) for name, found in _named_runs(seen)),
         *zip(("memory", ""), str(seen.memory or MEMORY_UNKNOWN).split("; "), strict=False),
     ]
     if not seen.asked:
@@ -116,6 +138,11 @@ def _queues(seen: watch.Status) -> list[str]:
         )
         for name, queue in seen.queues.items()
     ]
+
+
+def _named_runs(seen: watch.Status) -> Iterator[tuple[str, runs.Progress]]:
+    """Yield each run with the name of its line, which only the first one has."""
+    yield from zip(("runs", *[""] * len(seen.runs)), seen.runs, strict=False)
 
 
 def _dead_letters(seen: watch.Status) -> str:
@@ -172,6 +199,8 @@ def _screen(seen: StatusWithRates | str, settings: Settings) -> RenderableType:
     pace = "…" if seen.results is None else f"{60 * seen.results:,.0f}"
     facts.add_row("results", f"{pace} a minute · {_results(found)}")
     facts.add_row("dead letters", _dead_letters(found))
+    for name, run in _named_runs(found):
+        facts.add_row(name, Text(run_progress.line(run, time.time()), no_wrap=True, overflow="ellipsis"))
     if found.reddit:
         facts.add_row("reddit", Text(printable(ingest.format_daemon_status(found.reddit))))
     facts.add_row("gaps", f"{found.gaps:,} · `feedmill ingest gaps`" if found.gaps else "0")

@@ -9,7 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import to_json
 
-from feedmill.export.text import COLUMNS, POST_FIELDS, RESULT_COLUMNS, TIME_COLUMNS, Writer
+from feedmill.export.text import (
+    COLUMNS,
+    POST_FIELDS,
+    RESULT_COLUMNS,
+    TIME_COLUMNS,
+    PostKey,
+    Writer,
+    label_set,
+    own_columns,
+)
 from feedmill.reading.rows import ResultRow
 
 TEXT, TIME = pa.string(), pa.timestamp("us", tz="UTC")
@@ -22,11 +31,21 @@ GROUP_ROWS, GROUP_BYTES = 20_000, 2**25
 #: Rows per batch when a file is read.
 BATCH_ROWS = 5000
 #: Columns with repeating values, which are dictionary-encoded. For other columns, a dictionary would be discarded.
-DICTIONARY_COLUMNS = ["Topic", "Subreddit", "label", "model", "revision", "weights", "scores.key_value.key"]
+DICTIONARY_COLUMNS = [
+    "Topic",
+    "Subreddit",
+    "run",
+    "label",
+    "label_set",
+    "model",
+    "revision",
+    "weights",
+    "scores.key_value.key",
+]
 
 
 def schema_of(columns: Sequence[str]) -> Any:
-    return pa.schema([pa.field(column, COLUMN_TYPES[column]) for column in columns])
+    return pa.schema([pa.field(column, COLUMN_TYPES.get(column, TEXT)) for column in columns])
 
 
 class Parquet:
@@ -40,19 +59,26 @@ class Parquet:
     def create(self, path: Path) -> Writer:
         return _ParquetWriter(path, self.columns)
 
-    def ids(self, path: Path) -> Iterator[str]:
+    def posts(self, path: Path) -> Iterator[PostKey]:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=["id"]):
-                yield from batch.column(0).to_pylist()
+            wanted = [column for column in ("id", "run") if column in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+                yield from _posts(batch)
 
-    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+    def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         rows = 0
         with pq.ParquetFile(path) as file, _open(target, schema_of(file.schema_arrow.names)) as copied:
             for batch in file.iter_batches(BATCH_ROWS):
-                left = batch.filter(pa.array([kept(post_id) for post_id in batch.column("id").to_pylist()]))
+                left = batch.filter(pa.array(list(map(kept, _posts(batch)))))
                 copied.write_batch(left)
                 rows += left.num_rows
         return rows
+
+
+def _posts(batch: Any) -> Iterator[PostKey]:
+    ids = batch.column("id").to_pylist()
+    runs = batch.column("run").to_pylist() if "run" in batch.schema.names else [None] * len(ids)
+    return map(PostKey.of, ids, runs)
 
 
 def _open(path: Path, schema: Any) -> Any:
@@ -86,13 +112,17 @@ def batch_of(rows: Sequence[ResultRow], chosen: Sequence[str] = COLUMNS) -> Any:
     posts, found = [row.post for row in rows], [row.found for row in rows]
     scores = [each["scores"] for each in found]
     offsets = list(accumulate(map(len, scores), initial=0))
-    labels, values = list(chain.from_iterable(scores)), list(chain.from_iterable(map(dict.values, scores)))
+    labels, numbers = list(chain.from_iterable(scores)), list(chain.from_iterable(map(dict.values, scores)))
     columns = {column: [post.get(field, default) for post in posts] for column, (field, default) in POST_FIELDS.items()}
     columns["extra"] = [None if extra is None else to_json(extra).decode() for extra in columns["extra"]]
     columns |= {column: [each.get(column) for each in found] for column in RESULT_COLUMNS if column != "scores"}
+    columns["label_set"] = [label_set(each) for each in scores]
     columns["label_score"] = [each[label] for each, label in zip(scores, columns["label"], strict=True)]
     for column in TIME_COLUMNS:
         columns[column] = [None if seconds is None else round(seconds * 1_000_000) for seconds in columns[column]]
-    arrays = {column: pa.array(values, COLUMN_TYPES[column]) for column, values in columns.items()}
-    arrays["scores"] = pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(values, pa.float64()))
+    for name in own_columns(chosen):
+        values = [(post.get("extra") or {}).get(name) for post in posts]
+        columns[name] = [each if each is None or isinstance(each, str) else to_json(each).decode() for each in values]
+    arrays = {column: pa.array(values, COLUMN_TYPES.get(column, TEXT)) for column, values in columns.items()}
+    arrays["scores"] = pa.MapArray.from_arrays(offsets, pa.array(labels, TEXT), pa.array(numbers, pa.float64()))
     return pa.RecordBatch.from_arrays([arrays[column] for column in chosen], schema=schema_of(chosen))

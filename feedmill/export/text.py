@@ -5,25 +5,39 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from pydantic_core import from_json, to_json
 
 from feedmill.reading.rows import ResultRow
 from producers import exported
-from shared.messages import Post
+from shared.messages import Post, scope_within
 
 #: Column of a post -> the post's field, and the field's default, which stored posts omit.
 POST_FIELDS = {column: (field, Post.model_fields[field].default) for field, column in exported.COLUMNS.items()}
 #: All columns in order: the fields of the post, then the classification. Docs: docs/export.md.
 RESULT_COLUMNS = (
-    "label", "label_score", "scores", "model", "revision", "weights", "fingerprint", "classified_at",
+    "label", "label_score", "label_set", "scores", "model", "revision", "weights", "fingerprint", "classified_at",
     "queued_seconds",
 )  # fmt: skip
 COLUMNS = (*POST_FIELDS, *RESULT_COLUMNS)
+#: Separator of the labels in the name of a label set.
+LABEL_SEPARATOR = ", "
 TIME_COLUMNS = ("Date", "edited", "classified_at")
 #: CSV columns with text from users, which is escaped. All other columns hold numbers, dates, digests or generated JSON.
-ESCAPED = frozenset({"id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "label", "model", "revision"})
+ESCAPED = frozenset({
+    "id", "Topic", "Title", "Body", "Subreddit", "URL", "permalink", "run", "label", "label_set", "model", "revision",
+})  # fmt: skip
+
+
+def label_set(scores: Iterable[str]) -> str:
+    """Return the name of a label set: its labels in alphabetical order. Results of one set can be compared."""
+    return LABEL_SEPARATOR.join(sorted(scores))
+
+
+def own_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns that are values of `extra`, which users chose with `feedmill enqueue --keep`."""
+    return [column for column in columns if column not in COLUMNS]
 
 
 class Writer(Protocol):
@@ -39,16 +53,29 @@ class Format(Protocol):
     """A file format. `columns` applies to writing; reading takes the columns from the file."""
 
     name: str
-    #: Columns to write, out of `COLUMNS`, in this order. `id` is required, because purged posts are found by it.
+    #: Columns to write, in this order: those of `COLUMNS`, and keys of the posts' `extra`. `id` is required, because
+    #: purged posts are found by it.
     columns: Sequence[str]
 
     def create(self, path: Path) -> Writer: ...
 
-    def ids(self, path: Path) -> Iterable[str]:
-        """Yield the posts' ids in file order."""
+    def posts(self, path: Path) -> Iterable["PostKey"]:
+        """Yield the posts' ids and runs in file order."""
 
-    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
-        """Copy the rows for which `kept(post id)` is True, called once per row in order. Return their number."""
+    def copy(self, path: Path, target: Path, kept: Callable[["PostKey"], bool]) -> int:
+        """Copy the rows for which `kept(post)` is True, called once per row in order. Return their number."""
+
+
+class PostKey(NamedTuple):
+    """A post of an export, as `--latest` and `--purge` tell them apart."""
+
+    id: str
+    #: Run within which the id is unique; None if there is none, or the file has no column `run`.
+    scope: str | None = None
+
+    @classmethod
+    def of(cls, post_id: str, run: str | None) -> "PostKey":
+        return cls(post_id, scope_within(post_id, run or None))
 
 
 class TextFormat(Format, Protocol):
@@ -72,16 +99,20 @@ class Jsonl(TextFormat):
     def open(self, file: BinaryIO) -> Writer:
         return _JsonlWriter(file, self.columns)
 
-    def ids(self, path: Path) -> Iterator[str]:
+    def posts(self, path: Path) -> Iterator[PostKey]:
         with path.open("rb") as file:
             for line in file:
-                yield from_json(line)["id"]
+                yield self._post(line)
 
-    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+    def _post(self, line: bytes) -> PostKey:
+        row = from_json(line)
+        return PostKey.of(row["id"], row.get("run"))
+
+    def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         rows = 0
         with path.open("rb") as file, target.open("wb") as copied:
             for line in file:
-                if kept(from_json(line)["id"]):
+                if kept(self._post(line)):
                     copied.write(line)
                     rows += 1
         return rows
@@ -93,7 +124,7 @@ class _JsonlWriter:
         self._columns = columns
 
     def add(self, rows: Sequence[ResultRow]) -> None:
-        records = ({column: values[column] for column in self._columns} for values in map(_values, rows))
+        records = ({column: values.get(column) for column in self._columns} for values in map(_values, rows))
         self._file.write(b"".join(to_json(record) + b"\n" for record in records))
 
     def close(self) -> None:
@@ -108,20 +139,31 @@ class Csv(TextFormat):
     def open(self, file: BinaryIO) -> Writer:
         return _CsvWriter(file, self.columns)
 
-    def ids(self, path: Path) -> Iterator[str]:
+    def posts(self, path: Path) -> Iterator[PostKey]:
         rows = self._rows(path)
-        id_column = next(rows, ["id"]).index("id")
-        return (exported.unescape_formula(row[id_column]) for row in rows)
+        post = self._reader(next(rows, ["id"]))
+        return map(post, rows)
 
-    def copy(self, path: Path, target: Path, kept: Callable[[str], bool]) -> int:
+    def _reader(self, columns: Sequence[str]) -> Callable[[list[str]], PostKey]:
+        """Return a function that reads the post of a row. columns: the header."""
+        at, run = columns.index("id"), columns.index("run") if "run" in columns else None
+
+        def read(row: list[str]) -> PostKey:
+            return PostKey.of(
+                exported.unescape_formula(row[at]), None if run is None else exported.unescape_formula(row[run])
+            )
+
+        return read
+
+    def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         count = 0
         with target.open("w", encoding="utf-8", newline="") as copied:
             lines = csv.writer(copied)
             rows = self._rows(path)
             lines.writerow(columns := next(rows))
-            id_column = columns.index("id")
+            post = self._reader(columns)
             for row in rows:
-                if kept(exported.unescape_formula(row[id_column])):
+                if kept(post(row)):
                     lines.writerow(row)
                     count += 1
         return count
@@ -138,13 +180,14 @@ class _CsvWriter:
     def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
         self._text = TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         self._lines = csv.writer(self._text)
-        self._columns = [(column, column in ESCAPED) for column in columns]
+        own = own_columns(columns)
+        self._columns = [(column, column in ESCAPED or column in own) for column in columns]
         if file.tell() == 0:
-            self._lines.writerow(columns)
+            self._lines.writerow(exported.escape_formula(column) for column in columns)
 
     def add(self, rows: Sequence[ResultRow]) -> None:
         self._lines.writerows(
-            [_cell(values[column], escape) for column, escape in self._columns] for values in map(_values, rows)
+            [_cell(values.get(column), escape) for column, escape in self._columns] for values in map(_values, rows)
         )
 
     def close(self) -> None:
@@ -156,15 +199,18 @@ def _cell(value: Any, escape: bool) -> str:
         return ""
     if isinstance(value, str):
         return exported.escape_formula(value) if escape else value
-    if isinstance(value, bool | dict):
+    if isinstance(value, bool | dict | list):
         return to_json(value).decode()
     return repr(value)  # the shortest text that parses to the same float
 
 
 def _values(row: ResultRow) -> dict[str, Any]:
     """Return the value of every column of a row."""
-    values = {column: row.post.get(field, default) for column, (field, default) in POST_FIELDS.items()} | row.found
+    values: dict[str, Any] = dict(row.post.get("extra") or {})  # own columns, which never replace the others
+    values |= {column: row.post.get(field, default) for column, (field, default) in POST_FIELDS.items()}
+    values |= {column: row.found.get(column) for column in RESULT_COLUMNS}
     values["label_score"] = values["scores"][values["label"]]
+    values["label_set"] = label_set(values["scores"])
     return values | {column: _date(values[column]) for column in TIME_COLUMNS}
 
 

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, TextFormat, Writer
+from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, PostKey, TextFormat, Writer
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from shared.atomic_files import publish, replacing, sync, temporary_path
@@ -46,7 +46,8 @@ FIRST_LINE_BYTES = 2_000_000
 
 
 class ExportFilter(NamedTuple):
-    """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label.
+    """A selection of results: stored at or after `since` and before `until` (seconds since 1970), with this label and
+    run.
 
     latest: keep only the newest result of each post. Single files only, because a folder's parts are published before
     later results are known.
@@ -56,9 +57,12 @@ class ExportFilter(NamedTuple):
     until: float | None = None
     label: str | None = None
     latest: bool = False
+    run: str | None = None
 
     def of(self, rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
-        return rows if self.label is None else [row for row in rows if row.found["label"] == self.label]
+        if self.label is not None:
+            rows = [row for row in rows if row.found["label"] == self.label]
+        return rows if self.run is None else [row for row in rows if row.post.get("run") == self.run]
 
 
 def format_of(name: str, columns: Sequence[str] = COLUMNS) -> Format:
@@ -126,7 +130,7 @@ def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of an earlier run, or None. Raises UserError if it belongs to an export with other options."""
     try:
         # Defaults for states written before these options existed.
-        state = {"columns": [*COLUMNS], "latest": False} | json.loads(path.read_bytes())
+        state = {"columns": [*COLUMNS], "latest": False, "run": None} | json.loads(path.read_bytes())
         asked = {name: state[name] for name in wanted}
         Place(**state["place"])
     except FileNotFoundError:
@@ -153,15 +157,15 @@ def _without_purged(
     Returns the number of removed rows of purged posts, and the number of rows in `target`. If nothing has to be
     removed, makes no copy and returns (0, None).
     """
-    gone = reader.gone(form.ids(path))
-    rows = Counter(form.ids(path) if gone or latest else ())
+    gone = reader.gone(post.id for post in form.posts(path))
+    rows = Counter(form.posts(path) if gone or latest else ())
     if not gone and rows.total() == len(rows):
         return 0, None
-    removed = sum(rows[post_id] for post_id in gone)
+    removed = sum(count for post, count in rows.items() if post.id in gone)
 
-    def kept(post_id: str) -> bool:
-        rows[post_id] -= 1  # now the number of later rows of this post
-        return post_id not in gone and not (latest and rows[post_id])
+    def kept(post: PostKey) -> bool:
+        rows[post] -= 1  # now the number of later rows of this post
+        return post.id not in gone and not (latest and rows[post])
 
     return removed, form.copy(path, target, kept)
 
@@ -379,8 +383,9 @@ def _format_of_file(path: Path) -> Format:
 
 
 def _are_ours(columns: Collection[str]) -> bool:
-    """Return whether all of these are columns of an export, and `id` is one of them."""
-    return "id" in columns and set(columns) <= set(COLUMNS)
+    """Return whether these are columns of an export: `id`, and a second one or no columns of the user's own."""
+    known = sum(column in COLUMNS for column in columns)
+    return "id" in columns and (known > 1 or known == len(columns))
 
 
 def _sweep(out: Path, form: Format, reader: RowReader) -> int:

@@ -27,6 +27,7 @@ from shared.metrics import connect_for_monitoring, oldest_seconds
 from shared.model_routing import expected_workers, known_queues
 from shared.redis_errors import rejects_writes
 from shared.results import Counters, ResultsStore
+from shared.runs import Progress, recent
 from shared.settings import Settings
 
 #: Window in seconds over which `StatusMonitor` computes rates.
@@ -34,6 +35,8 @@ RATE_WINDOW_S = 60.0
 #: Seconds to wait for a further answer: when all workers are asked, and when the expected workers are known by name.
 ANSWER_TIMEOUT_S, HEALTH_ANSWER_TIMEOUT_S = 1.0, 3.0
 
+#: Maximum number of runs in a snapshot.
+RUNS_SHOWN = 5
 #: Celery's name for the pool of Feedmill workers.
 FEEDMILL_POOL = "workers.runtime.pool:DevicePool"
 
@@ -73,12 +76,14 @@ class Status(NamedTuple):
     missing: dict[str, float]
     #: None if this Redis user may not run INFO and MEMORY USAGE.
     memory: Memory | None
+    #: The most recently active runs, newest first.
+    runs: list[Progress]
 
     def as_json(self) -> dict[str, Any]:
         queues = {name: queue._asdict() for name, queue in self.queues.items()}
         memory = self.memory and self.memory._asdict()
         fields = self._asdict() | {"queue": self.queue._asdict(), "queues": queues, "results": self.results._asdict()}
-        return fields | {"memory": memory}
+        return fields | {"memory": memory, "runs": [run.as_json() for run in self.runs]}
 
 
 def status(settings: Settings) -> Status:
@@ -97,7 +102,8 @@ def _look(redis: Redis, app: Celery, settings: Settings) -> Status:
     memory = capacity.estimate_memory(redis, settings, _rate(workers))
     reddit = State(redis).load_status()
     asked = workers is not None
-    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory)
+    runs = recent(redis, RUNS_SHOWN)
+    return Status(depth, queues, workers or {}, results, reddit, oldest, gaps, dead, asked, missing, memory, runs)
 
 
 def _queues(redis: Redis, settings: Settings) -> tuple[QueueDepth, dict[str, Queue]]:

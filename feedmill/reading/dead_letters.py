@@ -7,6 +7,7 @@ undecodable message's name is a digest of its bytes, `raw-1f2e3d4c5b6a7988`. Dea
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from redis import Redis
@@ -52,20 +53,30 @@ class DeadLetters:
         elements: Any = self._redis.llen(UNDECODABLE)
         return int(letters + elements)
 
-    def newest(self, count: int) -> Iterator[DeadLetterEntry | UndecodableMessage]:
-        """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first."""
-        if count > 0:
-            yield from self._elements(count)
-            yield from self.letters(count)
+    def newest(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry | UndecodableMessage]:
+        """Yield the newest `count` undecodable messages, then the newest `count` dead letters, each oldest first.
 
-    def letters(self, count: int) -> Iterator[DeadLetterEntry]:
-        """Yield the newest `count` dead letters, oldest first.
+        run: only dead letters of this run.
+        """
+        if count > 0:
+            if run is None:
+                yield from self._elements(count)
+            yield from self.letters(count, run)
+
+    def letters(self, count: int, run: str | None = None) -> Iterator[DeadLetterEntry]:
+        """Yield the newest `count` dead letters, oldest first. run: only posts of this run.
 
         The first pass collects only stream ids; the second reads the entries in order, one page in memory at a time.
         """
-        names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
-        if names:
-            yield from self._between(names[-1], names[0])
+        if run is None:
+            names = [name for name, _ in newest_first(self._redis, DEAD_LETTERS, count)]
+            if names:
+                yield from self._between(names[-1], names[0])
+            return
+        entries = (_entry(*each) for each in newest_first(self._redis, DEAD_LETTERS))
+        names = [each.name for each in islice((each for each in entries if each.letter.run == run), count)]
+        for name in reversed(names):
+            yield from self._between(name, name)
 
     def all(self) -> Iterator[DeadLetterEntry | UndecodableMessage]:
         """Yield all undecodable messages, then all dead letters, oldest first; skip letters added meanwhile."""

@@ -5,18 +5,20 @@ Presentation is in page.py (HTML) and charts.py (PNG).
 
 import json
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from statistics import quantiles
 
 from redis import Redis
 
+from feedmill.export.text import LABEL_SEPARATOR, label_set
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from producers.reddit.state import Gap, State
 from shared import keys
 from shared.messages import DeadLetter
 from shared.results import HOUR_S, ResultsStore, newest_first
+from shared.scripts.runs import MAX_PAUSE_MS
 from shared.scripts.stream import Place
 from shared.settings import Settings
 
@@ -29,6 +31,12 @@ SUBREDDITS, DEAD_LETTERS, GAPS = 15, 10, 20
 NUM_BINS = 20
 #: Maximum number of columns in charts over time. Longer reports merge several hours into a column.
 MAX_COLUMNS = 72
+#: Maximum number of label sets to gather figures of. Beyond it, those whose newest result is oldest are dropped.
+MAX_LABEL_SETS = 20
+#: Maximum number of label sets to count, because applications can send any number.
+MAX_LABEL_SETS_COUNTED = 1000
+#: Pauses of a run longer than this many seconds count as this long: it was not working then.
+MAX_PAUSE_S = MAX_PAUSE_MS / 1000
 #: Maximum length of an example title, in characters.
 TITLE_LENGTH = 120
 
@@ -38,7 +46,7 @@ class Column:
     """The figures of one column in charts over time: one or more hours, starting at `hour` (hours since 1970)."""
 
     hour: int
-    #: New results by label, from the hourly counters, which include results already trimmed from the stream.
+    #: New results by label. With a single label set, they include results already trimmed from the stream.
     labels: Counter[str] = field(default_factory=Counter)
     #: Number of results read from the stream.
     read: int = 0
@@ -65,13 +73,21 @@ class Column:
 
 @dataclass
 class Report:
-    """The figures of the `hours` hours before `made_at` (seconds since 1970)."""
+    """The figures of the `hours` hours before `made_at` (seconds since 1970), of one label set and perhaps one run."""
 
     made_at: float
     hours: int
     #: Hours per column.
     width: int
     columns: list[Column]
+    #: The run, if it was chosen; and the label set, "" without results.
+    run: str | None = None
+    label_set: str = ""
+    #: Numbers of results of the other label sets in this period, which a report never mixes.
+    others: dict[str, int] = field(default_factory=dict)
+    #: Seconds in which results were stored, without longer pauses; and the time of the newest result.
+    used: float = 0.0
+    latest: float | None = None
     #: Number of results read from the stream; less than `posts` if older results were trimmed.
     read: int = 0
     labels: Counter[str] = field(default_factory=Counter)
@@ -92,6 +108,11 @@ class Report:
         return self.labels.total()
 
     @property
+    def rate(self) -> float | None:
+        """Return the results per second of the time used; None if they were stored at once."""
+        return self.read / self.used if self.used else None
+
+    @property
     def is_of_reddit(self) -> bool:
         """Return True if there are posts with a subreddit, or gaps in reading one."""
         return any(self.subreddits) or bool(self.gaps)
@@ -102,39 +123,80 @@ class Report:
         return [label for label, _ in self.labels.most_common(MAX_COLOURED_LABELS)]
 
 
-def gather(redis: Redis, settings: Settings, hours: int) -> Report:
+def gather(redis: Redis, settings: Settings, hours: int, run: str | None = None, labels: str | None = None) -> Report:
     """Gather the report of the last `hours` hours. Purged posts appear only in the hourly counts.
 
-    Raises redis.exceptions.RedisError.
+    run: only results of this run. labels: the label set, as feedmill.export.text.label_set names it; None selects that
+    of the newest result. Raises redis.exceptions.RedisError.
     """
-    store = ResultsStore(redis, settings)
     now = time.time()
     last = int(now // HOUR_S)
     width = -(-hours // MAX_COLUMNS)
     first = last - hours + 1
-    columns = [Column(hour) for hour in range(first, last + 1, width)]
-    report = Report(now, hours, width, columns)
-    for hour, counts in store.labels(hours).items():
-        if hour >= first:  # the hour may have changed since `now`
-            columns[min((hour - first) // width, len(columns) - 1)].labels.update(counts)
-            report.labels.update(counts)
+    reports: OrderedDict[str, Report] = OrderedDict()
+    others: Counter[str] = Counter()
+
+    def report_of(name: str) -> Report:
+        if name not in reports:
+            columns = [Column(hour) for hour in range(first, last + 1, width)]
+            reports[name] = Report(now, hours, width, columns, run, name)
+            if len(reports) > MAX_LABEL_SETS:
+                reports.popitem(last=False)
+        reports.move_to_end(name)
+        return reports[name]
+
     for chunk in RowReader(redis).chunks(Place(id_before(first * HOUR_S))):
         for row in chunk.rows:
-            hour = int(seconds_of(row.entry) // HOUR_S)
-            _count(report, row, columns[min((hour - first) // width, len(columns) - 1)])
-    report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR_S]
+            if run is None or row.post.get("run") == run:
+                name = label_set(row.found["scores"])
+                if name in others or len(others) < MAX_LABEL_SETS_COUNTED:
+                    others[name] += 1
+                if labels is None or labels == name:
+                    report = report_of(name)
+                    hour = int(seconds_of(row.entry) // HOUR_S)
+                    _count(report, row, report.columns[min((hour - first) // width, len(report.columns) - 1)])
+    report = reports[next(reversed(reports))] if reports else report_of(labels or "")
+    report.others = {name: count for name, count in others.most_common() if name != report.label_set}
+    if run is None and labels is None:
+        _count_trimmed(report, ResultsStore(redis, settings).labels(hours), first)
+    if run is None:
+        report.gaps = [gap for gap in State(redis).gaps() if gap.until >= first * HOUR_S]
     for _, fields in newest_first(redis, keys.DEAD_LETTERS, since=id_before(first * HOUR_S)):
         letter = DeadLetter.model_validate_json(fields["letter"])
-        if letter.failed_at >= first * HOUR_S:
+        if letter.failed_at >= first * HOUR_S and (run is None or letter.run == run):
             report.reasons[letter.reason] += 1
             if len(report.dead) < DEAD_LETTERS:
                 report.dead.append(letter)
     return report
 
 
+def _count_trimmed(report: Report, counts: dict[int, dict[str, int]], first: int) -> None:
+    """Replace the counts by label with the hourly counters, which include results that were trimmed from the stream.
+
+    The counters do not tell label sets apart, so they are used only if there is no other one. counts: hour -> label.
+    first: the report's first hour.
+    """
+    recent = {hour: found for hour, found in counts.items() if hour >= first}  # the hour may have changed meanwhile
+    known = set(report.label_set.split(LABEL_SEPARATOR))
+    if report.others or any(report.label_set and label not in known for found in recent.values() for label in found):
+        return
+    report.labels.clear()
+    for column in report.columns:
+        column.labels.clear()
+    for hour, found in recent.items():
+        report.columns[min((hour - first) // report.width, len(report.columns) - 1)].labels.update(found)
+        report.labels.update(found)
+
+
 def _count(report: Report, row: ResultRow, column: Column) -> None:
     found, post = row.found, row.post
     label = found["label"]
+    at = seconds_of(row.entry)
+    if report.latest is not None:
+        report.used += min(at - report.latest, MAX_PAUSE_S)
+    report.latest = at
+    report.labels[label] += 1
+    column.labels[label] += 1
     report.read += 1
     column.read += 1
     column.minutes[int(found["classified_at"] // 60)] += 1

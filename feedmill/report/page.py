@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from feedmill.report.data import DEAD_LETTERS, GAPS, NUM_BINS, OTHERS, SUBREDDITS, Column, Report, title_of
-from shared.errors import printable
+from shared.errors import printable, truncate
 from shared.results import HOUR_S
 
 #: Label colours on a light and on a dark page, for the most frequent label first. The last colour is for other labels.
@@ -24,6 +24,8 @@ DARK = (
 )  # fmt: skip
 #: Approximate number of times to print below a chart.
 AXIS_TIMES = 3
+#: Characters of the label set to show.
+SHOWN_LABELS = 300
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfaf8; --card: #fff; --ink: #1d2026; --dim: #646a75; --line: #e3e1dc; LIGHT }
@@ -96,7 +98,11 @@ def _text(words: object) -> str:
 def _span(report: Report) -> str:
     hours = "The last hour" if report.hours == 1 else f"The last {report.hours:,} hours"
     models = ", ".join(_text(model) for model, _ in report.models.most_common(3))
-    return f"{hours} until {_when(report.made_at)} UTC{f'; classified by {models}' if models else ''}."
+    by = f"; classified by {models}" if models else ""
+    run = f"Run {_text(report.run)}. " if report.run is not None else ""
+    labels = f" Labels: {_text(truncate(report.label_set, SHOWN_LABELS))}." if report.label_set else ""
+    others = " Results of other label sets are left out." if report.others else ""
+    return f"{run}{hours} until {_when(report.made_at)} UTC{by}.{labels}{others}"
 
 
 def _section(name: str, title: str, caption: str, *content: str) -> str:
@@ -107,7 +113,7 @@ def _figures(report: Report) -> str:
     waits = Column(0, waits=[wait for column in report.columns for wait in column.waits])
     figures = [
         (f"{report.posts:,}", "posts classified"),
-        (f"{report.posts / report.hours:,.0f}", "posts per hour"),
+        ("–" if report.rate is None else f"{_rate(report.rate)}/s", "posts, while there was work"),
         (_rate(max((column.busiest for column in report.columns), default=0.0)), "posts/s in the busiest minute"),
         (_seconds(waits.wait(50)), "median time from sending to result"),
         (f"{report.reasons.total():,}", "dead letters" if report.reasons.total() != 1 else "dead letter"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import RUNS, run_key, sent_key, tombstone_key
+from shared.keys import CLEARS, RUNS, run_key, sent_key, tombstone_key
 from shared.scripts import Script
 from shared.scripts.runs import COUNT_PROGRESS
 
@@ -57,6 +57,20 @@ if new > 0 and ARGV[6] ~= '' then
 end
 """
 )
+#:   KEYS[1]: list of the queue. KEYS[2]: feedmill:clears, hash.
+#:   ARGV[1]: the message. ARGV[2]: a JSON list of [id, hash field, run] per post.
+#:   ARGV[3], ARGV[4]: prefixes of the names of sent marks' and of runs' keys. ARGV[5]: the queue.
+_REMOVE: Script[int] = Script("""
+if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 0 end
+redis.call('HINCRBY', KEYS[2], ARGV[5], 1)
+for _, mark in ipairs(cjson.decode(ARGV[2])) do
+  local removed, run = redis.call('HDEL', ARGV[3] .. mark[1], mark[2]), ARGV[4] .. mark[3]
+  if removed == 1 and mark[3] ~= '' and tonumber(redis.call('HGET', run, 'sent') or 0) > 0 then
+    redis.call('HINCRBY', run, 'sent', -1)
+  end
+end
+return 1
+""")
 #: Reads only the last 32 KiB of a message, because whole messages can be megabytes long: kombu writes headers after the
 #: body. Post text cannot match, because its quotes are escaped.
 #:
@@ -85,6 +99,18 @@ def mark(redis: Redis, marks: Sequence[tuple[str, str]], at: int, ttl: int, run:
     """
     arguments = [sent_key(""), tombstone_key(""), json.dumps(marks), at, ttl, run, run_key(""), max_runs, PRUNE_MARKS]
     _MARK(redis, [RUNS], arguments)
+
+
+def remove_waiting(
+    redis: Redis, queue: str, queue_list: str, message: bytes, marks: Sequence[tuple[tuple[str, str], str]]
+) -> bool:
+    """Remove a waiting message with the marks of its posts; return False if it is not in the list any more.
+
+    queue_list: the list of the queue that holds the message. marks: for each post, its id and hash field, and its run
+    ("" for none), from which it is subtracted.
+    """
+    named = json.dumps([[*mark, run] for mark, run in marks])
+    return bool(_REMOVE(redis, [queue_list, CLEARS], [message, named, sent_key(""), run_key(""), queue]))
 
 
 def next_header_values(redis: Redis, lists: Sequence[str], header: str) -> list[float]:

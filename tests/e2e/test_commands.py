@@ -84,11 +84,16 @@ def test_enqueue_uses_the_given_id_column(redis: RedisServer, tmp_path: Path) ->
     assert wrong.returncode == 2
     assert re.search("tickets.csv.*ticket, channel, text.*--id-column", wrong.stderr)
     said = feedmill("enqueue", "tickets.csv", "--id-column", "ticket", cwd=tmp_path, **url)
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (said.returncode, problems(said.stderr)) == (0, [])
     assert sent_ids(redis) == ["T-1", "T-2"]
     found = feedmill("enqueue", "tickets.csv", cwd=tmp_path, **url)
     assert counts(found.stdout)[0] == 2
     assert "tickets.csv: " in found.stderr
+
+
+def problems(stderr: str) -> list[str]:
+    """Return the lines of standard error without the notes on the run and on a missing worker."""
+    return [line for line in stderr.splitlines() if not re.match(r"run \S+ |no worker serves", line)]
 
 
 def counts(text: str) -> list[int]:
@@ -178,7 +183,7 @@ def test_enqueue_resumes_a_continued_download(redis: RedisServer, tmp_path: Path
     assert str(path) in said.stderr
     path.write_bytes(b"".join(frames))
     otherwise = feedmill("enqueue", str(path), "--labels", "a,b", cwd=tmp_path, **url)
-    assert (counts(otherwise.stdout)[0], otherwise.stderr) == (4, "")
+    assert (counts(otherwise.stdout)[0], problems(otherwise.stderr)) == (4, [])
     said = feedmill("enqueue", str(path), cwd=tmp_path, **url)
     assert counts(said.stdout) == [2, 1, 0, 0]
     assert re.search(r"\b3\b.*--again", said.stderr)
@@ -193,7 +198,7 @@ def test_again_starts_over(redis: RedisServer, tmp_path: Path, frames: list[byte
     assert positions(redis) == [3]
     path.write_bytes(b"".join(frames))
     said = feedmill("enqueue", str(path), "--again", cwd=tmp_path, **url)
-    assert (counts(said.stdout)[0], said.stderr) == (4, "")
+    assert (counts(said.stdout)[0], problems(said.stderr)) == (4, [])
     assert positions(redis) == []
 
 
@@ -378,7 +383,7 @@ def test_purge_removes_posts_and_lift_readmits_them(redis: RedisServer, tmp_path
     sent = feedmill("enqueue", "-", cwd=tmp_path, stdin='{"id": "a1", "title": "x"}', **url)
     assert sent.returncode == 0, sent.stderr
     said = feedmill("purge", "a1", cwd=tmp_path, **url)
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (said.returncode, problems(said.stderr)) == (0, [])
     assert said.stdout.startswith("a1 purged (marked as sent: 1, results: 1, stream entries: 1, messages: 1); ")
     again = feedmill("purge", "a1", cwd=tmp_path, **url)
     assert again.returncode == 1

@@ -113,6 +113,9 @@ def test_deploy_switches_the_worker_and_is_reported(house: House) -> None:
     assert re.search(r"\b1 workers", said)
     assert house.at_work() == "tuned"
     wait_until(lambda: known_queues(house.redis.client)["feedmill"].model == tuned, "the new model is announced")
+    (house.folder / "posts.jsonl").write_text('{"id": 1, "title": "x"}\n')
+    status, _, complaints = house.run("enqueue", "posts.jsonl", "--labels", "praise,complaint")
+    assert (status, all(word in complaints for word in (tuned, "NEGATIVE", "POSITIVE", "--labels"))) == (2, True)
     assert f"{tuned}, queue feedmill" in house.run("status")[1]
     with urlopen(f"http://127.0.0.1:{house.metrics_port}/metrics") as answer:
         assert f'model="{tuned}"' in answer.read().decode()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from feedmill.report.data import gather
 from feedmill.report.page import page
 from producers.reddit.state import Gap, State
+from shared.keys import RESULTS_STREAM
 from shared.messages import Classification, DeadLetter, Post
 from shared.purge import purge
 from shared.results import Result, ResultsStore
@@ -54,6 +56,10 @@ def chromium() -> str:
     return found
 
 
+#: One label set, because a report never mixes several.
+LABELS = (EVIL, LONG, "food", *(f"label {number}" for number in range(20)))
+
+
 def look_at(chromium: str, page: str, folder: Path) -> dict[str, Any]:
     """Return what the browser measured on a page 390 pixels wide."""
     harness = folder / "harness.html"
@@ -72,11 +78,13 @@ def look_at(chromium: str, page: str, folder: Path) -> dict[str, Any]:
     return looked
 
 
-def result(post_id: str, label: str = "food", score: float = 0.9, **fields: Any) -> Result:
+def result(
+    post_id: str, label: str = "food", score: float = 0.9, labels: Sequence[str] = LABELS, **fields: Any
+) -> Result:
     found = Classification(
         id=post_id,
         label=label,
-        scores={label: score, "other": 0.1},
+        scores=dict.fromkeys(labels, 0.0) | {label: score},
         model="a/model",
         revision=None,
         weights="00",
@@ -183,6 +191,7 @@ def test_png_writes_pictures_of_the_charts(redis: RedisServer, tmp_path: Path) -
     [
         (("--out", "none/r.html"), "r.html"),
         (("--hours", "0"), "--hours"),
+        (("--out", "."), "--out"),
     ],
 )
 def test_mistakes_name_the_flag_or_file(
@@ -191,3 +200,51 @@ def test_mistakes_name_the_flag_or_file(
     found = feedmill("report", *arguments, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
     assert found.returncode == 2
     assert said in found.stderr
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_report_is_of_one_label_set_or_run(redis: RedisServer, tmp_path: Path) -> None:
+    topics, moods = ("food", "travel"), ("happy, or so", "sad")
+    store = ResultsStore(redis.client, Settings())
+    store.write([result(f"t{number}", "food", labels=topics, run="monday") for number in range(3)])
+    store.write([result(f"m{number}", "sad", labels=moods, title="a mood", run="tuesday") for number in range(2)])
+    settings = Settings()
+    newest = gather(redis.client, settings, hours=1)
+    assert (newest.labels, newest.others) == ({"sad": 2}, {"food, travel": 3})
+    assert gather(redis.client, settings, hours=1, run="monday").labels == {"food": 3}
+    assert gather(redis.client, settings, hours=1, run="monday").others == {}
+    assert gather(redis.client, settings, hours=1, labels="food, travel").labels == {"food": 3}
+    assert gather(redis.client, settings, hours=1, run="none").posts == 0
+    said = feedmill("report", "--out", "r.html", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert re.match("2 posts", said.stdout)
+    assert all(words in said.stderr for words in ("3 posts: food, travel", "--label-set", "--run"))
+    shown = (tmp_path / "r.html").read_text()
+    assert "a mood" in shown
+    assert "title of t0" not in shown
+    said = feedmill("report", "--label-set", "travel,food", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert re.match("3 posts", said.stdout)
+    said = feedmill("report", "--run", "tuesday", cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url)
+    assert re.match("2 posts", said.stdout)
+    assert said.stderr == ""
+
+
+def test_counts_include_trimmed_results_of_the_only_label_set(redis: RedisServer) -> None:
+    store = ResultsStore(redis.client, Settings())
+    store.write([result(str(number)) for number in range(3)])
+    redis.client.xtrim(RESULTS_STREAM, 1, approximate=False)
+    report = gather(redis.client, Settings(), hours=1)
+    assert (report.posts, report.read) == (3, 1)
+
+
+def test_rates_leave_out_pauses(redis: RedisServer) -> None:
+    """480 posts in ten minutes are not 20 posts an hour of the day."""
+    store = ResultsStore(redis.client, Settings())
+    store.write([result(str(number)) for number in range(4)])
+    entries: Any = redis.client.xrange(RESULTS_STREAM)
+    redis.client.delete(RESULTS_STREAM)
+    now = int(time.time() * 1000)
+    for (_, fields), ago in zip(entries, (1_800_000, 1_799_000, 2_000, 1_000), strict=True):
+        redis.client.xadd(RESULTS_STREAM, fields, id=f"{now - ago}-0")
+    report = gather(redis.client, Settings(), hours=2)
+    assert report.used == pytest.approx(1 + 60 + 1)
+    assert report.rate == pytest.approx(4 / 62)

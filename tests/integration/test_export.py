@@ -75,7 +75,7 @@ def run(out: Path, reader: RowReader, name: str, wanted: ExportFilter | None = N
 def exported(out: Path) -> list[str]:
     """Return the ids in an export, in order."""
     paths = [path for path, _ in parts(out)] if out.is_dir() else [out]
-    return [post_id for path in paths for post_id in form_of(out, path).ids(path)]
+    return [post.id for path in paths for post in form_of(out, path).posts(path)]
 
 
 def form_of(out: Path, path: Path) -> Any:

@@ -70,7 +70,7 @@ def test_relative_and_absolute_paths_share_a_position(
 
 def test_another_id_column_starts_from_the_beginning(settings: Settings, path: Path) -> None:
     redis = connect(settings)
-    positions = [_position(redis, str(path), "", NO_FILTERS, column) for column in ("ticket", "ticket", "text", None)]
+    positions = [_position(redis, str(path), [""], NO_FILTERS, column) for column in ("ticket", "ticket", "text", None)]
     first, *_ = found = [position for position in positions if position]
     first.save(1)
     assert [position.load() for position in found] == [1, 1, 0, 0]

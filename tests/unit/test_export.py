@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedmill.export.parquet import Parquet, batch_of, schema_of
-from feedmill.export.text import COLUMNS, Csv, Jsonl
+from feedmill.export.text import COLUMNS, Csv, Jsonl, PostKey, label_set
 from feedmill.export.writer import STATE_FILE, format_of, purge
 from feedmill.reading.rows import ResultRow
 from producers import exported
@@ -63,7 +63,7 @@ def written(path: Path, form: Csv | Jsonl, *posts: Post) -> Path:
 def test_reads_back_the_same_posts(tmp_path: Path, form: Csv | Jsonl) -> None:
     path = written(tmp_path / "out", form, FULL, BARE)
     assert list(Source(str(path)).items()) == [FULL, BARE]
-    assert list(form.ids(path)) == ["t3_1", "2"]
+    assert [post.id for post in form.posts(path)] == ["t3_1", "2"]
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(FORMULAS)
@@ -130,8 +130,8 @@ def test_writes_chosen_columns(tmp_path: Path, form: Csv | Jsonl | Parquet) -> N
     writer.add([row(Post(id="+1", title="=a")), row(Post(id="2", title="b"))])
     writer.close()
     # Reading and copying take the columns from the file.
-    assert format_of(form.name).copy(path, copy, lambda post_id: post_id == "+1") == 1
-    assert list(format_of(form.name).ids(copy)) == ["+1"]
+    assert format_of(form.name).copy(path, copy, lambda post: post.id == "+1") == 1
+    assert list(format_of(form.name).posts(copy)) == [PostKey("+1")]
     if form.name == "parquet":
         (record,) = pq.read_table(copy).to_pylist()
         values = list(record.values())[:3]
@@ -158,8 +158,8 @@ def test_copies_without_removed_posts(tmp_path: Path, name: str) -> None:
     for start in range(0, 20, 5):
         writer.add([row(Post(id=f"={number}", title="a\nb")) for number in range(start, start + 5)])
     writer.close()
-    assert form.copy(whole, copy, lambda post_id: post_id not in ("=3", "=17")) == 18
-    assert list(form.ids(copy)) == [f"={number}" for number in range(20) if number not in (3, 17)]
+    assert form.copy(whole, copy, lambda post: post.id not in ("=3", "=17")) == 18
+    assert [post.id for post in form.posts(copy)] == [f"={number}" for number in range(20) if number not in (3, 17)]
     again = tmp_path / "again"
     assert form.copy(copy, again, lambda _: True) == 18
     assert again.read_bytes() == copy.read_bytes()
@@ -216,3 +216,26 @@ def test_refuses_to_purge_an_export_with_damaged_state(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text("{")
     with pytest.raises(UserError, match=naming(STATE_FILE)):
         purge(tmp_path, Mock())
+
+
+@pytest.mark.parametrize("name", ["parquet", "csv", "jsonl"])
+def test_writes_run_label_set_and_own_columns(tmp_path: Path, name: str) -> None:
+    columns = ("id", "run", "label_set", "device", "=own")
+    form, path = format_of(name, columns), tmp_path / "out"
+    writer = form.create(path)
+    writer.add([row(Post(id="1", title="a", run="=monday", extra={"device": "phone", "=own": 5}))])
+    writer.add([row(Post(id="t3_x", title="b", run="tuesday")), row(Post(id="2", title="c"))])
+    writer.close()
+    assert list(format_of(name).posts(path)) == [PostKey("1", "=monday"), PostKey("t3_x"), PostKey("2")]
+    if name == "parquet":
+        records: list[dict[str, object]] = pq.read_table(path).to_pylist()
+    elif name == "csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            records = [{key.lstrip("'"): cell.lstrip("'") or None for key, cell in each.items()}
+                       for each in csv.DictReader(file)]  # fmt: skip
+    else:
+        records = list(map(json.loads, path.read_text().splitlines()))
+    assert [record["run"] for record in records] == ["=monday", "tuesday", None]
+    assert [record["label_set"] for record in records] == [label_set(row(Post(id="1", title="a")).found["scores"])] * 3
+    assert [record["device"] for record in records] == ["phone", None, None]
+    assert [str(record["=own"]) for record in records] == ["5", "None", "None"]

@@ -133,7 +133,8 @@ class DevicePool(BasePool):
         the next interval.
         """
         self._deployer.request_check()
-        model = self.pipeline.classifier.weights.name
+        classifier = self.pipeline.classifier
+        model, labels = classifier.weights.name, getattr(classifier, "fixed_labels", None)
         try:
             register(self._redis, self._node)
         except RedisError as fault:
@@ -141,7 +142,7 @@ class DevicePool(BasePool):
             return
         for name in self._queues():
             try:
-                other = announce(self._redis, name, model)
+                other = announce(self._redis, name, model, labels)
             except RedisError as fault:
                 logger.warning("cannot register queue %s as served (%s); retrying in a minute", name, fault)
                 return

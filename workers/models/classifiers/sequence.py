@@ -60,6 +60,8 @@ class SequenceClassifier(Classifier):
             )
         self._meaning = activation_for(config.problem_type, len(names))
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
+        #: The model's labels; it serves no others. Classifiers without this attribute serve any labels.
+        self.fixed_labels = names
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:

@@ -1,0 +1,71 @@
+"""Show the progress of runs: a line of `feedmill status`, and the wait of `feedmill enqueue --wait`."""
+
+import time
+
+import typer
+from redis import Redis
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from feedmill.monitoring.capacity import span
+from shared import runs
+from shared.broker import queue_depth
+from shared.errors import printable
+from shared.settings import Settings
+
+#: Seconds between two looks at a run's progress.
+POLL_INTERVAL_S = 0.5
+
+
+def line(found: runs.Progress, now: float) -> str:
+    """Return the progress of a run in one line. now: seconds since 1970."""
+    done = f"{found.stored:,} of {found.sent:,} done" if found.sent else f"{found.stored:,} done"
+    parts = [done]
+    if found.failed:
+        parts.append(f"{found.failed:,} failed")
+    if found.rate is not None:
+        parts.append(f"{found.rate:,.1f} posts/s")
+    if found.pending:
+        parts.append(_left(found, now))
+    else:
+        parts.append(f"ended {span(max(0.0, now - found.latest))} ago")
+    return printable(f"{found.run}: {' · '.join(parts)}")
+
+
+def _left(found: runs.Progress, now: float) -> str:
+    if runs.is_waiting(found, now):
+        return f"waiting for {span(now - found.latest)}"
+    return "starting" if found.seconds_left is None else f"about {span(found.seconds_left)} left"
+
+
+def wait_for_run(redis: Redis, settings: Settings, notes: Console, run: str, by_counts: bool = True) -> int:
+    """Wait until the run's posts are classified, with a progress bar; print a summary, and return how many failed.
+
+    Posts can leave the queue without a result, for example by a purge. So the wait also ends when the queue is empty
+    and no worker holds a message. by_counts: False if posts were sent a second time, which the counts do not show.
+    Raises redis.exceptions.RedisError.
+    """
+    before = runs.progress(redis, run) or runs.Progress(run)
+    began = time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    try:
+        with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+            task = bar.add_task(printable(run), total=None)
+            while True:
+                # Depth first: a message's results are stored before it leaves the queue.
+                depth = queue_depth(redis, settings.queue)
+                found = runs.progress(redis, run) or before
+                bar.update(
+                    task, description=line(found, time.time()), completed=found.settled, total=found.sent or None
+                )
+                if not (depth.waiting or depth.held) or (by_counts and found.sent and not found.pending):
+                    break
+                time.sleep(POLL_INTERVAL_S)
+    except KeyboardInterrupt:
+        notes.print("interrupted: the posts stay in the queue; `feedmill status` shows their progress", markup=False)
+        raise typer.Exit(130) from None
+    summary = f"{found.stored:,} done, {found.failed:,} failed after {span(time.monotonic() - began)}"
+    if found.pending:
+        summary += f", {found.pending:,} without a result: purged, or cleared from the queue"
+    typer.echo(printable(f"run {run}: {summary}"))
+    return max(0, found.failed - before.failed)

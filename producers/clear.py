@@ -1,0 +1,95 @@
+"""Empty a queue: remove its waiting messages, and forget that their posts were sent.
+
+Otherwise the removed posts would be lost: sending their file again would skip them. Messages that workers hold are in
+flight and stay.
+"""
+
+import json
+import zlib
+from base64 import b64decode
+from typing import Any, NamedTuple
+
+from redis import Redis
+from redis.client import NEVER_DECODE
+
+from producers.push import Mark, mark_of, send_scope
+from shared import encoding
+from shared.broker import CLASSIFY_TASK, queue_lists
+from shared.errors import PostRefused, RequestRefused
+from shared.keys import CLEARS
+from shared.messages import ClassifyOptions, Post
+from shared.scripts import queue as scripts
+from shared.settings import Settings
+
+#: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
+MESSAGES_AT_ONCE = 10
+
+
+class Cleared(NamedTuple):
+    """Numbers of removed messages and of the posts in them."""
+
+    messages: int = 0
+    posts: int = 0
+
+
+def messages_cleared(redis: Redis, queue: str) -> str:
+    """Return how many messages were ever cleared from the queue. A change makes saved positions in files void."""
+    found: Any = redis.hget(CLEARS, queue)
+    return str(found or 0)
+
+
+def clear(redis: Redis, settings: Settings) -> Cleared:
+    """Remove the messages that wait in the queue now. Raises redis.exceptions.RedisError.
+
+    Each message is removed together with the marks of its posts, and only if no worker has taken it meanwhile.
+    """
+    messages = posts = 0
+    for name in queue_lists(settings.queue):
+        left: Any = redis.llen(name)
+        while left > 0:
+            for message in _oldest(redis, name, min(left, MESSAGES_AT_ONCE)):
+                found, marks = _marks(message, settings)
+                if scripts.remove_waiting(redis, settings.queue, name, message, marks):
+                    messages, posts = messages + 1, posts + found
+                left -= 1
+            if not redis.llen(name):
+                break
+    return Cleared(messages, posts)
+
+
+def _oldest(redis: Any, name: str, count: int) -> list[bytes]:
+    """Return the messages that workers would take next."""
+    found: list[bytes] = redis.execute_command("LRANGE", name, -count, -1, **{NEVER_DECODE: True})
+    return found[::-1]
+
+
+def _marks(message: bytes, settings: Settings) -> tuple[int, list[tuple[Mark, str]]]:
+    """Return the number of posts in a message, and each readable post's mark and run. Other messages have no posts."""
+    try:
+        arguments = _arguments(message)
+        raw = arguments.pop("posts")
+        purpose = send_scope(settings, ClassifyOptions.parse(arguments))
+    except (ValueError, zlib.error, AttributeError, KeyError, TypeError, IndexError, RecursionError, RequestRefused):
+        return 0, []
+    if not isinstance(raw, list):
+        return 0, []
+    marks = []
+    for each in raw:
+        try:
+            post = Post.parse(each)
+        except PostRefused:
+            continue
+        marks.append((mark_of(post, purpose), post.run or ""))
+    return len(raw), marks
+
+
+def _arguments(message: bytes) -> dict[str, Any]:
+    """Return the keyword arguments of a classification that a producer sent. Raises the errors of a bad message."""
+    found = json.loads(message)
+    if found["headers"]["task"] != CLASSIFY_TASK:
+        raise ValueError(found["headers"]["task"])
+    data = b64decode(found["body"]) if found["properties"].get("body_encoding") == "base64" else found["body"].encode()
+    if found["headers"].get("compression") == encoding.GZIP:
+        data = encoding.unpack(encoding.GZIP, encoding.MAX_MESSAGE, data)
+    args, kwargs, _ = json.loads(data)
+    return dict(kwargs) | ({"posts": args[0]} if args else {})

@@ -1,0 +1,27 @@
+"""Default names of runs: a file's name and a digest of its beginning, so that the same file is the same run."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from producers.files import is_file
+from producers.positions import head
+from shared.errors import UNPRINTABLE_CHARACTERS
+from shared.messages import MAX_RUN, digest
+
+#: Characters of the digest in a run's name.
+DIGEST_CHARACTERS = 6
+
+
+def default_run(path: str) -> str:
+    """Return the run of a file's posts: "posts.csv 3f2a9c".
+
+    Sending the file again continues its run and skips what was sent; another file of this name is another run. A file
+    that cannot be read twice, such as standard input, is a run of its own each time: "stdin 2026-11-22 21:30:05" (UTC).
+    """
+    suffix = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    if is_file(path):
+        with suppress(OSError):  # reading the file reports it
+            suffix = digest(head(path))[:DIGEST_CHARACTERS]
+    name = "stdin" if path == "-" else UNPRINTABLE_CHARACTERS.sub("_", Path(path).name)
+    return f"{name[: MAX_RUN - len(suffix) - 1].strip()} {suffix}".strip()

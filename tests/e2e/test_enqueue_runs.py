@@ -1,0 +1,260 @@
+"""`feedmill enqueue`: runs, kept columns, refused labels, interruption, waiting, and `feedmill queue clear`."""
+
+import json
+import re
+import shlex
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedmill.cli.enqueue import _resuming_command
+from producers.runs import default_run
+from shared import runs
+from shared.keys import MODELS, run_key
+from shared.messages import MAX_RUN, Classification, DeadLetter, Post, fingerprint
+from shared.model_routing import announce, deregister, known_queues, register
+from shared.results import Result, ResultsStore
+from shared.settings import Settings
+from tests.support import RedisServer, body_of, feedmill, running, wait_until
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    path = tmp_path / "posts.csv"
+    path.write_text("id,title,Store,country\n0,first,Ulm,DE\n1,second,,FR\n")
+    return path
+
+
+def enqueue(redis: RedisServer, *arguments: object, stdin: str = "", **environment: str) -> Any:
+    cwd = Path(str(arguments[0])).parent
+    return feedmill(
+        "enqueue", *map(str, arguments), cwd=cwd, stdin=stdin, FEEDMILL_REDIS_URL=redis.url, **environment
+    )  # fmt: skip
+
+
+def sent(redis: RedisServer) -> list[dict[str, Any]]:
+    return [post for message in redis.client.lrange("feedmill", 0, -1) for post in body_of(message)[1]["posts"]]
+
+
+def store(redis: RedisServer, posts: list[dict[str, Any]], at: float = 1.0) -> None:
+    """Store a result for each post, as a worker does."""
+    results = [
+        Result(
+            post,
+            Classification(
+                id=post.id, label="food", scores={"food": 0.9}, model="m", revision=None, weights="00",
+                fingerprint=fingerprint(post, "recipe"), classified_at=at, worker="w", device="cpu",
+                queued_seconds=None,
+            ),
+        )
+        for post in map(Post.parse, posts)
+    ]  # fmt: skip
+    ResultsStore(redis.client, Settings()).write(results)
+
+
+def test_files_with_equal_ids_are_runs_of_their_own(redis: RedisServer, csv: Path) -> None:
+    other = csv.parent / "other" / csv.name
+    other.parent.mkdir()
+    other.write_text("id,title\n0,another first\n")
+    assert enqueue(redis, csv).returncode == 0
+    assert enqueue(redis, other).returncode == 0
+    names = {post["run"] for post in sent(redis)}
+    assert len(names) == 2
+    assert all(re.fullmatch(r"posts\.csv [0-9a-f]{6}", name) for name in names)
+    again = enqueue(redis, csv)
+    assert again.stdout.startswith("0 posts sent")
+    assert len(sent(redis)) == 3
+
+
+def test_named_runs_are_sent_separately(redis: RedisServer, csv: Path) -> None:
+    for name in ("monday", "tuesday", "monday"):
+        assert enqueue(redis, csv, "--run", name).returncode == 0
+    assert [post["run"] for post in sent(redis)].count("monday") == 2
+    assert len(sent(redis)) == 4
+    refused = enqueue(redis, csv, "--run", "x" * (MAX_RUN + 1))
+    assert refused.returncode == 2
+    assert str(MAX_RUN) in refused.stderr
+
+
+def test_names_a_pipe_by_its_time(redis: RedisServer, csv: Path) -> None:
+    assert enqueue(redis, "-", stdin=csv.read_text()).returncode == 0
+    assert all(re.fullmatch(r"stdin \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", post["run"]) for post in sent(redis))
+
+
+def test_default_names_are_valid(tmp_path: Path) -> None:
+    odd = tmp_path / f"{'x' * 190}\n.csv"
+    odd.write_text("id,title\n")
+    assert len(default_run(str(odd))) <= MAX_RUN
+    assert Post(id="1", title="x", run=default_run(str(odd))).run == default_run(str(odd))
+    assert default_run(str(tmp_path / "missing.csv"))
+
+
+def test_keeps_chosen_columns(redis: RedisServer, csv: Path) -> None:
+    assert enqueue(redis, csv, "--keep", "store,country", "--run", "a").returncode == 0
+    assert [post["extra"] for post in sent(redis)] == [{"store": "Ulm", "country": "DE"}, {"country": "FR"}]
+    found = runs.progress(redis.client, "a")
+    assert found
+    assert found.columns == ("store", "country")
+    for wrong in ("city", "title", ",".join(f"c{number}" for number in range(21)), "x" * 101):
+        refused = enqueue(redis, csv, "--keep", wrong, "--run", "b")
+        assert refused.returncode == 2, wrong
+    assert len(sent(redis)) == 2
+
+
+def test_drops_kept_columns_that_are_too_long(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "posts.csv"
+    path.write_text(f"id,title,note\n0,first,{'x' * 5000}\n1,second,short\n")
+    said = enqueue(redis, path, "--keep", "note")
+    assert said.returncode == 0
+    assert "posts.csv:2: extra" in said.stderr
+    assert [post.get("extra") for post in sent(redis)] == [None, {"note": "short"}]
+
+
+def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Path) -> None:
+    """Each post would become a dead letter."""
+    announce(redis.client, "feedmill", "tuned", ("ham", "spam"))
+    register(redis.client, "w@host")
+    refused = enqueue(redis, csv, "--labels", "a,b")
+    assert refused.returncode == 2
+    assert all(word in refused.stderr for word in ("tuned", "ham", "spam", "--labels"))
+    assert enqueue(redis, csv, "--template", "About {}.").returncode == 2
+    assert sent(redis) == []
+    accepted = enqueue(redis, csv, "--labels", "spam,ham")
+    assert accepted.returncode == 0
+    assert "no worker" not in accepted.stderr
+    announce(redis.client, "feedmill", "any")
+    assert enqueue(redis, csv, "--labels", "a,b").returncode == 0
+    assert known_queues(redis.client)["feedmill"].labels == ()
+
+
+def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> None:
+    assert "no worker serves queue feedmill" in enqueue(redis, csv).stderr
+    redis.client.hset(MODELS, "feedmill", json.dumps({"model": "tuned", "seen": 1, "labels": ["ham"]}))
+    said = enqueue(redis, csv, "--labels", "a,b")
+    assert said.returncode == 0
+    assert "no worker" in said.stderr
+    announce(redis.client, "feedmill", "m")
+    register(redis.client, "w@host")
+    deregister(redis.client, "w@host")
+    assert "no worker" in enqueue(redis, csv).stderr
+
+
+def test_an_interrupted_command_says_how_to_go_on(redis: RedisServer, tmp_path: Path) -> None:
+    path = tmp_path / "my posts.jsonl"
+    path.write_text("".join(f'{{"id": {number}, "title": "x {number}"}}\n' for number in range(2000)))
+    environment = {"FEEDMILL_QUEUE_LIMIT": "10", "FEEDMILL_REDIS_URL": redis.url}
+    with running("enqueue", str(path), cwd=tmp_path, **environment) as command:
+        wait_until(lambda: redis.client.llen("feedmill") == 10, "the queue is full")
+        wait_until(lambda: "queue is full" in command.text(), "the command waits")
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait() == 130
+        said = command.text()
+    assert "320 posts sent" in said
+    (line,) = re.findall(r"^  feedmill (.*)$", said, re.MULTILINE)
+    words = shlex.split(line)
+    assert words == ["enqueue", str(path), "--run", default_run(str(path))]
+    redis.client.delete("feedmill")
+    assert feedmill(*words, cwd=tmp_path, FEEDMILL_REDIS_URL=redis.url).returncode == 0
+    assert len(sent(redis)) == 2000 - 320
+
+
+def test_the_resuming_command_hides_the_address_of_redis() -> None:
+    arguments = ["enqueue", "a b.csv", "--redis-url", "redis://:secret@h/0", "--redis-url=redis://:secret@h", "--again"]
+    assert _resuming_command(arguments, "it's") == """feedmill enqueue 'a b.csv' --again --run 'it'"'"'s'"""
+    assert _resuming_command(["enqueue", "-", "--run=a"], "a") == "feedmill enqueue - --run=a"
+
+
+def test_waits_until_the_run_is_done(redis: RedisServer, csv: Path) -> None:
+    with running("enqueue", str(csv), "--run", "a", "--wait", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url) as command:
+        wait_until(lambda: redis.client.hget(run_key("a"), "sent") == "2", "the posts are sent")
+        store(redis, sent(redis))
+        assert command.process.wait() == 0
+        assert "run a: 2 done, 0 failed" in command.text()
+
+
+def test_waiting_ends_with_an_empty_queue(redis: RedisServer, csv: Path) -> None:
+    """Posts can leave the queue without a result."""
+    with running("enqueue", str(csv), "--run", "a", "--wait", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url) as command:
+        wait_until(lambda: redis.client.hget(run_key("a"), "sent") == "2", "the posts are sent")
+        redis.client.delete("feedmill")
+        assert command.process.wait() == 0
+        assert "2 without a result" in command.text()
+
+
+def test_exports_of_a_run_have_its_columns(redis: RedisServer, csv: Path) -> None:
+    for name in ("a", "b"):
+        assert enqueue(redis, csv, "--keep", "Store", "--run", name).returncode == 0
+    store(redis, sent(redis))
+    export = partial(feedmill, "export", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert export("a.jsonl", "--run", "a").returncode == 0
+    rows = [json.loads(line) for line in (csv.parent / "a.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["run"], row["Store"], row["label_set"]) for row in rows] == [
+        ("0", "a", "Ulm", "food"), ("1", "a", None, "food"),
+    ]  # fmt: skip
+    assert export("chosen.csv", "--run", "a", "--columns", "id,store").returncode == 2
+    assert export("chosen.csv", "--run", "a", "--columns", "id,store,label").returncode == 0
+    assert (csv.parent / "chosen.csv").read_text().split() == ["id,Store,label", "0,Ulm,food", "1,,food"]
+    assert export("chosen.csv", "--purge").returncode == 0
+    assert export("x.csv", "--columns", "id,Store").returncode == 2
+    assert export("latest.csv", "--latest", "--columns", "id,label").returncode == 2
+    assert export("latest.csv", "--latest", "--columns", "id,run").returncode == 0
+    assert sorted((csv.parent / "latest.csv").read_text().split()) == ["0,a", "0,b", "1,a", "1,b", "id,run"]
+
+
+def test_results_status_and_dead_letters_of_a_run(redis: RedisServer, csv: Path) -> None:
+    ask = partial(feedmill, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    for name in ("a", "b"):
+        assert enqueue(redis, csv, "--run", name).returncode == 0
+    posts = sorted(sent(redis), key=lambda post: str(post["run"]))
+    store(redis, posts[:3])
+    lost = Post.parse(posts[3])
+    letter = DeadLetter(
+        id=lost.id, reason="odd", post="{}", options="{}", message="m", worker="w", failed_at=1.0, run=lost.run
+    )
+    ResultsStore(redis.client, Settings()).write([], [letter])
+    shown = ask("results", "--run", "a", "--json").stdout.splitlines()
+    assert [json.loads(line)["post"]["run"] for line in shown] == ["a", "a"]
+    assert len(ask("results", "--run", "b", "--failed").stdout.splitlines()) == 1
+    assert ask("results", "--run", "a", "--failed").stdout == ""
+    assert len(ask("dead", "list", "--run", "b").stdout.splitlines()) == 1
+    progress = json.loads(ask("status", "--run", "b", "--json").stdout)
+    assert (progress["sent"], progress["stored"], progress["failed"], progress["pending"]) == (2, 1, 1, 0)
+    assert "a: 2 of 2 done" in ask("status", "--run", "a").stdout
+    assert ask("status", "--run", "c").returncode == 2
+    status = ask("status").stdout
+    assert all(f"{name}: " in status for name in ("a", "b"))
+    typo = ask("results", "--run", "c")
+    assert all(word in typo.stderr for word in ("'c'", "b, a"))
+    typo = ask("results", "--label", "fod")
+    assert all(word in typo.stderr for word in ("'fod'", "food"))
+
+
+def test_gets_several_posts_with_their_titles(redis: RedisServer, csv: Path) -> None:
+    ask = partial(feedmill, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert enqueue(redis, csv, "--run", "a").returncode == 0
+    store(redis, sent(redis), at=time.time())
+    found = ask("results", "get", "0", "missing", "1")
+    assert found.returncode == 1
+    assert "missing" in found.stderr
+    assert all(words in found.stdout for words in ("first (run a)", "second (run a)"))
+    assert json.loads(ask("results", "get", "0", "--json").stdout)["title"] == "first"
+    assert ask("results", "get", "0", "--run", "b").returncode == 1
+
+
+def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer, csv: Path) -> None:
+    assert enqueue(redis, csv, "--run", "a").returncode == 0
+    refused = feedmill("queue", "clear", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr
+    cleared = feedmill("queue", "clear", "--yes", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert cleared.returncode == 0
+    assert cleared.stdout.startswith("2 posts in 1 message removed")
+    assert redis.client.hget(run_key("a"), "sent") == "0"
+    again = enqueue(redis, csv, "--run", "a")
+    assert again.stdout.startswith("2 posts sent")
+    empty = feedmill("queue", "clear", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert json.loads(empty.stdout) == {"messages": 1, "posts": 2, "held": 0}
