@@ -140,8 +140,8 @@ def test_emoji_and_lone_surrogates_are_text() -> None:
         (polars.Series("text", [], polars.String), polars.DataFrame),
     ],
 )
-def test_nothing_to_classify_needs_no_model(items: Any, kind: type) -> None:
-    found = api.classify(items, LABELS, model="/no/such/model")
+def test_nothing_to_classify_needs_no_model(items: Any, kind: Any) -> None:
+    found: Any = api.classify(items, LABELS, model="/no/such/model")
     assert isinstance(found, kind)
     assert len(found) == 0
     if kind is not Predictions:
