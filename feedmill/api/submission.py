@@ -7,6 +7,7 @@ results store without computing.
 """
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,12 +22,14 @@ from feedmill.api.classifier import Labels
 from feedmill.api.items import Columns, Item, is_missing
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
-from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options
+from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
+from producers.clear import messages_cleared
 from producers.push import Pusher
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError
 from shared.messages import MAX_ID, Post, parse_run
+from shared.model_routing import check_options, has_worker
 from shared.settings import Settings, load_arguments
 
 #: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.
@@ -35,8 +38,9 @@ RESULTS_AT_ONCE = 64
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 #: Seconds for which all posts must be settled without a result of their message, before the message is sent again.
 EXPIRED_AFTER_S = 10.0
-#: Reason for posts that were deleted with `feedmill purge`.
+#: Reasons for posts that were deleted with `feedmill purge`, or whose messages with `feedmill queue clear`.
 PURGED = "purged: the post was deleted, and is not sent again"
+CLEARED = "removed from the queue by `feedmill queue clear`"
 
 
 class SubmittedProgress(NamedTuple):
@@ -67,6 +71,8 @@ class SubmittedRun:
         self.name = name
         self._request, self._settings, self._redis, self._prefix = request, settings, redis, prefix
         self._backend: Any = make_app(settings, current=False).backend
+        with user_errors(settings):
+            self._cleared = messages_cleared(redis, settings.queue)
         self._lock = threading.Lock()
         self._items: list[Item] = []
         #: Place of each post's item, by the post's id.
@@ -240,11 +246,16 @@ class SubmittedRun:
         return now - self._settled_at >= EXPIRED_AFTER_S
 
     def _send_again(self) -> None:
-        """Send the messages without a result again. The worker answers them from the results store."""
+        """Send the messages without a result again, unless the queue was cleared. The worker answers from the store."""
         posts = [post for posts in self._pending.values() for post in posts]
         self._pending.clear()
         self._settled_at = None
-        self._send(posts)
+        if messages_cleared(self._redis, self._settings.queue) == self._cleared:
+            self._send(posts)
+            return
+        for post in posts:
+            place = self._places[post.id]
+            self._settle(place, failed_prediction(self._items[place], CLEARED))
 
 
 def _outcomes(state: Mapping[str, Any], posts: Sequence[Post]) -> Sequence[Mapping[str, Any]]:
@@ -336,7 +347,12 @@ def submit(
         LabelColumns((), prefix).check(request.table)
     redis = connect(settings)
     with user_errors(settings):
-        redis.ping()
+        try:
+            check_options(redis, settings.queue, options)
+        except UserError as refused:  # it names the flags of the commands
+            raise UserError(re.sub(r"--(\w+)", r"\1=", str(refused))) from None
+        if not has_worker(redis, settings.queue):
+            warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
     submitted = SubmittedRun(name, request, settings, redis, prefix)
     submitted._send()
     return submitted

@@ -1,7 +1,11 @@
 """`feedmill.submit` with a real worker: progress, results in order, failures, and frames."""
 
 import asyncio
+import os
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pandas
@@ -11,12 +15,14 @@ import pytest
 import feedmill as api
 from feedmill import UserError
 from feedmill.api import submission
+from producers.clear import clear
 from shared import runs
 from shared.broker import make_app
 from shared.errors import RequestRefused
 from shared.keys import tombstone_key
+from shared.model_routing import announce
 from shared.settings import Settings
-from tests.support import PASSWORD, RedisServer, naming, wait_until, working
+from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
 
 LABELS = ["praise", "complaint"]
 TEXTS = ["I love it", "It broke after a day"]
@@ -40,17 +46,17 @@ def labels(found: Any) -> list[str | None]:
 
 def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:
     texts = [f"{TEXTS[at % 2]} {at}" for at in range(500)]
-    run = api.submit(iter(texts), LABELS)
-    replies = [f"celery-task-meta-{task_id}" for task_id in run._pending]
-    found = run.results(timeout=120)
+    sent = api.submit(iter(texts), LABELS)
+    replies = [f"celery-task-meta-{task_id}" for task_id in sent._pending]
+    found = sent.results(timeout=120)
     assert [each.text for each in found] == texts
     assert set(labels(found)) == set(LABELS)
-    assert run.progress() == (500, 500, 0)
-    assert run.progress().finished
-    assert repr(run).endswith("500 of 500 done>")
+    assert sent.progress() == (500, 500, 0)
+    assert sent.progress().finished
+    assert repr(sent).endswith("500 of 500 done>")
     assert len(replies) == 16
     assert worker.client.exists(*replies) == 0  # collected replies are deleted
-    progress = runs.progress(worker.client, run.name)
+    progress = runs.progress(worker.client, sent.name)
     assert progress
     assert (progress.sent, progress.stored, progress.failed) == (500, 500, 0)
 
@@ -69,13 +75,13 @@ def test_frame_keeps_its_order(package: Any) -> None:
     frame = package.DataFrame({"id": [7, 7, 8, 9], "review": [*TEXTS, None, TEXTS[0]]})
     if package is pandas:
         frame.index = [5, 5, 1, "x"]
-    run = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
+    sent = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
     with pytest.warns(UserWarning, match=naming("1 of 4 rows", "row 2: no text")):
-        found = run.wait(60).to_frame(scores=True)
+        found = sent.wait(60).to_frame(scores=True)
     assert list(found.columns) == ["id", "review", "label", "label_score", "score_praise", "score_complaint"]
     assert list(found["label"])[:2] == EXPECTED
     assert found["label_score"][0:2].min() > 0.5
-    assert run.progress() == (4, 4, 1)
+    assert sent.progress() == (4, 4, 1)
     if package is pandas:
         assert list(found.index) == [5, 5, 1, "x"]
 
@@ -101,18 +107,18 @@ def test_other_fields_travel_with_a_dictionary() -> None:
 
 def test_purged_posts_are_not_sent(worker: RedisServer) -> None:
     worker.client.set(tombstone_key("gone"), "1")
-    run = api.submit([{"id": "gone", "title": TEXTS[0]}, {"id": "here", "title": TEXTS[1]}], LABELS)
+    sent = api.submit([{"id": "gone", "title": TEXTS[0]}, {"id": "here", "title": TEXTS[1]}], LABELS)
     with pytest.warns(UserWarning, match="item 0: purged"):
-        assert labels(run.results(60)) == [None, "complaint"]
+        assert labels(sent.results(60)) == [None, "complaint"]
 
 
 def test_expired_results_are_requested_again(worker: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "EXPIRED_AFTER_S", 0)
-    run = api.submit(TEXTS, LABELS)
-    (task_id,) = run._pending
+    sent = api.submit(TEXTS, LABELS)
+    (task_id,) = sent._pending
     wait_until(lambda: worker.client.delete(f"celery-task-meta-{task_id}"), "the result is there")
     before = worker.client.hget("feedmill:counters", "stored")
-    assert labels(run.results(60)) == EXPECTED
+    assert labels(sent.results(60)) == EXPECTED
     assert worker.client.hget("feedmill:counters", "stored") == before
 
 
@@ -129,32 +135,58 @@ def test_waits_without_blocking_the_event_loop() -> None:
 # Without a worker on the queue.
 
 
+def submit_unserved(items: Any = TEXTS, **options: Any) -> api.SubmittedRun:
+    with pytest.warns(UserWarning, match=naming("No worker serves", "unserved", "feedmill worker")):
+        return api.submit(items, LABELS, queue="unserved", **options)
+
+
 def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
-    run = api.submit(TEXTS, LABELS, queue="unserved", run="late")
-    assert run.progress() == (2, 0, 0)
+    sent = submit_unserved(run="late")
+    assert sent.progress() == (2, 0, 0)
     with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "feedmill status")):
-        run.wait(timeout=0)
+        sent.wait(timeout=0)
     with pytest.raises(TimeoutError):
-        asyncio.run(run.results_async(timeout=0))
+        asyncio.run(sent.results_async(timeout=0))
     with pytest.raises(TimeoutError):
-        run.to_frame(timeout=0)
-    assert redis_server.client.llen("unserved") == 1
+        sent.to_frame(timeout=0)
+    assert redis_server.client.llen("unserved") >= 1
     assert redis_server.client.pubsub_channels() == []
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
 def test_refused_options_are_explained(redis_server: RedisServer) -> None:
     settings = Settings.model_validate({"redis_url": redis_server.url})
-    run = api.submit(TEXTS, LABELS, queue="unserved")
-    (task_id,) = run._pending
-    make_app(settings).backend.store_result(task_id, RequestRefused("labels: the model has its own"), "FAILURE")
+    sent = submit_unserved()
+    (task_id,) = sent._pending
+    make_app(settings, current=False).backend.store_result(
+        task_id, RequestRefused("labels: the model has its own"), "FAILURE"
+    )
     for _ in range(2):
         with pytest.raises(UserError, match=naming("refuses", "labels: the model has its own")):
-            run.wait(timeout=0)
+            sent.wait(timeout=0)
+
+
+def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was cleared is not sent again."""
+    monkeypatch.setattr(submission, "EXPIRED_AFTER_S", 0)
+    sent = submit_unserved()
+    settings = Settings.model_validate({"redis_url": redis_server.url, "queue": "unserved"})
+    assert clear(redis_server.client, settings).posts >= 2
+    with pytest.warns(UserWarning, match=naming("2 of 2", "feedmill queue clear")):
+        assert labels(sent.results(timeout=10)) == [None, None]
+    assert redis_server.client.llen("unserved") == 0
+
+
+def test_labels_of_the_model_are_checked_first(redis_server: RedisServer) -> None:
+    announce(redis_server.client, "own", "own/model", ["food", "sports"])
+    with pytest.raises(UserError, match=naming("food, sports", "labels=")) as raised:
+        api.submit(TEXTS, LABELS, queue="own")
+    assert "--" not in str(raised.value)
+    assert redis_server.client.llen("own") == 0
 
 
 def test_nothing_to_send_is_done_at_once() -> None:
-    assert api.submit([], LABELS, queue="unserved").results(timeout=0) == []
+    assert submit_unserved([]).results(timeout=0) == []
 
 
 @pytest.mark.parametrize(
@@ -175,15 +207,25 @@ def test_invalid_arguments_are_explained(arguments: dict[str, Any], words: list[
     assert PASSWORD not in str(raised.value)
 
 
-@pytest.mark.usefixtures("worker")
-def test_task_needs_no_application() -> None:
-    """The package's task finds its Redis as `feedmill.results` does."""
-    sent = api.classify_task.delay(posts=[{"id": "1", "title": TEXTS[0]}], labels=LABELS)
-    assert sent.get(timeout=60)[0]["label"] == "praise"
+TASK = """
+import feedmill
+try:
+    sent = feedmill.classify_task.delay(posts=[{"id": "1", "title": "I love it"}], labels=["praise", "complaint"])
+    print(sent.get(timeout=60)[0]["label"])
+except feedmill.UserError as error:
+    print(error)
+"""
 
 
-def test_task_explains_an_unreachable_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEEDMILL_REDIS_URL", f"redis://:{PASSWORD}@127.0.0.1:1/0")
-    with pytest.raises(UserError, match=naming("127.0.0.1:1", "unreachable", "feedmill up")) as raised:
-        api.classify_task.delay(posts=[{"id": "1", "title": TEXTS[0]}])
-    assert PASSWORD not in str(raised.value)
+def test_task_needs_no_application(worker: RedisServer, tmp_path: Path) -> None:
+    """The package's task finds its Redis as `feedmill.results` does. In a process that never had an application."""
+    said = run([sys.executable, "-P", "-c", TASK], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": worker.url})
+    assert (said.stdout, said.stderr) == ("praise\n", "")
+
+
+def test_task_explains_an_unreachable_redis(tmp_path: Path) -> None:
+    address = f"redis://:{PASSWORD}@127.0.0.1:1/0"
+    said = run([sys.executable, "-P", "-c", TASK], tmp_path, os.environ | {"FEEDMILL_REDIS_URL": address})
+    assert re.match(naming("127.0.0.1:1", "unreachable", "feedmill up"), said.stdout), said.stderr
+    assert len(said.stdout.splitlines()) == 1
+    assert PASSWORD not in said.stdout + said.stderr
