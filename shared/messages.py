@@ -12,6 +12,7 @@ from decimal import Decimal
 from functools import cached_property
 from hashlib import blake2b
 from json.encoder import encode_basestring_ascii
+from numbers import Real
 from typing import Annotated, Any
 
 from pydantic import (
@@ -91,11 +92,13 @@ def _normalize_text(value: object) -> object:
 
 def is_missing(value: object) -> bool:
     """Return True for None, NaN, and pandas' NaT and NA. Without this check, a missing text would become "nan"."""
-    if isinstance(value, float):
-        return value != value  # noqa: PLR0124 - NaN
+    if isinstance(value, str):
+        return False
     if value is None or type(value).__name__ in ("NaTType", "NAType"):
         return True
-    return isinstance(value, Decimal) and value.is_nan()
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
 
 
 def _as_seconds(value: object) -> object:

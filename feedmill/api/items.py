@@ -5,12 +5,12 @@ an Item with the reason, and does not affect the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from numbers import Number, Real
+from numbers import Number
 from typing import Any, NamedTuple
 
 from producers.records import FIELD_ALIASES, normalize_key
 from shared.errors import PostRefused, truncate
-from shared.messages import Post
+from shared.messages import Post, is_missing
 
 #: Fields that make up a post's text.
 TEXT_FIELDS = ("title", "body")
@@ -46,13 +46,6 @@ class Item(NamedTuple):
     reason: str = ""
     id: str | None = None
     given: Mapping[Any, Any] | None = None
-
-
-def is_missing(value: object) -> bool:
-    """Return True for None, NaN, NaT and pandas.NA."""
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
 
 
 def as_text(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from feedmill.api.classifier import Labels
-from feedmill.api.items import Columns, Item, is_missing
+from feedmill.api.items import Columns, Item
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
@@ -28,7 +28,7 @@ from producers.push import Pusher
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
 from shared.errors import PostRefused, RequestRefused, UserError
-from shared.messages import MAX_ID, Post, parse_run
+from shared.messages import MAX_ID, Post, is_missing, parse_run
 from shared.model_routing import check_options, has_worker
 from shared.settings import Settings, load_arguments
 
