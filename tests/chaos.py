@@ -413,7 +413,10 @@ class Chaos:
         return {"finished": finished, **counted, **figures}
 
     def _go_on(self, began: float) -> bool:
-        """Inject faults until all posts have ended or progress stops. Return false if the time limit is reached."""
+        """Inject faults until all posts have ended, or nothing waits and progress stops.
+
+        Returns false if the time limit is reached.
+        """
         plan, given = self._plan(), self._given
         self._note_log()
         sampled, ended, since = 0.0, 0, time.monotonic()
@@ -438,8 +441,8 @@ class Chaos:
                 counted = self._ended()
                 if counted != ended or self._sent < given.posts:
                     ended, since = counted, now
-                elif now - since > NO_PROGRESS_S or (
-                    ended >= self._sent and not plan and not self._due and self._is_idle()
+                elif self._is_idle() and (
+                    now - since > NO_PROGRESS_S or (ended >= self._sent and not plan and not self._due)
                 ):
                     return True
         return False

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 #: Versions of Python that the tests ran with.
@@ -86,6 +87,8 @@ def torch_index(build: str, index: str) -> "tuple[str | None, str]":
                 f"no NVIDIA driver found: installing torch's CPU build from {index}; TORCH=cuda selects pip's index"
             )
     except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it is the response
         return None, (
             f"no NVIDIA driver found, but {index} does not answer ({error}): installing torch from pip's index, which "
             "may include gigabytes of CUDA libraries. TORCH_INDEX=ADDRESS selects another index of CPU builds"

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from celery import Celery
+from kombu.asynchronous import Hub
 from redis.exceptions import RedisError
 
 from workers.runtime.in_flight import InFlight
@@ -57,3 +58,12 @@ def test_new_connection_first_rewrites_results(pool: DevicePool) -> None:
     with pytest.raises(RedisError, match="unreachable"):
         pool.adopt("its events")
     assert request.eventer == "its events"
+
+
+def test_drain_sends_acknowledgements_of_requests_that_had_ended() -> None:
+    """A closing worker's event loop no longer runs, and unacknowledged messages return to the queue."""
+    in_flight, acknowledge = InFlight(Celery(), (None, None)), Mock()  # type: ignore[arg-type]
+    in_flight.hub = Hub()
+    in_flight.hub.call_soon(acknowledge)
+    in_flight.drain(lambda: True)
+    acknowledge.assert_called_once_with()

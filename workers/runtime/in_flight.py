@@ -129,6 +129,7 @@ class InFlight(Owner):
                 continue
             self._acknowledge()
         self.retry_unended()
+        self._acknowledge()  # also of requests that had ended before the drain began
 
     def return_to_queue(self) -> None:
         """Unclaim the requests still in flight, so that they return to the queue when the connection closes."""
