@@ -65,9 +65,9 @@ from shared.errors import SettingsError, UserError, explain_missing, printable, 
 from shared.purge import PurgeCounts, lift_tombstones
 from shared.purge import purge as purge_posts
 from shared.purge import rewrite_append_only_file as rewrite_file
-from shared.settings import DAY_S, PREFIX, is_stack_running
+from shared.settings import DAY_S, PREFIX, is_stack_running, load
 
-#: Token budget of `feedmill demo --own`.
+#: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -137,13 +137,12 @@ def demo(
     if keep or all_posts:
         raise UserError("--own classifies only your sentences and starts nothing. Leave out --keep and --all.")
     try:
-        # A fixed token budget: measuring it takes longer than three sentences.
-        settings = settings_of(labels=own, token_budget=OWN_TOKEN_BUDGET)
+        chosen = load(labels=own).labels or {}
     except SettingsError as error:
         raise SettingsError(str(error).replace("--labels", "--own", 1)) from None
-    if len(settings.labels or {}) < 2:
+    if len(chosen) < 2:
         raise UserError("--own needs at least two labels, separated by commas, such as delivery,refund.")
-    run_own(settings, as_json)
+    run_own(settings_of(labels=own, token_budget=OWN_TOKEN_BUDGET), as_json)
 
 
 @app.command()

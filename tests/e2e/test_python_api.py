@@ -17,6 +17,7 @@ import pytest
 import feedmill as api
 from feedmill import Classifier, Prediction, Predictions, UserError
 from feedmill.api import classifier as kept
+from shared.settings import Settings
 from tests.support import FEEDMILL, _environment, naming, run
 
 LABELS = ["praise", "complaint"]
@@ -152,14 +153,14 @@ def test_generator_is_read_as_needed() -> None:
     read = []
 
     def items() -> Iterator[str]:
-        for number in range(20_000):
+        for number in range(40_000):
             read.append(number)
             yield TEXTS[number % 2]
 
     with Classifier() as classifier:
         stream = classifier.stream(items(), LABELS)
         assert [next(stream).label for _ in range(100)] == EXPECTED * 50
-        assert len(read) < 5_000
+        assert len(read) < 2 * Settings().window_rows
         stream.close()  # type: ignore[attr-defined]
         assert labels(classifier(TEXTS, LABELS)) == EXPECTED
 

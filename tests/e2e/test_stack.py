@@ -74,7 +74,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         second = feedmill("up", cwd=tmp_path, **data)
         assert second.returncode == 2
         assert str(tmp_path / "data") in second.stderr
-        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
+        sent = feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=posts, **data)
         assert sent.stdout.startswith("40 ")
         wait_until(lambda: _stored(tmp_path, data) == 40, "all results are stored")
         kept = tmp_path / "data" / "stack.json"
@@ -92,7 +92,7 @@ def test_up_keeps_its_data_and_other_commands_find_it(tmp_path: Path) -> None:
         assert found == before
         assert (tmp_path / "data" / ADDRESSES_FILE).stat().st_mode & 0o777 == 0o600
         assert said.endswith(f"Flower at {found['flower_url']}, user feedmill, password {found['flower_password']}\n")
-        sent = feedmill("enqueue", "-", cwd=tmp_path, stdin=posts, **data)
+        sent = feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=posts, **data)
         assert re.findall(r"\d+", sent.stdout)[:3] == ["0", "0", "40"]
         assert _stored(tmp_path, data) == 40
         command.send_signal(signal.SIGINT)
@@ -111,18 +111,20 @@ def test_commands_survive_a_killed_redis_and_a_restart_of_up(tmp_path: Path) -> 
         following(up, "results", "--follow", cwd=tmp_path, **data) as results,
         following(up, "status", "--watch", "--json", cwd=tmp_path, **data) as status,
     ):
-        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=first, **data).stdout.startswith("10 ")
+        assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=first, **data).stdout.startswith("10 ")
         wait_until(lambda: len(shown_posts(results)) == 10, "the first posts are shown")
         os.kill(redis_of(tmp_path / "data"), signal.SIGKILL)
         wait_until(lambda: up.says("redis answers again"), "Redis is restarted")
         assert re.search("redis .*-9", up.text())
-        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=first, **data).stdout.startswith("0 ")
-        assert feedmill("enqueue", "-", cwd=tmp_path, stdin=second, **data).stdout.startswith("10 ")
+        assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=first, **data).stdout.startswith("0 ")
+        assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=second, **data).stdout.startswith("10 ")
         wait_until(lambda: len(shown_posts(results)) == 20, "the second posts are shown")
         assert up.end(signal.SIGINT) == 0
         with running("up", cwd=tmp_path, **data) as again:
             wait_until(lambda: again.says("Ctrl-C"), "the stack is up again", 150)
-            assert feedmill("enqueue", "-", cwd=tmp_path, stdin=third, **data).stdout.startswith("10 ")
+            assert feedmill("enqueue", "-", "--run", "posts", cwd=tmp_path, stdin=third, **data).stdout.startswith(
+                "10 "
+            )
             wait_until(lambda: len(shown_posts(results)) == 30, "the third posts are shown")
             wait_until(lambda: '"stored": 30' in status.text().splitlines()[-1], "the status is current")
 

@@ -17,11 +17,11 @@ from feedmill import UserError
 from feedmill.api import submission
 from producers.clear import clear
 from shared import runs
-from shared.broker import make_app
+from shared.broker import CLASSIFY_TASK, make_app
 from shared.errors import RequestRefused
 from shared.keys import tombstone_key
 from shared.model_routing import announce
-from shared.settings import Settings
+from shared.settings import Settings, load
 from tests.support import PASSWORD, RedisServer, naming, run, wait_until, working
 
 LABELS = ["praise", "complaint"]
@@ -63,7 +63,8 @@ def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_scores_equal_those_of_the_worker() -> None:
-    (outcome,) = api.classify_task.delay(posts=[{"id": "a", "title": TEXTS[0]}], labels=LABELS).get(timeout=60)
+    arguments = {"posts": [{"id": "a", "title": TEXTS[0]}], "labels": LABELS}
+    (outcome,) = make_app(load(), current=False).send_task(CLASSIFY_TASK, kwargs=arguments).get(timeout=60)
     found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=60)
     assert dict(found[0].scores) == outcome["scores"]
     assert found[0].id == "b"

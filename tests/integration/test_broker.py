@@ -120,3 +120,4 @@ def test_embedded_stack_uses_its_own_redis(tmp_path_factory: pytest.TempPathFact
     stack = Stack(outside, tmp_path_factory.mktemp("stack"), durable=False)
     assert stack.settings.redis.scheme == "redis"
     assert not any(getattr(stack.settings, name) for name in EXTERNAL_REDIS_SETTINGS)
+    stack.stop()
