@@ -102,6 +102,7 @@ def test_stack_passes_every_setting_to_workers(monkeypatch: pytest.MonkeyPatch, 
     child = load()
     assert {name: getattr(child, name) for name in given} == {name: getattr(stack.settings, name) for name in given}
     assert child.broker_url == stack.settings.broker_url
+    stack.stop()
 
 
 def test_variables_leave_secrets_out() -> None:
