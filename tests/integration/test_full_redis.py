@@ -1,6 +1,7 @@
 """Operator commands on a Redis that rejects writes: at its memory limit, and as a read-only replica."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_health_queries_registered_workers_by_name(
     register(server.client, "a@host")
     said = next(watch.check_health(settings, (HealthPart.WORKERS,))).said
     assert asked == [None, ["a@host", "b@host"]]
-    assert "a@host (last seen 0 s ago), b@host (last seen 0 s ago)" in said
+    assert re.search(r"a@host \(last seen \d+ s ago\), b@host \(last seen \d+ s ago\)", said)
     deregister(server.client, "a@host")
     silent = {"seen": time.time() - EXPECTED_S - 60, "place": "", "pid": 0}
     server.client.hset(WORKERS, "b@host", json.dumps(silent))
