@@ -6,7 +6,6 @@ flight and stay.
 
 import json
 import zlib
-from base64 import b64decode
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -18,11 +17,9 @@ from shared.broker import CLASSIFY_TASK, queue_lists
 from shared.errors import PostRefused, RequestRefused
 from shared.keys import CLEARS
 from shared.messages import ClassifyOptions, Post
+from shared.queue_redaction import MESSAGES_AT_ONCE
 from shared.scripts import queue as scripts
 from shared.settings import Settings
-
-#: Messages per read. Feedmill's are about 20 KB; other applications' can be a thousand times as large.
-MESSAGES_AT_ONCE = 10
 
 
 class Cleared(NamedTuple):
@@ -88,8 +85,5 @@ def _arguments(message: bytes) -> dict[str, Any]:
     found = json.loads(message)
     if found["headers"]["task"] != CLASSIFY_TASK:
         raise ValueError(found["headers"]["task"])
-    data = b64decode(found["body"]) if found["properties"].get("body_encoding") == "base64" else found["body"].encode()
-    if found["headers"].get("compression") == encoding.GZIP:
-        data = encoding.unpack(encoding.GZIP, encoding.MAX_MESSAGE, data)
-    args, kwargs, _ = json.loads(data)
+    args, kwargs, _ = encoding.stored_body(found)
     return dict(kwargs) | ({"posts": args[0]} if args else {})

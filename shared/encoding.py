@@ -11,6 +11,7 @@ import json
 import lzma
 import re
 import zlib
+from base64 import b64decode
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ serialization: Any = _serialization
 POSTS, PACKED_POSTS, JSON = "feedmill", "feedmill-gzip", ("application/json", "utf-8")
 #: Value of the header `compression` in messages whose body is compressed.
 GZIP = "application/x-gzip"
+#: Value of `body_encoding` in kombu's messages. Without the field, the body is plain text.
+BASE64 = "base64"
 #: Characters of text per message above which compression pays: it saves an eighth of a one-post message, and half of
 #: a message of many posts.
 MIN_COMPRESSED_CHARACTERS = 1000
@@ -174,6 +177,22 @@ def unpack(kind: str, limit: int, packed: bytes) -> bytes:
     if not unpacker.eof:
         raise ValueError(f"the compressed body is truncated, or expands to more than {limit:,} bytes")
     return unpacked
+
+
+def is_base64(message: dict[str, Any]) -> bool:
+    """Return whether the body of a message in a Redis list is base64. Without a declaration, only JSON is plain."""
+    declared = (message.get("properties") or {}).get("body_encoding")
+    return declared == BASE64 or not message["body"].startswith("[")
+
+
+def stored_body(message: dict[str, Any]) -> Any:
+    """Decode the body of a message in a Redis list: arguments, keyword arguments and Celery's options.
+
+    Raises ValueError, zlib.error, AttributeError, KeyError, TypeError or RecursionError for a malformed message.
+    """
+    data = b64decode(message["body"]) if is_base64(message) else message["body"].encode()
+    packed = message["headers"].get("compression") == GZIP
+    return json.loads(unpack(GZIP, MAX_MESSAGE, data) if packed else data)
 
 
 def _refuse(_: bytes) -> bytes:

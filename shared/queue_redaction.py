@@ -10,7 +10,7 @@ anything but gzip, are not changed.
 
 import json
 import zlib
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -26,8 +26,6 @@ from shared.scripts import purge as scripts
 MESSAGES_AT_ONCE = 10
 #: Fields that distinguish a post from other objects with an id.
 OTHER_FIELDS = Post.model_fields.keys() - {"id"}
-#: Value of `body_encoding` in kombu's messages. Without the field, the body is plain text.
-BASE64 = "base64"
 #: Replacement for the argument previews in a message's headers.
 PURGED = "purged"
 
@@ -76,11 +74,7 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
     """Return a stored message without these posts; None if it does not contain them or cannot be read."""
     try:
         found = json.loads(message)
-        packed = found["headers"].get("compression") == encoding.GZIP
-        declared = (found.get("properties") or {}).get("body_encoding")
-        in_base64 = declared == BASE64 or not found["body"].startswith("[")
-        data = b64decode(found["body"]) if in_base64 else found["body"].encode()
-        body = json.loads(encoding.unpack(encoding.GZIP, encoding.MAX_MESSAGE, data) if packed else data)
+        body = encoding.stored_body(found)
         clean = _redact(body, posts)
         if found["headers"].get("task") == CLASSIFY_TASK and isinstance(clean, list) and clean:
             clean[0] = _redact_arguments(clean[0], posts)
@@ -89,8 +83,8 @@ def _without(message: bytes, posts: Collection[str]) -> str | None:
         # Senders that do not set their own previews send the start of the arguments.
         found["headers"] |= {"argsrepr": PURGED, "kwargsrepr": PURGED}
         data = json.dumps(clean).encode()
-        data = encoding.pack(data) if packed else data
-        return json.dumps(found | {"body": (b64encode(data) if in_base64 else data).decode()})
+        data = encoding.pack(data) if found["headers"].get("compression") == encoding.GZIP else data
+        return json.dumps(found | {"body": (b64encode(data) if encoding.is_base64(found) else data).decode()})
     except (ValueError, zlib.error, AttributeError, KeyError, TypeError, RecursionError):
         return None
 

@@ -146,7 +146,8 @@ class Classifier:
     ) -> Iterator[Prediction]:
         """Yield a Prediction for each item, in order, as it is ready.
 
-        Reads the items as they are needed, about a thousand ahead, so that any number of them fits in memory.
+        Reads the items as they are needed, at most FEEDMILL_WINDOW_ROWS and a message ahead, so that any number of
+        them fits in memory.
         """
         request = Request(items, read_options(labels, template, multi_label), Columns(title, body, id))
         return self._stream(request)

@@ -17,7 +17,7 @@ from feedmill.cli.labelling import Labelling, OutFlags
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import AsJson, FileFlags, Limit, ModelFlags, ModelOption, MultiLabelOption, settings_of
 from feedmill.labelling.rows import Classify
-from feedmill.local_model import explain_refusals, load_model
+from feedmill.local_model import explain_refusals, load_calibrated
 from producers.files import Source
 from shared.errors import InputError, PostRefused, UserError, json_line, printable
 from shared.messages import Classification, ClassifyOptions, Outcome, Post, PostError
@@ -102,13 +102,11 @@ def _label_file(
     """Write the file's rows with their labels, and exit."""
 
     def load() -> tuple[Sequence[str], Classify]:
-        loaded = load_model(settings)
+        loaded, budget = load_calibrated(settings)
         from workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
-        from workers.pipeline.calibration import calibrate  # noqa: PLC0415
 
         with explain_refusals(settings):
             labels = loaded.label_set(options).labels
-            budget = calibrate(loaded, settings)
         return labels, lambda posts: offline.classify(posts, loaded, settings, budget, options)
 
     if as_json and output.out == "-":
@@ -131,12 +129,11 @@ def classify_posts(
 
     Raises UserError if the model cannot be loaded, refuses the options, or the device fails.
     """
-    loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
-    from workers.pipeline import offline  # noqa: PLC0415
-    from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+    loaded, budget = load_calibrated(settings)
+    from workers.pipeline import offline  # noqa: PLC0415 - needs torch, which only workers have
 
     with explain_refusals(settings):
-        yield from offline.classify(posts, loaded, settings, calibrate(loaded, settings), options)
+        yield from offline.classify(posts, loaded, settings, budget, options)
 
 
 def _is_file(what: str) -> bool:

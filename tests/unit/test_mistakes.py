@@ -113,7 +113,7 @@ def test_rejects_a_file_without_posts_before_loading_a_model(
     named: str,
     status: int | None,
 ) -> None:
-    monkeypatch.setattr(offline, "load_model", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(offline, "load_calibrated", Mock(side_effect=AssertionError))
     (tmp_path / "posts.jsonl").write_text(data)
     done = CliRunner().invoke(app, ["classify", "posts.jsonl"])
     assert named in f"{done.stderr}{done.exception}"
