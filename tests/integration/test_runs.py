@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
+from producers.clear import Cleared, clear
 from producers.push import Pusher
 from shared import runs
 from shared.broker import make_app
@@ -201,3 +202,16 @@ def test_reads_the_run_of_raw_posts() -> None:
     posts: list[object] = [{"run": "a"}, {"run": 5}, {"run": None}, {}, "no post", {"run": []}]
     assert [run_of(raw) for raw in posts] == ["a", "5", None, None, None, None]
     assert json.loads(letter(post("1", "a")).model_dump_json())["run"] == "a"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_clearing_forgets_posts_whose_body_declares_no_encoding(
+    server: RedisServer, settings: Settings, declared: bool
+) -> None:
+    Pusher(make_app(settings), server.client, settings, ClassifyOptions(), run="monday").push([post("1")])
+    message = json.loads(server.client.rpop("feedmill"))  # type: ignore[arg-type]
+    if not declared:
+        del message["properties"]["body_encoding"]
+    server.client.lpush("feedmill", json.dumps(message))
+    assert clear(server.client, settings) == Cleared(1, 1)
+    assert not server.client.exists(sent_key("1"))
