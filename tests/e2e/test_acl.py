@@ -171,7 +171,7 @@ def test_worker_user_may_read_celery_results(guarded: Guarded) -> None:
     app = make_celery(load(redis_url=guarded.as_user("worker")))
     posts = [{"id": "x", "title": "A storm is coming"}]
     result = app.send_task("feedmill.classify", kwargs={"posts": posts})
-    assert result.get(timeout=30)[0]["id"] == "x"
+    assert result.get(timeout=120)[0]["id"] == "x"
     assert guarded.refused() == []
 
 

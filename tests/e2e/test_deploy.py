@@ -85,7 +85,7 @@ class House(NamedTuple):
         found = make_app(Settings.model_validate({"redis_url": self.redis.url})).send_task(
             "feedmill.classify", kwargs={"posts": [{"id": "a", "title": "The match ended"}]}
         )
-        (outcome,) = found.get(timeout=60)
+        (outcome,) = found.get(timeout=120)
         return Path(outcome["model"]).name
 
 

@@ -493,7 +493,7 @@ def test_dir_shows_the_public_names() -> None:
 def test_help_has_signatures_and_examples(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import feedmill; help(feedmill); help(feedmill.classify)"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for words in (

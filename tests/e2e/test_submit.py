@@ -64,8 +64,8 @@ def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:
 @pytest.mark.usefixtures("worker")
 def test_scores_equal_those_of_the_worker() -> None:
     arguments = {"posts": [{"id": "a", "title": TEXTS[0]}], "labels": LABELS}
-    (outcome,) = make_app(load(), current=False).send_task(CLASSIFY_TASK, kwargs=arguments).get(timeout=60)
-    found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=60)
+    (outcome,) = make_app(load(), current=False).send_task(CLASSIFY_TASK, kwargs=arguments).get(timeout=120)
+    found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=120)
     assert dict(found[0].scores) == outcome["scores"]
     assert found[0].id == "b"
 
@@ -78,7 +78,7 @@ def test_frame_keeps_its_order(package: Any) -> None:
         frame.index = [5, 5, 1, "x"]
     sent = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
     with pytest.warns(UserWarning, match=naming("1 of 4 rows", "row 2: no text")):
-        found = sent.wait(60).to_frame(scores=True)
+        found = sent.wait(120).to_frame(scores=True)
     assert list(found.columns) == ["id", "review", "label", "label_score", "score_praise", "score_complaint"]
     assert list(found["label"])[:2] == EXPECTED
     assert found["label_score"][0:2].min() > 0.5
@@ -100,7 +100,7 @@ def test_same_run_uses_stored_results(worker: RedisServer) -> None:
 @pytest.mark.usefixtures("worker")
 def test_other_fields_travel_with_a_dictionary() -> None:
     post = {"title": TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
-    api.submit([post], LABELS, run="fields").wait(60)
+    api.submit([post], LABELS, run="fields").wait(120)
     (result,) = api.results(run="fields", follow=False)
     assert isinstance(result, api.Result)
     assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
@@ -212,7 +212,7 @@ TASK = """
 import feedmill
 try:
     sent = feedmill.classify_task.delay(posts=[{"id": "1", "title": "I love it"}], labels=["praise", "complaint"])
-    print(sent.get(timeout=60)[0]["label"])
+    print(sent.get(timeout=120)[0]["label"])
 except feedmill.UserError as error:
     print(error)
 """

@@ -162,7 +162,7 @@ def send(owner: Owner, posts: int, redelivered: bool) -> Message:
         redelivered=redelivered,
     )
     owner.pipeline.submit(message)
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
     return message
 
 
@@ -198,7 +198,7 @@ def test_a_computed_suspect_is_not_counted_while_its_result_waits(
     owner.pipeline.submit(Message({"posts": posts}, None, "the message", redelivered=True))
     alone = (str(MAX_UNWRITTEN_BATCHES + 1),)  # the writer holds one result, and its queue the others
     wait_until(lambda: owner.classifier.seen.count(alone) == 2, "the device waits", 10)  # type: ignore[attr-defined]
-    wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended", 10)
+    wait_until(lambda: not any(json.loads(note)["posts"] for note in client.hvals(PASSES)), "the pass has ended")
     assert set(PoisonTracker(client).deaths("the message").values()) == {2}
 
 
@@ -219,7 +219,7 @@ def test_records_posts_on_the_device_in_redis(client: Redis, make_owner: Callabl
     wait_until(lambda: owner.classifier.seen, "the message is on the device", 10)  # type: ignore[attr-defined]
     assert PoisonTracker(client).deaths("the message") == {0: 1, 2: 1}
     owner.classifier.gate.set()
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
 
 
 def test_a_broken_device_is_not_blamed_on_the_post(client: Redis, make_owner: Callable[[], Owner]) -> None:
@@ -228,5 +228,5 @@ def test_a_broken_device_is_not_blamed_on_the_post(client: Redis, make_owner: Ca
     owner = make_owner()
     owner.classifier.forward = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
     owner.pipeline.submit(Message({"posts": [{"id": "0", "title": "x"}]}, None, "the message", redelivered=True))
-    wait_until(lambda: owner.failures, "the worker fails", 10)
+    wait_until(lambda: owner.failures, "the worker fails")
     assert PoisonTracker(client).deaths("the message") == {0: 1}
