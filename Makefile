@@ -16,6 +16,9 @@ TORCH ?= auto
 # Index with torch's CPU builds.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Tests start hundreds of Python processes: each would compile the code again without bytecode files.
+export PYTHONDONTWRITEBYTECODE =
+
 BIN := $(VENV)/bin
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
