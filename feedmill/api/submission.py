@@ -44,7 +44,7 @@ CLEARED = "removed from the queue by `feedmill queue clear`"
 
 
 class SubmittedProgress(NamedTuple):
-    """How far a submitted run is: posts sent, posts with an outcome, and those of them without a label."""
+    """Progress of a submitted run: items sent, items with an outcome, and those of them without a label."""
 
     sent: int
     done: int
@@ -142,7 +142,7 @@ class SubmittedRun:
             progress: Show a progress bar, in a terminal or a notebook.
 
         Raises:
-            TimeoutError: If the time is over. The run goes on; call `wait` again.
+            TimeoutError: If the time is over. The workers continue; call `wait` again.
             feedmill.UserError: If Redis is unreachable, or the worker refuses the labels.
         """
         with progress_bar(progress, self.name, self._sent) as advance:
