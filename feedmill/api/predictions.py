@@ -49,7 +49,7 @@ class Prediction:
 
         Example:
             >>> found = feedmill.classify("The parcel was late and wet", ["delivery", "damage"], multi_label=True)
-            >>> found.labels_above(0.2)
+            >>> found.labels_above(0.1)
             ['delivery', 'damage']
         """
         return [label for label, score in self.scores.items() if score >= threshold]
