@@ -91,10 +91,10 @@ class Classifier:
         self._calls, self._closed = 0, False
         with _naming_arguments(settings):
             loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - takes seconds, and only workers have it
 
-        from workers.pipeline import offline  # noqa: PLC0415
-        from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+        from workers.pipeline import offline  # noqa: PLC0415 - needs torch
+        from workers.pipeline.calibration import calibrate  # noqa: PLC0415 - needs torch
 
         threads = torch.get_num_threads()
         try:

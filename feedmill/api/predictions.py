@@ -28,7 +28,7 @@ class Prediction:
         scores: The score of every label, best first.
         text: The text that was classified: title and body, cleaned.
         id: The item's own id; None if it had none.
-        error: Why there is no label; None if there is one.
+        error: Reason for a missing label; None if there is a label.
 
     Example:
         >>> feedmill.classify("It broke after a day", labels=["praise", "complaint"]).label

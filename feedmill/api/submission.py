@@ -45,7 +45,7 @@ CLEARED = "removed from the queue by `feedmill queue clear`"
 
 
 class SubmittedProgress(NamedTuple):
-    """How far a submitted run is: posts sent, posts with an outcome, and those of them without a label."""
+    """Progress of a submitted run: items sent, items with an outcome, and those of them without a label."""
 
     sent: int
     done: int
@@ -145,7 +145,7 @@ class SubmittedRun:
             progress: Show a progress bar, in a terminal or a notebook.
 
         Raises:
-            TimeoutError: If the time is over. The run goes on; call `wait` again.
+            TimeoutError: If the time is over. The workers continue; call `wait` again.
             feedmill.UserError: If `timeout` is not a number, Redis is unreachable, or the worker refuses the labels.
         """
         with progress_bar(progress, self.name, self._sent) as advance:
@@ -305,6 +305,12 @@ def _sending_app(settings: Settings) -> Application:
     return app
 
 
+def _naming_arguments(text: str) -> str:
+    """Replace the flags of `feedmill enqueue` in an error by the arguments of `submit`, which has no `model`."""
+    text = text.replace("--model or --queue", "--queue")
+    return re.sub(r"--([\w-]+)(:?)", lambda flag: flag[1].replace("-", "_") + (flag[2] or "="), text)
+
+
 def _new_name() -> str:
     return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
 
@@ -368,8 +374,8 @@ def submit(
             if queue is not None:
                 check_queue(redis, queue)
             check_options(redis, settings.queue, options)
-        except UserError as refused:  # it names the flags of the commands
-            raise UserError(re.sub(r"--(\w+)", r"\1=", str(refused).replace("--queue:", "queue:"))) from None
+        except UserError as refused:
+            raise UserError(_naming_arguments(str(refused))) from None
         if not has_worker(redis, settings.queue):
             warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
     submitted = SubmittedRun(name, request, settings, redis, prefix)

@@ -204,9 +204,12 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
 
 def test_labels_of_the_model_are_checked_first(redis_server: RedisServer) -> None:
     announce(redis_server.client, "own", "own/model", ["food", "sports"])
-    with pytest.raises(UserError, match=naming("food, sports", "labels=")) as raised:
+    with pytest.raises(UserError, match=naming("food, sports", "labels=", "with queue=.")) as raised:
         api.submit(TEXTS, LABELS, queue="own")
     assert "--" not in str(raised.value)
+    announce(redis_server.client, "own", "own/model", ["food", "sports"], one_label=True)
+    with pytest.raises(UserError, match=naming("exactly one label", "multi_label=,", "with queue=.")):
+        api.submit(TEXTS, queue="own", multi_label=True)
     assert redis_server.client.llen("own") == 0
 
 
