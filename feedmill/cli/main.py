@@ -60,7 +60,7 @@ from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from shared.settings import PREFIX, is_stack_running, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
