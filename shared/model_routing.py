@@ -135,7 +135,7 @@ def register(redis: Redis, node: str) -> None:
         other for other, each in found.items() if other != node and (now - each.seen > EXPECTED_S or _is_gone(each))
     ]
     pipe: Any = redis.pipeline(transaction=False)
-    pipe.hset(WORKERS, node, json.dumps({"seen": round(now), "place": _place(), "pid": os.getpid()}))
+    pipe.hset(WORKERS, node, json.dumps({"seen": round(now), "place": process_namespace(), "pid": os.getpid()}))
     pipe.expire(WORKERS, EXPECTED_S)
     if stale:
         pipe.hdel(WORKERS, *stale)
@@ -175,7 +175,7 @@ def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
     return readable
 
 
-def _place() -> str:
+def process_namespace() -> str:
     """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -186,7 +186,7 @@ def _place() -> str:
 
 def _is_gone(registration: Registration) -> bool:
     """Return whether the process is known to have ended: it ran in this PID namespace, and its PID is free."""
-    if not registration.place or registration.place != _place() or registration.pid <= 0:
+    if not registration.place or registration.place != process_namespace() or registration.pid <= 0:
         return False
     try:
         os.kill(registration.pid, 0)

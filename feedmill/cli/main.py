@@ -35,6 +35,7 @@ from feedmill.cli import (
     status,
     train,
 )
+from feedmill.cli.command_groups import CommandsByPurpose
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
     ClassifierOption,
@@ -53,20 +54,24 @@ from feedmill.cli.options import (
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
+from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.errors import SettingsError, UserError, explain_missing, printable_lines
+from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
 from shared.settings import PREFIX, is_stack_running, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
+#: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
+STOP_MARGIN_S = 30.0
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
+    cls=CommandsByPurpose,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
@@ -158,11 +163,31 @@ def up(data_folder: DataFolder = None) -> None:
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             start(stack, notes)
-            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C stops everything."))
+            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
             notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(partial(notes.print, markup=False))
+        except SystemExit:
+            notes.print("stopping …")
+            raise
         finally:
             stack.stop()
+            notes.print("stopped")
+
+
+@app.command()
+def down(data_folder: DataFolder = None) -> None:
+    """Stop the `feedmill up` that runs with this data folder.
+
+    Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
+    up`. Exits 1 if none is running.
+    """
+    settings = settings_of(data_folder=data_folder)
+    pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S)
+    folder = printable(str(settings.data_folder))
+    if pid is None:
+        typer.echo(f"No `feedmill up` is running with data in {folder}.", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"Stopped `feedmill up` (process {pid}). Its data stays in {folder}.")
 
 
 @app.command()
