@@ -138,6 +138,29 @@ os.kill(os.getpid(), signal.SIGKILL)
         PoisonTracker(client).clear("a3")
 
 
+def test_records_a_pass_over_a_new_connection(client: Redis) -> None:
+    here = PoisonTracker(client)
+    for answered in (True, False):
+        here.note(0, [("a", 0)])
+        if answered:
+            here.wait()
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        note(here, 0, [("b", 0)])
+        assert PoisonTracker(client).deaths("b") == {0: 1}
+        PoisonTracker(client).clear("b")
+
+
+def test_a_rejected_record_does_not_disturb_later_ones(client: Redis) -> None:
+    here = PoisonTracker(client)
+    client.set(PASSES, "of another type")
+    for _ in range(20):
+        here.note(0, [("a", 0)])
+    here.wait()
+    client.delete(PASSES)
+    note(here, 0, [("b", 0)])
+    assert PoisonTracker(client).deaths("b") == {0: 1}
+
+
 def test_the_device_does_not_wait_for_a_redis_that_stands_still(client: Redis) -> None:
     here = PoisonTracker(client)
     note(here, 0, [("a", 0)])

@@ -18,10 +18,12 @@ from typing import Any, Generic
 from uuid import uuid4
 
 from redis import Redis
+from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import RedisError, ResponseError
 
 from shared.keys import PASSES, poison_key
 from shared.messages import digest
+from shared.redis_errors import is_replica
 from shared.scripts import poison as scripts
 from workers.models.shapes import EXACT, Shapes
 from workers.pipeline.window import R, Window
@@ -97,36 +99,39 @@ class _Notes:
 
     def send(self, name: str, record: str) -> None:
         """Send a record. Drop it if Redis is unreachable."""
-        with suppress(RedisError, OSError):
-            self._read(MAX_UNANSWERED - 1)
-            if self._connection is None:
-                self._connection = self._pool.get_connection()
+        for _ in range(2):  # again over a new connection, for example after a restart of Redis
             try:
-                self._connection.send_packed_command(
-                    self._connection.pack_command(*scripts.note(name, record, NOTE_TTL_S))
-                )
-                self._unanswered += 1
-            except BaseException:
+                self._send(scripts.note(name, record, NOTE_TTL_S))
+                return
+            except (RedisError, OSError):
                 self._disconnect()
-                raise
 
     def wait(self) -> None:
         """Wait until Redis has answered everything."""
-        with suppress(RedisError, OSError):
+        try:
             self._read(0)
+        except (RedisError, OSError):
+            self._disconnect()
+
+    def _send(self, command: Sequence[Any]) -> None:
+        self._read(MAX_UNANSWERED - 1)
+        if self._connection is None:
+            self._connection = self._pool.get_connection()
+        elif not self._unanswered and self._connection.can_read(timeout=0):
+            raise ConnectionFault("the connection was closed")
+        # No health check: it would take an outstanding answer for its own.
+        self._connection.send_packed_command(self._connection.pack_command(*command), check_health=False)
+        self._unanswered += 1
 
     def _read(self, limit: int) -> None:
         """Read the answers that have arrived, and wait while more than `limit` are outstanding."""
-        try:
-            while self._unanswered and (self._unanswered > limit or self._connection.can_read(timeout=0)):
-                self._unanswered -= 1
-                with suppress(ResponseError):  # Redis rejects the record, for example because it is full
-                    self._connection.read_response()
-            if self._unanswered == 0 and self._connection and not self._connection._sock:
-                self._disconnect()  # redis-py has disconnected from a replica
-        except BaseException:
-            self._disconnect()
-            raise
+        while self._unanswered and (self._unanswered > limit or self._connection.can_read(timeout=0)):
+            self._unanswered -= 1
+            try:
+                self._connection.read_response()
+            except ResponseError as error:  # Redis rejects the record, for example because it is full
+                if is_replica(error):  # a new connection may reach the master
+                    raise
 
     def _disconnect(self) -> None:
         if self._connection:
