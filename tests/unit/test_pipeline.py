@@ -306,9 +306,11 @@ def test_stores_waiting_micro_batches_together(slow: Any) -> None:
 def test_the_device_waits_when_too_much_is_unwritten(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 6)
     slow.store.finding.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
     slow.send(*["short"] * 20)
-    wait_until(lambda: len(slow.classifier.batches) == 8, "one is written, six wait, and the device holds one", 10)
-    assert slow.waiting() == 12
+    wait_until(lambda: len(slow.classifier.batches) == 8, "six wait, and the device holds one")
+    assert slow.waiting() == 13
     slow.store.writing.set()
     wait_until(lambda: slow.finished, "the message is finished", 10)
 
