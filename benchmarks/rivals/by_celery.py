@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from feedmill.stack.processes import Child, free_port
 from shared.errors import StackError
 from shared.messages import Post
 
-#: Disables Ray's usage reports, which are on by default.
-RAY_WITHOUT_REPORTS = {"RAY_USAGE_STATS_ENABLED": "0"}
 #: Folder in which `make rivals` installs celery-batches and the Celery version it requires.
 CELERY_BATCHES = Path(sys.prefix) / "celery-batches"
 #: Seconds between checks of the number of results; the same as for Feedmill.
@@ -56,7 +53,7 @@ class OnCelery:
         # Without a result backend, publishing subscribes to nothing; the worker stores its results nevertheless.
         self._app = Celery(broker=f"{url}/{QUEUE_DATABASE}")
         self._worker: Child = self._processes.start_module(
-            self._module, *self._arguments, shadow=self._shadow, **{REDIS_URL: url}, **RAY_WITHOUT_REPORTS
+            self._module, *self._arguments, shadow=self._shadow, **{REDIS_URL: url}
         )
         inspect = self._app.control.inspect(timeout=1, limit=1)
         self._worker.wait_until(lambda: bool(inspect.ping()))
@@ -104,10 +101,3 @@ def celery_batches(job: BenchmarkJob) -> OnCelery:
             "Left out: celery_batches. `make rivals` installs celery-batches with the Celery version it requires."
         )
     return OnCelery("benchmarks.rivals.celery_batches_worker", job.folder / "celery_batches", shadow=CELERY_BATCHES)
-
-
-def ray_celery(job: BenchmarkJob) -> OnCelery:
-    """Ray Serve's task consumer. Raises NotInstalled."""
-    if not find_spec("ray"):
-        raise NotInstalled("Left out: ray_celery. Install it with `make rivals`.")
-    return OnCelery("benchmarks.rivals.ray_celery", job.folder / "ray_celery")
