@@ -6,7 +6,8 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cached_property
@@ -103,6 +104,10 @@ def is_missing(value: object) -> bool:
     return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
 
 
+#: Types without a missing value, for the common case.
+_PRESENT = frozenset({str, int, bool})
+
+
 def _as_seconds(value: object) -> object:
     """Convert a datetime to seconds since 1970; UTC if it has no zone."""
     if isinstance(value, datetime):
@@ -160,7 +165,9 @@ class Post(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_missing(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and any(map(is_missing, raw.values())):
+        if not isinstance(raw, dict) or _PRESENT.issuperset(map(type, raw.values())):
+            return raw
+        if any(map(is_missing, raw.values())):
             return {name: value for name, value in raw.items() if not is_missing(value)}
         return raw
 
@@ -182,8 +189,10 @@ class Post(BaseModel):
 
     @model_validator(mode="after")
     def _has_text(self) -> "Post":
-        if not self.text:
+        text = clean(self.title, self.body)
+        if not text:
             raise PostRefused(self.id, "", "title or body must contain text")
+        self.__dict__["text"] = text  # where `cached_property` keeps it, but without its lock
         return self
 
     @cached_property
@@ -382,7 +391,7 @@ class DeadLetter(BaseModel):
 def digest(*parts: str | None) -> str:
     """Return a 128-bit hash of the parts, in hex. Parts are framed: ("ab", "c") and ("a", "bc") differ."""
     framed = ",".join(["null" if part is None else encode_basestring_ascii(part) for part in parts])
-    return blake2b(f"[{framed}]".encode(), digest_size=16).hexdigest()
+    return blake2b(f"[{framed}]".encode("ascii"), digest_size=16).hexdigest()
 
 
 def fingerprint(post: Post, recipe: str) -> str:
@@ -395,12 +404,12 @@ def fingerprint(post: Post, recipe: str) -> str:
 
 def scope_within(post_id: str, run: str | None) -> str | None:
     """Return the run within which the id is unique; None if it is a Reddit fullname, or there is no run."""
-    return None if REDDIT_FULLNAME.fullmatch(post_id) else run
+    return None if run is None or REDDIT_FULLNAME.fullmatch(post_id) else run
 
 
 def scope_of(post: Post) -> tuple[str, ...]:
     """Return the post's scope as parts of a digest. Digests of posts without a scope do not depend on runs."""
-    return () if post.scope is None else (post.scope,)
+    return () if (scope := post.scope) is None else (scope,)
 
 
 def parse_run(name: str) -> str:
@@ -427,8 +436,15 @@ def run_of(raw: object) -> str | None:
 _RUN: TypeAdapter[str] = TypeAdapter(Run, config=ConfigDict(coerce_numbers_to_str=True))
 
 
-def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:
+_POSTS: TypeAdapter[list[Post]] = TypeAdapter(list[Post])
+
+
+def parse_posts(raw: Sequence[object]) -> Sequence[Post | PostError]:
     """Parse each post, in order. A post that is refused becomes a PostError with the reason."""
+    if all(type(item) is dict for item in raw):
+        # One validation of all posts takes two thirds of the time of one per post, but its error does not say enough.
+        with suppress(ValidationError, PostRefused):
+            return _POSTS.validate_python(raw)
 
     def parse(item: object) -> Post | PostError:
         try:

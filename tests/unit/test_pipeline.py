@@ -229,6 +229,92 @@ def test_starts_and_finishes_each_message_once(owner: Owner) -> None:
     assert sorted(map(id, owner.started)) == sorted(map(id, messages)) == sorted(map(id, owner.finished))
 
 
+class SlowStore(Store):
+    """A store that records the sizes of its calls, and answers while its gates are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finds: list[int] = []
+        self.writes: list[int] = []
+        self.finding, self.writing = threading.Event(), threading.Event()
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
+        self.finds.append(len(wanted))
+        self.finding.wait()
+        return super().find(wanted)
+
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
+        self.writes.append(len(results) + len(dead))
+        self.writing.wait()
+        return super().write(results, dead)
+
+
+@pytest.fixture
+def slow() -> Any:
+    """A pipeline with a slow store and micro-batches of one row."""
+    made = Owner(store=SlowStore(), batch_rows=1)  # type: ignore[arg-type]
+    made.store = made.pipeline._recording._context.store  # type: ignore[assignment]
+    yield made
+    made.store.finding.set()  # type: ignore[attr-defined]
+    made.store.writing.set()  # type: ignore[attr-defined]
+    made.pipeline.stop()
+
+
+def test_looks_up_waiting_messages_together(slow: Any) -> None:
+    slow.store.writing.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.finds == [1], "the tokenizer waits for Redis")
+    messages = [slow.send("short", "") for _ in range(6)]
+    refused = slow.send("x", labels=["unservable"])
+    broken = slow.send("x", labels=["unreadable"])
+    large = slow.send(*map(str, range(65)))
+    slow.store.finding.set()
+    wait_until(lambda: len(slow.finished) == 10, "all are finished", 10)
+    assert slow.store.finds[-1] == 65
+    assert [[type(outcome) for outcome in message.outcomes] for message in messages] == [
+        [Classification, PostError]
+    ] * 6
+    assert "cannot serve" in str(refused.refused)
+    assert "a bug" in str(broken.refused)
+    assert large.missing_outcomes == 0
+
+
+def test_waiting_messages_need_one_look_up(slow: Any) -> None:
+    slow.store.writing.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.finds == [1], "the tokenizer waits for Redis")
+    for _ in range(70):
+        slow.send("short")
+    slow.store.finding.set()
+    wait_until(lambda: len(slow.finished) == 71, "all are finished", 10)
+    assert slow.store.finds == [1, 64, 6]
+
+
+def test_stores_waiting_micro_batches_together(slow: Any) -> None:
+    slow.store.finding.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
+    for _ in range(6):
+        slow.send("short")
+    wait_until(lambda: slow.pipeline._recording._unwritten == 6, "six micro-batches wait")
+    slow.store.writing.set()
+    wait_until(lambda: len(slow.finished) == 7, "all are finished", 10)
+    assert slow.store.writes == [1, 6]
+    assert len(slow.store.written) == 7
+
+
+def test_the_device_waits_when_too_much_is_unwritten(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 6)
+    slow.store.finding.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
+    slow.send(*["short"] * 20)
+    wait_until(lambda: len(slow.classifier.batches) == 8, "six wait, and the device holds one")
+    assert slow.waiting() == 13
+    slow.store.writing.set()
+    wait_until(lambda: slow.finished, "the message is finished", 10)
+
+
 def test_messages_share_a_forward_pass(owner: Owner) -> None:
     owner.classifier.gate.clear()
     first = owner.send("it keeps the device busy")
