@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
+from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
 from feedmill.export.writer import ExportFilter, File, Folder
@@ -122,10 +123,12 @@ def export_results(
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
+        if run is not None and not follow:
+            check_run(redis, run)
         known = progress(redis, run) if run is not None else None
         own = known.columns if known else ()
         if run is not None and known is None:
-            notes.print(f"there is no run {printable(run)}; `feedmill status` lists the recent ones", markup=False)
+            notes.print(unknown_run(redis, run), markup=False)
         chosen = (*COLUMNS, *own) if columns is None else _columns(columns, own)
         if latest and run is None and "run" not in chosen:
             raise UserError(
