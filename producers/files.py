@@ -113,6 +113,10 @@ class Source:
         self.table: Table | None = None
         #: True if the file begins with a byte order mark, as files for Excel do. Set after the first record.
         self.has_mark = False
+        #: Place of the record whose items were yielded last.
+        self.place: Place = 0
+        #: True if the text is decoded from another encoding than UTF-8.
+        self.is_transcoded = self._encoding not in (None, "utf-8")
         #: True if the file is an export of results. Set after the first record.
         self.is_export = False
         self._file: CountedFile | None = None
@@ -149,6 +153,7 @@ class Source:
     def _items(self, read_export: Callable[[dict[str, Any], str], Iterator[Found]]) -> Iterator[Item | Found]:
         wants_all = self._filters == NO_FILTERS
         for place, record, _ in self._records():
+            self.place = place
             if isinstance(record, LeftOut):
                 yield record
             elif isinstance(record, str):

@@ -8,7 +8,18 @@ from rich.markup import escape
 
 from producers.exported import Labelled
 from producers.files import Source
-from producers.records import DETECTED, FIELD_ALIASES, NO_FILTERS, BadRecord, Columns, Filters, Item, LeftOut
+from producers.records import (
+    DETECTED,
+    FIELD_ALIASES,
+    NO_FILTERS,
+    NO_TEXT,
+    REMOVED,
+    BadRecord,
+    Columns,
+    Filters,
+    Item,
+    LeftOut,
+)
 from shared.errors import InputError, printable
 from shared.messages import Post
 
@@ -53,8 +64,8 @@ class FileReading:
         self.source = Source(file, filters, start, columns, encoding)
         #: Records read (with the skipped ones at the start), dropped by the filters, and removed from Reddit.
         self.records, self.left_out, self.removed = start, 0, 0
-        #: Bad records, and how many of them were skipped.
-        self.wrong = self.skipped = 0
+        #: Bad records; how many of them were skipped; and how many of those have no text, or a removed one.
+        self.wrong = self.skipped = self.without_text = 0
         #: True once the whole file was read without an error.
         self.complete = False
 
@@ -132,6 +143,7 @@ class FileReading:
             return
         self.wrong += 1
         self.skipped += 1
+        self.without_text += bad.reason in (NO_TEXT, REMOVED)
         if bad.reason in self._reasons or len(self._reasons) < BAD_RECORDS_SHOWN:
             self._reasons[bad.reason] += 1
             if self._shown[bad.reason] < SAME_REASON_SHOWN and self._shown.total() < BAD_RECORDS_SHOWN:
