@@ -95,26 +95,26 @@ $(VENV)/base:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins.
+# Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins. If it does not, the stamp file is
+# left to the targets below, so that a rerun of an interrupted installation says again which torch it installs.
 $(VENV)/torch: constraints.txt | $(VENV)/base
 	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
 	test -z "$$index" || echo "Installing torch into $(VENV)"; \
-	test -z "$$index" || $(PIP_INSTALL) --no-deps \
-		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" || test "$(TORCH)" = auto
-	@touch $@
+	test -z "$$index" || { $(PIP_INSTALL) --no-deps \
+		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" && touch $@; } || test "$(TORCH)" = auto
 
 $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	@echo "Installing Feedmill, a model and their dependencies into $(VENV): a few minutes"
 	@$(INSTALL) --editable '.[demo]'
-	@touch $@
+	@touch $(VENV)/torch $@
 
 $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,dev]'
-	@touch $@ $(VENV)/demo
+	@touch $(VENV)/torch $@ $(VENV)/demo
 
 $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,charts,rivals]'
-	@touch $@ $(VENV)/demo
+	@touch $(VENV)/torch $@ $(VENV)/demo
 
 # celery-batches requires another Celery version than Feedmill. Both are installed into a folder that takes precedence in
 # the worker of celery-batches only. Their dependencies come from the environment.

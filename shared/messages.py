@@ -65,6 +65,8 @@ MAX_RUN = 100
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
 MAX_ALL_DESCRIPTIONS = 512
+#: Reason for rejecting labels of which one has no name.
+EMPTY_LABEL = "a label is empty; name each label"
 #: Body texts that Reddit shows in place of removed or deleted bodies.
 REMOVED_BODIES = frozenset({"[removed]", "[deleted]"})
 #: A post's fullname on Reddit: the only ids that are unique across runs.
@@ -215,6 +217,8 @@ def _parse_labels(value: object) -> object:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, dict):
+        if any(isinstance(name, str) and not name.strip() for name in value):
+            raise ValueError(EMPTY_LABEL)
         return value
     if not isinstance(value, list | tuple):
         # Do not quote the value: it may be a post in the wrong field, and reasons appear in logs and in Flower.
@@ -225,6 +229,8 @@ def _parse_labels(value: object) -> object:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
             raise ValueError(f"each label must be text, not {type(label).__name__}")
+        if not name:
+            raise ValueError(EMPTY_LABEL)
         if name in described:
             raise ValueError(f"the label {truncate(name)!r} is named twice")
         described[name] = (name,)

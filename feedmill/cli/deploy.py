@@ -48,7 +48,7 @@ def deploy(
         Path | None, typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")
     ] = None,
     queue: ToQueue = None,
-    own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Return to the model in each worker's own settings.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until every worker has switched or failed.")] = True,
     as_json: AsJson = False,
@@ -57,13 +57,13 @@ def deploy(
     """Switch the workers of a queue to another model without stopping them.
 
     FOLDER must exist under the same absolute path on every worker's machine. If every worker fails to load the model,
-    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --own does nothing
-    if no model is deployed.
+    the previous deployment is restored. Exits 1 if a worker did not switch or none serves the queue. --reset does
+    nothing if no model is deployed.
     """
     settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
-    if [folder is not None, own, show].count(True) != 1:
-        raise UserError("Give exactly one of FOLDER, --own and --show.")
+    if [folder is not None, reset, show].count(True) != 1:
+        raise UserError("Give exactly one of FOLDER, --reset and --show.")
     with user_errors(settings):
         if queue is not None:
             check_queue(redis, queue)
@@ -74,12 +74,13 @@ def deploy(
         before = requested_model(redis, name)
         deployment = _requested(folder)
         serving = {node: pool for node, pool in watch.worker_statistics(celery).items() if name in pool["queues"]}
-        if own and _is_own(before, serving):
-            typer.echo(f"No model is deployed to queue {printable(name)}: its workers use their own. Nothing to do.")
-            return
-        request_model(redis, name, deployment)
         nodes = list(serving)
-        if wait or not nodes:
+        is_needed = not (reset and _is_reset(before, serving))
+        if is_needed:
+            request_model(redis, name, deployment)
+        if not is_needed:
+            message, status = f"No model is deployed to queue {name}: its workers use their own. Nothing to do.", 0
+        elif wait or not nodes:
             reports = _wait_for_workers(
                 celery, nodes, deployment, lambda: requested_model(redis, name) == deployment, as_json
             )
@@ -92,7 +93,7 @@ def deploy(
     raise typer.Exit(status)
 
 
-def _is_own(deployed: RequestedModel | None, workers: dict[str, dict[str, Any]]) -> bool:
+def _is_reset(deployed: RequestedModel | None, workers: dict[str, dict[str, Any]]) -> bool:
     """Return whether all workers run the model in their own settings."""
     return deployed is None or (
         deployed.model is None and not any(_latest(pool["deploy"]) for pool in workers.values())

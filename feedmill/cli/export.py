@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, cast, get_args
 
 import typer
+from redis import Redis
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as ConnectionFault
 from redis.exceptions import TimeoutError as TimeoutFault
@@ -22,7 +23,7 @@ from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.cli.run_filter import check_run, unknown_run
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, File, Folder
+from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
@@ -51,7 +52,10 @@ Form = Literal["parquet", "csv", "jsonl"]
 @app.command("export")
 def export_results(
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Output file; for Parquet or --follow, a folder of parts by day.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Output file, such as labels.parquet; with --follow, a folder of parts by day."
+        ),
     ],
     form: Annotated[
         Form | None, typer.Option("--format", help="File format (default: from the extension of OUT).")
@@ -89,8 +93,8 @@ def export_results(
 ) -> None:
     """Write results to Parquet, CSV or JSONL files.
 
-    A file gets its name once it is complete. An interrupted export resumes when the same command runs again. Exits 1 if
-    nothing was exported, results were missed or the export stopped early.
+    A file gets its name once it is complete. An interrupted export resumes when the same command runs again; a single
+    Parquet file starts over. Exits 1 if nothing was exported, results were missed or the export stopped early.
     """
     others = (form, columns, since, until, label, run, part_rows, part_seconds)
     run = None if run is None else parse_run(run)
@@ -100,10 +104,17 @@ def export_results(
         form = _form_of(out)
     if excel and (purge or form != "csv"):
         raise UserError("--excel is for new CSV files. Give an OUT that ends in .csv, or leave out --excel.")
-    if latest and (follow or form == "parquet"):
+    in_folder = follow or (form == "parquet" and not writer.names_file(out)) or out.is_dir()
+    if follow and writer.names_file(out) and not out.is_dir():
+        folder = printable(str(out.with_suffix("")))
         raise UserError(
-            "--latest needs a single CSV or JSONL file, because finished parts cannot be changed. Give such a file as "
-            "OUT, without --follow."
+            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
+            f"file. Give a folder and its format, such as --format {form} {folder}/."
+        )
+    if latest and in_folder:
+        raise UserError(
+            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
+            ".parquet, .csv or .jsonl, without --follow."
         )
     if latest and label is not None:
         raise UserError(
@@ -123,12 +134,7 @@ def export_results(
             typer.echo(json.dumps({"removed": removed}) if as_json else f"{_rows(removed)} of purged posts removed")
             return
         filters = ExportFilter(*parse_period(since, until, earliest=0.0), label, latest, run)
-        if run is not None and not follow:
-            check_run(redis, run)
-        known = progress(redis, run) if run is not None else None
-        own = known.columns if known else ()
-        if run is not None and known is None:
-            notes.print(unknown_run(redis, run), markup=False)
+        own = () if run is None else _own_columns(redis, run, follow, notes)
         chosen = (*COLUMNS, *own) if columns is None else _columns(columns, own)
         if latest and run is None and "run" not in chosen:
             raise UserError(
@@ -136,8 +142,11 @@ def export_results(
                 "--columns, or select a run with --run."
             )
         writes = writer.format_of(form or "", chosen, excel)
-        if part_rows is not None and not (follow or form == "parquet"):
-            raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
+        if part_rows is not None and not in_folder:
+            raise UserError(
+                "--part-rows requires an export in parts. Give a folder with --format parquet, or leave out "
+                "--part-rows."
+            )
         reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
         with (
@@ -149,6 +158,16 @@ def export_results(
             this = _Run(reader, target, filters, stop, notes, follow, part_seconds or DEFAULT_PART_S)
             this.all()
     raise typer.Exit(this.report(out, as_json))
+
+
+def _own_columns(redis: Redis, run: str, follow: bool, notes: Console) -> Sequence[str]:
+    """Return the columns that the posts of a run carry. Raises UserError if there is no such run, unless following."""
+    if not follow:
+        check_run(redis, run)
+    known = progress(redis, run)
+    if known is None:
+        notes.print(unknown_run(redis, run), markup=False)
+    return known.columns if known else ()
 
 
 def _form_of(out: Path) -> Form:
@@ -211,9 +230,7 @@ def _explaining_write_errors() -> Iterator[None]:
     except (ConnectionFault, TimeoutFault):  # from Redis; some are OSErrors too
         raise
     except OSError as error:
-        raise UserError(
-            f"Cannot write the export: {error}. Correct the cause, then run the command again to resume."
-        ) from None
+        raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None
 
 
 class _Run:
@@ -222,7 +239,7 @@ class _Run:
     def __init__(
         self,
         reader: RowReader,
-        target: Folder | File,
+        target: Target,
         filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
@@ -325,12 +342,13 @@ class _Run:
             summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
+            again = "resume" if target.can_resume else "start over"
             kind = "the folder " if isinstance(target, Folder) else ""
             parts = [f"{_rows(rows)} written to {kind}{out}"]
             if target.removed:
                 parts.append(f"{_rows(target.removed)} of purged posts removed")
             if not self._complete:
-                parts.append("stopped before the end; run the same command to resume")
+                parts.append(f"stopped before the end; run the same command to {again}")
             typer.echo(", ".join(parts))
         nothing = not rows and not target.resumed and not self._follow
         return 1 if nothing or self._any_missed or not self._complete else 0

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from producers.exported import Labelled
-from producers.files import Source
+from producers.files import Source, listed
 from producers.records import (
     DETECTED,
     FIELD_ALIASES,
@@ -130,7 +130,7 @@ class FileReading:
     def _note_missing_ids(self, columns: list[str]) -> None:
         note = f"{self.source.name}: no id column ({', '.join(FIELD_ALIASES['id'])}), so ids are derived from the text"
         if columns:
-            note += f"; set --id-column to one of: {printable(', '.join(columns)):.200}"
+            note += f"; set --id-column to one of: {listed(columns)}"
         self._notes.print(escape(note))
 
     def _report_bad(self, bad: BadRecord) -> None:

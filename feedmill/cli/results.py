@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -22,7 +21,7 @@ from feedmill.reading.results import Reader, batches, open_reader
 from feedmill.reading.rows import RowReader
 from feedmill.reading.stream import Missed, Read, ResultFilter, newest
 from shared.broker import connect, user_errors
-from shared.errors import UserError, json_line, printable
+from shared.errors import UserError, json_line, printable, similar_name
 from shared.messages import Classification, DeadLetter, Post, parse_run
 from shared.results import Result, ResultsStore, Score
 from shared.runs import progress
@@ -134,8 +133,8 @@ def _explain_label(redis: Redis, filters: ResultFilter) -> None:
     labels = Counter(row.found["label"] for row in rows if filters.run in (None, row.post.get("run")))
     if filters.label in labels:
         return
-    near = get_close_matches(filters.label, labels, n=1)
-    meant = f" Did you mean {_named(near[0])}?" if near else ""
+    near = similar_name(filters.label, list(labels))
+    meant = "" if near is None else f" Did you mean {_named(near)}?"
     typer.echo(
         f"feedmill: no result has the label {_named(filters.label)}.{meant} Labels seen: {_first(labels)}", err=True
     )

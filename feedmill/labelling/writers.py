@@ -33,7 +33,7 @@ class RowWriter(Protocol):
 
 
 class CsvLayout:
-    """How a CSV file is written: like the input, if that is CSV.
+    """Layout of a CSV output: that of the input, if it is CSV.
 
     has_mark: begin with a byte order mark, by which Excel recognizes UTF-8. delimiter_line: Excel's line that names the
     delimiter. It is left out after a mark, which Excel would ignore because of it.

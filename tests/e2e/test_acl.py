@@ -96,7 +96,13 @@ def _nothing_but_what_is_tested(guarded: Guarded) -> None:
 
 def test_worker_user_may_operate_everything(guarded: Guarded, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": guarded.as_user("worker")}
-    for command in (["status", "--json"], ["health"], ["purge", "p1"], ["purge", "--lift", "p1"], ["deploy", "--own"]):
+    for command in (
+        ["status", "--json"],
+        ["health"],
+        ["purge", "p1"],
+        ["purge", "--lift", "p1"],
+        ["deploy", "--reset"],
+    ):
         said = feedmill(*command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
         if command[0] == "status":

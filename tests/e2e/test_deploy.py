@@ -147,7 +147,7 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
     elsewhere = {"FEEDMILL_REDIS_URL": house.redis.url, "FEEDMILL_MODEL": str(house.folder / "own")}
     with working(house.redis, house.folder, name="later", FEEDMILL_MODEL=elsewhere["FEEDMILL_MODEL"]) as later:
         assert later.says(f"{house.folder / 'tuned'} ")
-        status, said, _ = house.run("deploy", "--own", "--json")
+        status, said, _ = house.run("deploy", "--reset", "--json")
         assert status == 0, said
         assert "2 workers" in json.loads(said.splitlines()[-1])["said"]
         assert house.at_work() == "own"
@@ -163,10 +163,10 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
     shutil.move(house.folder / "away", house.folder / "tuned")
 
 
-def test_deploy_own_without_a_deployment_does_nothing(house: House) -> None:
-    house.run("deploy", "--own")
+def test_deploy_reset_without_a_deployment_does_nothing(house: House) -> None:
+    house.run("deploy", "--reset")
     before = requested_model(house.redis.client, "feedmill")
-    status, said, complaints = house.run("deploy", "--own")
+    status, said, complaints = house.run("deploy", "--reset")
     assert (status, "Nothing to do" in said, complaints) == (0, True, "")
     assert requested_model(house.redis.client, "feedmill") == before
 
@@ -182,8 +182,8 @@ def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "FOLDER.*--own.*--show"),
-        (["tuned", "--own"], "FOLDER.*--own.*--show"),
+        ([], "FOLDER.*--reset.*--show"),
+        (["tuned", "--reset"], "FOLDER.*--reset.*--show"),
         (["none"], "none"),
         (["."], "no config.json.*feedmill train"),
         (["begun"], "unfinished training.*--resume"),

@@ -190,7 +190,7 @@ except Exception as error:
 def test_works_beside_a_package_named_shared(elsewhere: Elsewhere) -> None:
     (elsewhere.folder / "shared").mkdir()
     (elsewhere.folder / "shared" / "errors.py").write_text("class Other(Exception): pass")
-    code = "import shared.errors; error = send().get(timeout=120, propagate=False); say([type(error).__name__, str(error)])"
+    code = "import shared.errors; e = send().get(timeout=120, propagate=False); say([type(e).__name__, str(e)])"
     assert elsewhere.ask(code) == ["RequestRefused", "posts: expected a list of at least one post"]
 
 

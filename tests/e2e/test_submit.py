@@ -137,14 +137,38 @@ def test_waits_without_blocking_the_event_loop() -> None:
 
 
 def submit_unserved(items: Any = TEXTS, **options: Any) -> api.SubmittedRun:
-    with pytest.warns(UserWarning, match=naming("No worker serves", "unserved", "feedmill worker")):
-        return api.submit(items, LABELS, queue="unserved", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEEDMILL_QUEUE", "unserved")
+        with pytest.warns(UserWarning, match=naming("No worker serves", "unserved", "feedmill worker")):
+            return api.submit(items, LABELS, **options)
+
+
+def test_misspelt_queue_is_refused(redis_server: RedisServer) -> None:
+    """As by `feedmill enqueue --queue`."""
+    with pytest.raises(UserError, match=naming("queue:", "'nosuch'", "FEEDMILL_QUEUE")) as raised:
+        api.submit(TEXTS, LABELS, queue="nosuch")
+    assert "--" not in str(raised.value)
+    assert redis_server.client.llen("nosuch") == 0
+
+
+@pytest.mark.parametrize("timeout", ["5", True, float("nan")])
+def test_timeout_must_be_a_number(timeout: Any) -> None:
+    with pytest.raises(UserError, match=naming("timeout=", "seconds")):
+        submit_unserved().wait(timeout)
+
+
+def test_unlabelled_items_are_reported_once(recwarn: pytest.WarningsRecorder) -> None:
+    sent = submit_unserved([None])
+    for _ in range(2):
+        sent.results(timeout=0)
+        sent.to_frame(timeout=0)
+    assert [str(each.message) for each in recwarn] == ["1 of 1 items have no label: item 0: no text."]
 
 
 def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
     sent = submit_unserved(run="late")
     assert sent.progress() == (2, 0, 0)
-    with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "feedmill status")):
+    with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "queue unserved", "feedmill status")):
         sent.wait(timeout=0)
     with pytest.raises(TimeoutError):
         asyncio.run(sent.results_async(timeout=0))
@@ -180,9 +204,12 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
 
 def test_labels_of_the_model_are_checked_first(redis_server: RedisServer) -> None:
     announce(redis_server.client, "own", "own/model", ["food", "sports"])
-    with pytest.raises(UserError, match=naming("food, sports", "labels=")) as raised:
+    with pytest.raises(UserError, match=naming("food, sports", "labels=", "with queue=.")) as raised:
         api.submit(TEXTS, LABELS, queue="own")
     assert "--" not in str(raised.value)
+    announce(redis_server.client, "own", "own/model", ["food", "sports"], one_label=True)
+    with pytest.raises(UserError, match=naming("exactly one label", "multi_label=,", "with queue=.")):
+        api.submit(TEXTS, queue="own", multi_label=True)
     assert redis_server.client.llen("own") == 0
 
 
