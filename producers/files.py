@@ -292,9 +292,8 @@ class Source:
 
 def listed(names: Sequence[str]) -> str:
     """Return columns for a message, names with commas in quotes."""
-    return (
-        f"{printable(', '.join(json.dumps(name, ensure_ascii=False) if ',' in name else name for name in names)):.200}"
-    )
+    quoted = (json.dumps(name, ensure_ascii=False) if "," in name else name for name in names)
+    return f"{printable(', '.join(quoted)):.200}"
 
 
 def _suggestion(given: str, names: Sequence[str]) -> str:

@@ -331,7 +331,7 @@ def test_status_and_the_screen_show_the_same_numbers(redis: RedisServer, setting
 def test_a_run_without_workers_is_stalled(redis: RedisServer, settings: Settings, workers: dict[str, Any]) -> None:
     """Its rate was that of the time in which workers served it, and says nothing about its end."""
     now = int(time.time() * 1000)
-    counts = {"sent": 500, "stored": 357, "began": now - 11_000, "latest": now - 1000, "used": 10_000}
+    counts: dict[Any, Any] = {"sent": 500, "stored": 357, "began": now - 11_000, "latest": now - 1000, "used": 10_000}
     redis.client.hset(run_key("monday"), mapping=counts)
     redis.client.zadd(RUNS, {"monday": now})
 
