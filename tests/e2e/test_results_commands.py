@@ -17,7 +17,6 @@ import pytest
 from redis import Redis
 
 from feedmill.stack.processes import Child, free_port
-from shared import runs
 from shared.keys import RESULTS_STREAM, run_key
 from shared.messages import Classification, DeadLetter, Post
 from shared.results import Result, ResultsStore
@@ -121,7 +120,7 @@ def test_a_misspelt_label_names_similar_ones(redis: RedisServer, tmp_path: Path)
 def test_an_unknown_run_is_one_error(redis: RedisServer, tmp_path: Path, command: str) -> None:
     url = {"FEEDMILL_REDIS_URL": redis.url}
     store = stored(redis, "a1")
-    runs.keep_columns(redis.client, "monday", [], 60)
+    store.write([Result(Post(id="m1", title="t", run="monday"), result("m1").classification)])
     said = feedmill(*command.split(), "--run", "tuesday", cwd=tmp_path, **url)
     assert (said.returncode, said.stdout) == (2, "")
     assert said.stderr == (
