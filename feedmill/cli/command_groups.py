@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 #: Commands by purpose, in the order in which users meet them.
 PURPOSES = {
-    "Try it, without Redis": ("classify", "demo"),
+    "Try it": ("classify", "demo"),
     "Run it": ("up", "down", "url", "worker", "flower"),
     "Send posts": ("enqueue", "ingest", "queue"),
     "Read results": ("results", "export", "report"),

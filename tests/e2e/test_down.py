@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import LOCK_FILE
-from tests.support import feedmill
+from tests.support import feedmill, processes_in, running, wait_until
 
 #: Uses a data folder like `feedmill up`, until SIGTERM.
 HOLDER = """
@@ -48,6 +48,17 @@ def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
     again = feedmill("down", "--data-folder", "a", cwd=tmp_path)
     assert again.returncode == 1
     assert f"No `feedmill up` is running with data in {tmp_path / 'a'}" in again.stderr
+
+
+def test_up_says_that_it_stopped(tmp_path: Path) -> None:
+    data = {"FEEDMILL_DATA_FOLDER": "data"}
+    with running("up", cwd=tmp_path, **data) as up:
+        wait_until(lambda: up.says("`feedmill down` stops everything"), "the stack is up", 150)
+        said = feedmill("down", cwd=tmp_path, **data)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert up.process.wait(60) == 143
+        assert up.text().endswith("stopping …\nstopped\n")
+    assert processes_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(

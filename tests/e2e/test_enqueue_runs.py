@@ -284,3 +284,14 @@ def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer,
     assert again.stdout.startswith("2 posts sent")
     empty = feedmill("queue", "clear", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert json.loads(empty.stdout) == {"messages": 1, "posts": 2, "held": 0}
+
+
+def test_clears_a_queue_that_no_worker_served(redis: RedisServer, csv: Path) -> None:
+    """`FEEDMILL_QUEUE` may name a queue before its first worker."""
+    assert enqueue(redis, csv, "--run", "a", FEEDMILL_QUEUE="nosuch").returncode == 0
+    clear = ("queue", "clear", "--queue", "nosuch", "--yes")
+    cleared = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert cleared.stdout.startswith("2 posts in 1 message removed from queue nosuch"), cleared.stderr
+    refused = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert refused.returncode == 2
+    assert "'nosuch'" in refused.stderr
