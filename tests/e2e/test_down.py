@@ -1,6 +1,5 @@
 """`feedmill down`: ends the `feedmill up` of its data folder, and nothing else."""
 
-import json
 import os
 import subprocess
 import sys
@@ -62,12 +61,12 @@ def test_up_says_that_it_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "7", json.dumps({"pid": os.getpid(), "namespace": "elsewhere"}), '{"pid": -1, "namespace": ""}']
+    "text", ["", "{", "7", '{"pid": OURS, "namespace": "elsewhere"}', '{"pid": -1, "namespace": ""}']
 )
 def test_ends_no_process_that_it_does_not_know(tmp_path: Path, text: str) -> None:
     """A PID from a container names another process here."""
     with holding(tmp_path) as holder:
-        (tmp_path / LOCK_FILE).write_text(text)
+        (tmp_path / LOCK_FILE).write_text(text.replace("OURS", str(os.getpid())))
         said = feedmill("down", "--data-folder", ".", cwd=tmp_path)
         assert said.returncode == 2
         assert "Stop it there" in said.stderr
