@@ -10,25 +10,24 @@ import configparser
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 import praw
 import prawcore
 import requests
 from praw.exceptions import MissingRequiredAttributeException
-from praw.models import Submission, Subreddit
-from praw.models.listing.listing import Listing
 from prawcore.const import ACCESS_TOKEN_PATH
 from requests.exceptions import ConnectionError as ConnectionFault
 from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from requests.structures import CaseInsensitiveDict
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.records import BadRecord, parse_post
+from producers.records import BadRecord, parse_post, reddit_body, removal_of
 from producers.reddit.budget import RequestBudget, number
 from producers.reddit.listing import (
     PAGE_SIZE,
@@ -45,7 +44,7 @@ from producers.reddit.listing import (
     UnreadableReason,
 )
 from shared.errors import CredentialsError, UserError
-from shared.messages import REMOVED_BODIES, Post
+from shared.messages import Post
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
@@ -58,10 +57,15 @@ CONNECT_TIMEOUT_S = 5.0
 RESPONSE_TIMEOUT_FACTOR = 4
 #: Statuses of temporary server errors.
 TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
+#: The path to which Reddit redirects requests for a missing subreddit, and that of a subreddit's pages.
+SEARCH_PATH, SUBREDDIT_PATH = re.compile(r"(/subreddits)?/search(\.json)?/?"), re.compile(r"/r/([^/]+)(/.*)?")
 #: The end of the year 9999, in seconds since 1970.
 MAX_TIMESTAMP = 253_402_300_799.0
 #: Headers passed on to PRAW. Rate-limit headers are not: `RequestBudget` handles them, and odd values make PRAW raise.
 PASSED_HEADERS = ("content-type", "location", "www-authenticate")
+
+
+_BLOCKED = f"Reddit or a proxy blocked the request with status {{}}; check {PREFIX}REDDIT_USER_AGENT"
 
 
 class Requestor(prawcore.Requestor):
@@ -180,39 +184,51 @@ class RedditClient:
         listing: new, hot, rising or top. period, for top: hour, day, week, month, year or all.
         """
         given: dict[str, str | int | None] = {"limit": limit, "after": after, "t": period or None}
-        with _fault_conversion():
-            answer = self._reddit.get(
-                f"r/{'+'.join(names)}/{listing}",
-                params={name: value for name, value in given.items() if value is not None},
-            )
-            return ListingPage(list(self._items(answer)), answer.after)
+        params = {name: value for name, value in given.items() if value is not None}
+        data = self._listing(f"r/{'+'.join(names)}/{listing}", params, names)
+        after = data.get("after")
+        return ListingPage(list(self._items(data)), after if isinstance(after, str) else None)
 
     def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]:
         """Return posts by fullname, a hundred per request. Posts that Reddit does not return are absent."""
-        with _fault_conversion():
-            return {item.fullname: item for item in self._items(self._reddit.info(fullnames=fullnames))}
+        return {item.fullname: item for data in self._info("id", fullnames) for item in self._items(data)}
 
     def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]:
         """Return subreddits by name in lower case, a hundred per request. Missing and banned ones are absent."""
-        with _fault_conversion():
-            found = [vars(thing) for thing in self._reddit.info(subreddits=names) if isinstance(thing, Subreddit)]
+        found = [about for data in self._info("sr_name", names) for about in _children(data, "t5")]
         return {
-            about["display_name"].lower(): SubredditInfo(about["display_name"], _unreadable_reason(about))
+            name.lower(): SubredditInfo(name, _unreadable_reason(about))
             for about in found
+            if isinstance(name := about.get("display_name"), str)
         }
 
-    def _items(self, things: Iterable[Any]) -> Iterator[ListingItem]:
-        if not isinstance(things, Listing | Iterator):
+    def _info(self, parameter: str, values: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+        """Yield the listings of posts or subreddits, a hundred per request."""
+        remaining = iter(values)
+        while batch := list(islice(remaining, PAGE_SIZE)):
+            yield self._listing("api/info", {parameter: ",".join(batch)})
+
+    def _listing(self, path: str, params: Mapping[str, str | int], names: Collection[str] = ()) -> Mapping[str, Any]:
+        """Return the data of a listing. names: the subreddits requested.
+
+        Reads the JSON itself: PRAW's objects fail a whole page for one field that is null.
+        """
+        with _fault_conversion(names):
+            answer = self._reddit.request(method="GET", path=path, params=dict(params))
+        data = answer.get("data") if isinstance(answer, dict) and answer.get("kind") == "Listing" else None
+        if not isinstance(data, dict) or not isinstance(data.get("children"), list):
             raise RequestFailed("Reddit returned something other than a listing")
-        for thing in things:
-            if isinstance(thing, Submission):
-                # vars(): attribute access would make PRAW send a request for every missing field.
-                data = vars(thing)
-                try:
-                    yield self._item(data)
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    # An invalid post must not fail its page.
-                    logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
+        return data
+
+    def _items(self, listing: Mapping[str, Any]) -> Iterator[ListingItem]:
+        for data in _children(listing, "t3"):
+            if data.get("promoted"):
+                continue  # an advertisement
+            try:
+                yield self._item(data)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                # An invalid post must not fail its page.
+                logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
 
     def _item(self, data: Mapping[str, Any]) -> ListingItem:
         fullname = data.get("name") or f"t3_{data['id']}"
@@ -222,13 +238,11 @@ class RedditClient:
         if not 0 <= created < MAX_TIMESTAMP:
             raise ValueError("invalid created_utc")
         subreddit = str(data["subreddit"])
-        body = data.get("selftext") or ""
-        gone = bool(data.get("removed_by_category")) or body.strip() in REMOVED_BODIES
         fields = {
             "id": fullname,
             "topic": self._topic_of.get(subreddit.lower()),
             "title": data.get("title"),
-            "body": body,
+            "body": reddit_body(data),
             "subreddit": subreddit,
             "score": data.get("score"),
             "url": data.get("url"),
@@ -249,30 +263,50 @@ class RedditClient:
             subreddit,
             created,
             bool(data.get("stickied")),
-            gone,
+            removal_of(data),
             score if isinstance(score, int) else 0,
             post,
             read.reason if isinstance(read, BadRecord) else "",
         )
 
 
+def _children(listing: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the data of a listing's items of this kind."""
+    for child in listing["children"]:
+        data = child.get("data") if isinstance(child, dict) else None
+        if not isinstance(data, dict):
+            logger.warning("skipped an item of a listing that is not an object")
+        elif child.get("kind") == kind:
+            yield data
+
+
 def _unreadable_reason(about: Mapping[str, Any]) -> UnreadableReason | None:
     if about.get("quarantine"):
         return "quarantined"
-    return None if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted") else "private"
+    return (
+        None
+        if about.get("subreddit_type") in ("public", "restricted", "archived", "gold_restricted", "user")
+        else "private"
+    )
 
 
 @contextmanager
-def _fault_conversion() -> Iterator[None]:
-    """Convert exceptions of PRAW and prawcore, and those caused by unexpected responses, to RedditFault."""
+def _fault_conversion(names: Collection[str]) -> Iterator[None]:
+    """Convert exceptions of PRAW and prawcore, and those caused by unexpected responses, to RedditFault.
+
+    names: the subreddits requested.
+    """
     try:
         yield
     except RedditFault:
         raise
     except prawcore.exceptions.Redirect as error:
         # Reddit redirects requests for a missing subreddit to a search for its name.
-        if "search" in error.path:
+        if SEARCH_PATH.fullmatch(error.path):
             raise SubredditUnreadable("missing") from error
+        target = SUBREDDIT_PATH.fullmatch(error.path)
+        if target and names and target[1].lower() not in {name.lower() for name in names}:
+            raise SubredditUnreadable("redirected") from error
         raise RequestFailed(f"Reddit redirected to {error.path:.80}") from error
     except (prawcore.exceptions.Forbidden, prawcore.exceptions.NotFound) as error:
         raise _forbidden_or_missing(error) from error
@@ -281,6 +315,8 @@ def _fault_conversion() -> Iterator[None]:
     except prawcore.exceptions.OAuthException as error:
         raise CredentialsRefused(error.error) from error
     except prawcore.exceptions.ResponseException as error:
+        if error.response.status_code == 403 and "json" not in error.response.headers.get("content-type", ""):
+            raise RequestFailed(_BLOCKED.format(403)) from error
         if error.response.url.endswith(ACCESS_TOKEN_PATH) and error.response.status_code in (400, 401, 403):
             raise CredentialsRefused(f"status {error.response.status_code}") from error
         raise RequestFailed(f"Reddit returned status {error.response.status_code}") from error
@@ -296,7 +332,7 @@ def _forbidden_or_missing(error: prawcore.exceptions.ResponseException) -> Reque
     try:
         details = error.response.json()
     except ValueError:
-        return RequestFailed(f"status {status} came from a proxy, not from Reddit")
+        return RequestFailed(_BLOCKED.format(status))
     if not isinstance(details, dict):
         return RequestFailed(f"Reddit returned status {status}")
     reason = str(details.get("reason") or "")

@@ -289,7 +289,7 @@ class Daemon:
         """Walk the subreddits' joint listing and buffer new posts. Raises RedditFault."""
         fetch = partial(self._page, [track.name for track in tracks])
         found = walk(fetch, tracks, overlap=float("inf") if full else WALK_OVERLAP_S, depth=self._depth)
-        if found.missed and len(tracks) > 1:
+        if found.missed and len(tracks) > 1 and not found.empty:
             # The joint listing is too short for them: walk each subreddit's own listing of a thousand posts.
             self._hold_walk(feed, found, [track for track in tracks if track not in found.missed])
             for track in found.missed:
@@ -324,7 +324,7 @@ class Daemon:
         now = self._clock.time()
         missed = [track for track in tracks if track in found.missed]
         # Reddit's times are whole seconds: the second of the oldest post may not be complete.
-        gaps = [Gap(track.name, track.watermark or 0.0, found.oldest + 1, now) for track in missed]
+        gaps = [Gap(track.name, since := track.watermark or 0.0, found.frontier(since) + 1, now) for track in missed]
         # After its first walk, a subreddit is followed from the oldest post found, even if sending is interrupted.
         beginnings = {track.name: found.oldest for track in tracks if track.beginning is None}
         newest = min(found.newest, now)  # a post dated in the future must not advance the watermark beyond now
@@ -347,7 +347,7 @@ class Daemon:
         self.gaps += len(gaps)
         for gap in gaps:
             logger.error(
-                "gap in r/%s: posts of %.0f minutes cannot be read, because Reddit lists only the latest thousand; "
+                "gap in r/%s: posts of %.0f minutes may be missing, because the listing ended before the known posts; "
                 "fill the gap from a dump, as `feedmill ingest gaps --help` says",
                 gap.subreddit,
                 (gap.until - gap.since) / 60,
@@ -358,7 +358,11 @@ class Daemon:
         self._state.advance({track.name: until for track in tracks if feed.tracks.get(track.name) is track})
 
     def _hold_rechecked(self, items: Sequence[ListingItem], end: Callable[[], None]) -> None:
-        """Buffer rechecked posts. The pusher sends only those whose text has changed."""
+        """Buffer rechecked posts whose text has changed."""
+        tracks = {track.name.lower(): track for feed in self._feeds for track in feed.tracks.values()}
+        for item in items:
+            if (track := tracks.get(item.subreddit.lower())) and item.fullname in track.known:
+                track.known[item.fullname] = item.text
         self._outbox.hold(PostBatch(items, frozenset(), walked=False, begin=lambda: None, end=end))
 
     def _send_held(self) -> None:
@@ -390,6 +394,7 @@ class Daemon:
             "paused": self._pusher.gate.closed,
             "looked": self._rechecks.rechecked,
             "purged": self._rechecks.purged,
+            "returned": self._rechecks.returned,
             "gaps": self.gaps,
             "faults": dict(self.faults),
             "requests": self._budget.spent,

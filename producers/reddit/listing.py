@@ -2,12 +2,13 @@
 
 from typing import Literal, NamedTuple
 
+from producers.records import Removal
 from shared.messages import Post, digest
 
 #: Maximum number of items in a response.
 PAGE_SIZE = 100
 
-UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated"]
+UnreadableReason = Literal["missing", "banned", "private", "quarantined", "gated", "redirected"]
 
 
 class RedditFault(Exception):  # noqa: N818 - named after the event, like its subclasses
@@ -49,14 +50,14 @@ class CredentialsRefused(Outage):
 class ListingItem(NamedTuple):
     """A post in a listing or in a response to a request by id.
 
-    problem: reason why `post` is None. gone: deleted by its author or removed; its text must not be used.
+    problem: reason why `post` is None. gone: whether it was deleted or removed; its text must not be used then.
     """
 
     fullname: str
     subreddit: str
     created_utc: float
     stickied: bool
-    gone: bool
+    gone: Removal
     score: int
     post: Post | None
     problem: str = ""

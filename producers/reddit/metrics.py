@@ -28,6 +28,7 @@ STATUS_FIGURES = {
     "skipped": _counter("posts_skipped", "Posts skipped because they were sent before."),
     "looked": _counter("posts_looked_at_again", "Rechecks of sent posts."),
     "purged": _counter("posts_purged", "Posts purged after deletion or removal on Reddit."),
+    "returned": _counter("posts_returned", "Purged posts that came back on Reddit and were sent again."),
     "polls": _counter("polls", "Polls of a topic's subreddits for new posts."),
     "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
     "requests": _counter("requests", "Requests to Reddit."),

@@ -83,7 +83,7 @@ class SendBuffer:
                 self.refused += 1
                 logger.warning("skipped post %s in r/%s: %s", item.fullname, item.subreddit, item.problem)
         self._pusher.push(item.post for item in wanted if item.post)
-        fresh = [item.fullname for item in wanted if item.fullname in batch.fresh]
+        fresh = [item for item in wanted if item.fullname in batch.fresh]
         self._state.commit(part if batch.walked else (), fresh, self._clock.time())
         batch.done += len(part)
         if batch.done == len(batch.items):
