@@ -9,10 +9,8 @@ limit and the request budget, and hides headers and statuses that make PRAW wait
 import configparser
 import logging
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from io import BytesIO
 from itertools import islice
 from typing import Any
@@ -22,13 +20,11 @@ import prawcore
 import requests
 from praw.exceptions import MissingRequiredAttributeException
 from prawcore.const import ACCESS_TOKEN_PATH
-from requests.exceptions import ConnectionError as ConnectionFault
-from requests.exceptions import ConnectTimeout, ProxyError, SSLError
 from requests.structures import CaseInsensitiveDict
-from urllib3.exceptions import HTTPError, NewConnectionError
 
-from producers.records import BadRecord, parse_post, reddit_body, removal_of
-from producers.reddit.budget import RequestBudget, number
+from producers.reddit.budget import RequestBudget
+from producers.reddit.http import TEMPORARY_STATUSES, fetch, retry_after
+from producers.reddit.items import parse_items
 from producers.reddit.listing import (
     PAGE_SIZE,
     CredentialsRefused,
@@ -40,27 +36,15 @@ from producers.reddit.listing import (
     SubredditInfo,
     SubredditUnreadable,
     TooManyRequests,
-    Unreachable,
     UnreadableReason,
 )
 from shared.errors import CredentialsError, UserError
-from shared.messages import Post
 from shared.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-#: Maximum size of a response in bytes. A hundred posts of maximum length, escaped, are well below.
-MAX_RESPONSE_BYTES = 64 * 2**20
-#: Timeout for opening a connection, in seconds.
-CONNECT_TIMEOUT_S = 5.0
-#: Maximum duration of a whole response, as a multiple of the setting `reddit_timeout`, which limits each read.
-RESPONSE_TIMEOUT_FACTOR = 4
-#: Statuses of temporary server errors.
-TEMPORARY_STATUSES = frozenset({408, 500, 502, 503, 504, 520, 521, 522, 523, 524, 525})
 #: The path to which Reddit redirects requests for a missing subreddit, and that of a subreddit's pages.
 SEARCH_PATH, SUBREDDIT_PATH = re.compile(r"(/subreddits)?/search(\.json)?/?"), re.compile(r"/r/([^/]+)(/.*)?")
-#: The end of the year 9999, in seconds since 1970.
-MAX_TIMESTAMP = 253_402_300_799.0
 #: Headers passed on to PRAW. Rate-limit headers are not: `RequestBudget` handles them, and odd values make PRAW raise.
 PASSED_HEADERS = ("content-type", "location", "www-authenticate")
 
@@ -82,46 +66,14 @@ class Requestor(prawcore.Requestor):
         if url.endswith(ACCESS_TOKEN_PATH):
             # Request read access only.
             arguments["data"] = [*arguments.get("data", ()), ("scope", "read")]
-        self._budget.take()
-        arguments |= {"timeout": (CONNECT_TIMEOUT_S, self._timeout), "stream": True}
-        try:
-            with self._http.request(method, url, **arguments) as response:
-                self._budget.learn(response.headers)
-                body = self._body(response)
-        except requests.RequestException as error:
-            raise _connection_fault(error) from error
-        except HTTPError as error:  # while reading the body
-            raise RequestFailed(f"the connection failed ({type(error).__name__})") from error
-        return _checked(response, body)
-
-    def _body(self, response: requests.Response) -> bytes:
-        """Read the body. Raises RequestFailed if it is too large or too slow."""
-        body = bytearray()
-        deadline = time.monotonic() + RESPONSE_TIMEOUT_FACTOR * self._timeout
-        # read1 returns what has arrived: read would wait for a full chunk, even at one byte at a time.
-        while part := response.raw.read1(2**16, decode_content=True):
-            body += part
-            if len(body) > MAX_RESPONSE_BYTES:
-                raise RequestFailed(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
-            if time.monotonic() > deadline:
-                raise RequestFailed(f"the response took longer than {RESPONSE_TIMEOUT_FACTOR * self._timeout:.0f} s")
-        return bytes(body)
-
-
-def _connection_fault(error: requests.RequestException) -> RedditFault:
-    """Return Unreachable if no connection to Reddit can be opened, otherwise RequestFailed."""
-    causes = [error, *error.args, *(getattr(argument, "reason", None) for argument in error.args)]
-    nowhere = ConnectTimeout | SSLError | ProxyError | NewConnectionError
-    if isinstance(error, ConnectionFault) and any(isinstance(cause, nowhere) for cause in causes):
-        return Unreachable(f"no connection to Reddit ({type(error).__name__})")
-    return RequestFailed(f"the connection failed ({type(error).__name__})")
+        return _checked(*fetch(self._http, self._budget, self._timeout, method, url, **arguments))
 
 
 def _checked(response: requests.Response, body: bytes) -> requests.Response:
     """Return a copy of the response for PRAW. Raises RedditFault for statuses on which PRAW would wait or fail."""
     status = response.status_code
     if status == 429:
-        raise TooManyRequests(_retry_after(response.headers))
+        raise TooManyRequests(retry_after(response.headers))
     if status in TEMPORARY_STATUSES:
         raise RequestFailed(f"Reddit returned status {status}")
     if status in (301, 302) and "location" not in response.headers:
@@ -138,23 +90,13 @@ def _checked(response: requests.Response, body: bytes) -> requests.Response:
     return answer
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return Retry-After in seconds; it may also be a date, relative to the server's clock. None if invalid."""
-    text = headers.get("retry-after", "")
-    if (seconds := number(text)) is not None:
-        return seconds
-    try:
-        then, now = (parsedate_to_datetime(value).timestamp() for value in (text, headers.get("date", "")))
-    except (ValueError, OverflowError):
-        return None
-    return max(0.0, then - now)
-
-
 class RedditClient:
     """A client for Reddit's API. Not thread-safe. Every method raises only RedditFault.
 
     topic_of: topic by the subreddit's name in lower case.
     """
+
+    name = "Reddit"
 
     def __init__(
         self,
@@ -164,6 +106,7 @@ class RedditClient:
         session: requests.Session | None = None,
     ) -> None:
         """Create the client. Raises CredentialsError if credentials are missing; wrong ones fail the first request."""
+        self.refused = refused_credentials(settings)
         self._session = session or requests.Session()
         self._reddit = _praw(settings, budget, self._session)
         self._topic_of = topic_of
@@ -221,53 +164,7 @@ class RedditClient:
         return data
 
     def _items(self, listing: Mapping[str, Any]) -> Iterator[ListingItem]:
-        for data in _children(listing, "t3"):
-            if data.get("promoted"):
-                continue  # an advertisement
-            try:
-                yield self._item(data)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                # An invalid post must not fail its page.
-                logger.warning("skipped an invalid post (%s, %.40r)", error, data.get("name"))
-
-    def _item(self, data: Mapping[str, Any]) -> ListingItem:
-        fullname = data.get("name") or f"t3_{data['id']}"
-        if not re.fullmatch(r"t3_[0-9a-z]{1,20}", fullname):
-            raise ValueError("invalid fullname")
-        created = float(data["created_utc"])
-        if not 0 <= created < MAX_TIMESTAMP:
-            raise ValueError("invalid created_utc")
-        subreddit = str(data["subreddit"])
-        fields = {
-            "id": fullname,
-            "topic": self._topic_of.get(subreddit.lower()),
-            "title": data.get("title"),
-            "body": reddit_body(data),
-            "subreddit": subreddit,
-            "score": data.get("score"),
-            "url": data.get("url"),
-            "permalink": f"https://www.reddit.com{data['permalink']}" if data.get("permalink") else None,
-            "created_utc": created,
-            # A time, False, or True for very old posts.
-            "edited_utc": data["edited"] if type(data.get("edited")) in (int, float) else None,
-            "stickied": bool(data.get("stickied")),
-            "nsfw": bool(data.get("over_18")),
-            "spoiler": bool(data.get("spoiler")),
-        }
-        # Drops invalid optional fields: a post is not rejected for its score or a URL.
-        *_, read = parse_post(fields, fullname)
-        post = read if isinstance(read, Post) else None
-        score = data.get("score")
-        return ListingItem(
-            fullname,
-            subreddit,
-            created,
-            bool(data.get("stickied")),
-            removal_of(data),
-            score if isinstance(score, int) else 0,
-            post,
-            read.reason if isinstance(read, BadRecord) else "",
-        )
+        return parse_items(_children(listing, "t3"), self._topic_of)
 
 
 def _children(listing: Mapping[str, Any], kind: str) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Types independent of PRAW: posts, pages and subreddits as Reddit lists them, and failures."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from producers.records import Removal
 from shared.messages import Post, digest
@@ -81,3 +82,20 @@ class SubredditInfo(NamedTuple):
     name: str
     #: Reason why it cannot be read; None if it can.
     why: UnreadableReason | None
+
+
+class PostSource(Protocol):
+    """A client for Reddit's posts. Its methods raise only RedditFault; see `RedditClient`."""
+
+    #: Name in logs.
+    name: str
+    #: Error message for credentials that the source rejects.
+    refused: str
+
+    def page(
+        self, names: Sequence[str], listing: str = ..., after: str | None = ..., limit: int = ..., period: str = ...
+    ) -> ListingPage: ...
+
+    def info(self, fullnames: Iterable[str]) -> dict[str, ListingItem]: ...
+
+    def about(self, names: Iterable[str]) -> dict[str, SubredditInfo]: ...

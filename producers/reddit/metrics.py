@@ -31,6 +31,7 @@ STATUS_FIGURES = {
     "returned": _counter("posts_returned", "Purged posts that came back on Reddit and were sent again."),
     "polls": _counter("polls", "Polls of a topic's subreddits for new posts."),
     "gaps": _counter("gaps", "Periods in which a subreddit's posts could not be read."),
+    "filled": _counter("gaps_filled", "Gaps filled from Arctic Shift."),
     "requests": _counter("requests", "Requests to Reddit."),
     "subreddits": _gauge("subreddits", "Subreddits being read."),
     "failing": _gauge("subreddits_failing", "Subreddits whose last read failed."),

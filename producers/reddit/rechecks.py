@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 from redis import Redis
 
-from producers.reddit.client import RedditClient
 from producers.reddit.clock import Clock
-from producers.reddit.listing import PAGE_SIZE, ListingItem, RequestFailed
-from producers.reddit.state import RECHECK_DELAYS_S, Recheck, RecheckReason, State
+from producers.reddit.listing import PAGE_SIZE, ListingItem, PostSource, RequestFailed
+from producers.reddit.state import Recheck, RecheckReason, State
 from shared.purge import lift_matching, purge, tombstones
 from shared.results import ResultsStore
 from shared.settings import Settings
@@ -61,7 +60,7 @@ class Rechecker:
 
     def __init__(
         self,
-        reddit: RedditClient,
+        reddit: PostSource,
         redis: Redis,
         state: State,
         settings: Settings,
@@ -126,6 +125,8 @@ class Rechecker:
                 verdicts.deleted.append(look)
             elif look.reason == RecheckReason.PURGED:
                 self._await_return(look, verdicts)
+            elif item and look.text == "gone":
+                continue  # removed before it was read, and still removed: nothing was sent
             elif item:
                 self._wait(look, REMOVED_PATIENCE_S, verdicts)
             elif look.subreddit.lower() in closed:
@@ -178,7 +179,7 @@ class Rechecker:
 
     def _finish(self, looks: Sequence[Recheck], found: Mapping[str, ListingItem], verdicts: _Verdicts) -> None:
         """Send changed and returned posts, and replace the rechecks by the next ones."""
-        now = self._clock.time()
+        now, delays = self._clock.time(), self._state.recheck_delays
         back = lift_matching(self._redis, {look.fullname: look.at for look in verdicts.returned})
         items = [found[look.fullname] for look in verdicts.returned if look.fullname in back]
         self.returned += len(items)
@@ -190,12 +191,12 @@ class Rechecker:
             if found[look.fullname].text != text
         ]
         for look in verdicts.present:
-            if look.stage + 1 < len(RECHECK_DELAYS_S):
+            if look.stage + 1 < len(delays):
                 following = Recheck(look.fullname, look.stage + 1, subreddit=found[look.fullname].subreddit,
                                     text=found[look.fullname].text)  # fmt: skip
-                verdicts.again[following] = now + RECHECK_DELAYS_S[look.stage + 1] - RECHECK_DELAYS_S[look.stage]
+                verdicts.again[following] = now + delays[look.stage + 1] - delays[look.stage]
         for item in items:
-            verdicts.again[Recheck(item.fullname, subreddit=item.subreddit, text=item.text)] = now + RECHECK_DELAYS_S[0]
+            verdicts.again[Recheck(item.fullname, subreddit=item.subreddit, text=item.text)] = now + delays[0]
 
         def sent() -> None:
             self._state.learn_texts(changed)

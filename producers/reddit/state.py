@@ -27,6 +27,8 @@ from shared.keys import (
 #: Seconds after sending at which a post is rechecked. By the first, most deletions have happened and scores begin to
 #: settle; by the second, nearly all have, and scores are final.
 RECHECK_DELAYS_S = (3_600.0, 36 * 3_600.0)
+#: The same for posts from Arctic Shift, which reads posts again about 36 hours after they were written.
+ARCHIVE_RECHECK_DELAYS_S = (40 * 3_600.0,)
 #: Seconds before the watermark for which posts of a subreddit are read whose known posts have expired.
 EXPIRED_OVERLAP_S = 300.0
 #: Lifetime of a subreddit's known posts, in seconds, once it is no longer read.
@@ -50,6 +52,18 @@ class Gap(NamedTuple):
     until: float
     #: Time of detection.
     noted: float
+    #: Time up to which the gap has been filled so far; 0 at first.
+    reached: float = 0.0
+    #: Number of posts found there.
+    found: int = 0
+    #: Time at which the gap was filled; 0 while it is open.
+    filled: float = 0.0
+    #: Reason why the latest attempt to fill it failed.
+    problem: str = ""
+
+    @property
+    def field(self) -> str:
+        return f"{self.subreddit} {self.since:.0f}"
 
 
 class ReplacedSubreddit(NamedTuple):
@@ -104,10 +118,11 @@ class Recheck(NamedTuple):
 
 
 class State:
-    """Access to the daemon's state in Redis."""
+    """Access to the daemon's state in Redis. recheck_delays: seconds after sending at which posts are rechecked."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, recheck_delays: Sequence[float] = RECHECK_DELAYS_S) -> None:
         self._redis = redis
+        self.recheck_delays = recheck_delays
 
     def track(self, name: str) -> Track:
         """Return the state of a subreddit."""
@@ -135,11 +150,11 @@ class State:
             pipe.hsetnx(REDDIT_BEGINNINGS, name.lower(), beginning)
         for gap in gaps:
             # One field per gap, so that recording it again after a crash has no effect.
-            pipe.hset(REDDIT_GAPS, f"{gap.subreddit} {gap.since:.0f}", json.dumps(gap))
+            pipe.hsetnx(REDDIT_GAPS, gap.field, json.dumps(gap))
         pipe.execute()
         if int(self._redis.hlen(REDDIT_GAPS)) > MAX_GAPS:
             oldest = sorted(self.gaps(), key=lambda gap: gap.noted)[:-MAX_GAPS]
-            self._redis.hdel(REDDIT_GAPS, *(f"{gap.subreddit} {gap.since:.0f}" for gap in oldest))
+            self._redis.hdel(REDDIT_GAPS, *(gap.field for gap in oldest))
 
     def commit(self, items: Iterable[ListingItem], sent: Iterable[ListingItem], now: float) -> None:
         """Record items of a walk as known, and schedule the first recheck of those in `sent`."""
@@ -153,7 +168,7 @@ class State:
             for key in (reddit_known_key(name), reddit_texts_key(name)):
                 pipe.expire(key, KNOWN_TTL)
         first = (Recheck(item.fullname, subreddit=item.subreddit, text=item.text).member for item in sent)
-        if due := dict.fromkeys(first, now + RECHECK_DELAYS_S[0]):
+        if due := dict.fromkeys(first, now + self.recheck_delays[0]):
             pipe.zadd(REDDIT_RECHECKS, due, nx=True)
             pipe.expire(REDDIT_RECHECKS, RECHECKS_TTL)
         for name in known:
@@ -186,6 +201,13 @@ class State:
         """Return the gaps, oldest first."""
         found: Any = self._redis.hvals(REDDIT_GAPS)
         return sorted((Gap(*json.loads(value)) for value in found), key=lambda gap: gap.since)
+
+    def open_gaps(self) -> list[Gap]:
+        """Return the gaps that are not filled, oldest first."""
+        return [gap for gap in self.gaps() if not gap.filled]
+
+    def update_gap(self, gap: Gap) -> None:
+        self._redis.hset(REDDIT_GAPS, gap.field, json.dumps(gap))
 
     def forget_gaps(self) -> None:
         self._redis.delete(REDDIT_GAPS)

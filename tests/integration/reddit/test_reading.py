@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from producers.records import parse_post
-from producers.reddit.client import RedditClient
+from producers.reddit import items
 from producers.reddit.state import RECHECK_DELAYS_S
 from producers.reddit.topics import Topics
 from shared.messages import Post
@@ -175,12 +175,12 @@ def test_a_post_dated_in_the_future_does_not_hide_later_ones(house: House, monke
     daemon = house.daemon()
     house.run(daemon, 2 * MINUTE)
     (odd,) = house.publish("cooking")
-    real = RedditClient._item
+    real = items.parse_item
     future = house.clock.time() + 30 * DAY
     monkeypatch.setattr(
-        RedditClient,
-        "_item",
-        lambda self, said: real(self, {**said, "created_utc": future} if said["name"] == odd else said),
+        items,
+        "parse_item",
+        lambda said, topics: real({**said, "created_utc": future} if said["name"] == odd else said, topics),
     )
     house.run(daemon, 5 * MINUTE)
     later = house.publish("cooking", 250)
@@ -203,9 +203,9 @@ def test_an_invalid_post_affects_no_other(
     house.run(daemon, 2 * MINUTE)
     others = house.publish("cooking", 3)
     (odd,) = house.publish("cooking")
-    real = RedditClient._item
+    real = items.parse_item
     monkeypatch.setattr(
-        RedditClient, "_item", lambda self, said: real(self, {**said, **broken} if said["name"] == odd else said)
+        items, "parse_item", lambda said, topics: real({**said, **broken} if said["name"] == odd else said, topics)
     )
     house.run(daemon, 5 * MINUTE)
     assert set(others) <= set(house.ids())
