@@ -82,8 +82,8 @@ class ArcticShift(Reddit):
             ids = query.get("ids", "").split(",")
             if len(ids) > MOST_IDS:
                 return _refused(400, "Too many ids")
-            posts = [self._content._posts.get(f"t3_{name.removeprefix('t3_')}") for name in ids]
-            return self._posts([post for post in posts if post and self._archived(post, asked.at)], asked)
+            named = [self._content._posts.get(f"t3_{name.removeprefix('t3_')}") for name in ids]
+            return self._posts([post for post in named if post and self._archived(post, asked.at)], asked)
         if asked.path != "/api/posts/search":
             return _refused(404, "Not found")
         if self._random.random() < self.overload:
@@ -134,7 +134,7 @@ def _record(post: Post, asked: Asked) -> dict[str, Any]:
     data["retrieved_on"] = int(post.created_utc)
     if asked.at - post.created_utc < SECOND_READ_S:
         return data | {"score": 1}
-    meta = {"retrieved_2nd_on": int(post.created_utc + SECOND_READ_S)}
+    meta: dict[str, Any] = {"retrieved_2nd_on": int(post.created_utc + SECOND_READ_S)}
     if gone:
         meta |= {"was_deleted_later": True, "removal_type": "deleted" if gone == "deleted" else "removed"}
     return data | {"_meta": meta}
