@@ -43,6 +43,8 @@ ARCHIVE_FAULTS = ("too_many", "server_error_502", "server_error_503", "html", "t
 FAULT_SECONDS = 0.5
 #: Items of a listing, and posts of a burst while the daemon is down.
 LISTING, BURST = 1000, 1300
+#: Posts of a burst per second. The archive returns at most a hundred of one second.
+BURST_RATE = 50
 #: Requests per window, and the window in seconds: ten times Reddit's rate, like the posts here.
 BUDGET, WINDOW = 170, 10.0
 WORDS = (
@@ -101,10 +103,12 @@ class Soak:
                 wait_until(lambda: not State(server.client).open_gaps(), "no gap is open", 300)
             return self._judge(server, reachable)
 
-    def _publish(self, name: str) -> str:
+    def _publish(self, name: str, created_utc: float | None = None) -> str:
         text = " ".join(self._random.choices(WORDS, k=self._random.randint(3, 60)))
         title = f"{len(self._published)} {text[:80]}"
-        self._published.append(self._reddit.publish(name, title=title, body=text if len(text) > 80 else ""))
+        self._published.append(
+            self._reddit.publish(name, title=title, body=text if len(text) > 80 else "", created_utc=created_utc)
+        )
         return self._published[-1]
 
     def _publish_and_kill(self, server: RedisServer) -> None:
@@ -145,7 +149,9 @@ class Soak:
         gaps = len(state.gaps())
         # Reddit's times are whole seconds: the first unreachable post must be later than the last one read.
         time.sleep(1.1)
-        burst = [self._publish(name) for _ in range(BURST)]
+        begins = int(time.time())
+        time.sleep(BURST / BURST_RATE + 1)
+        burst = [self._publish(name, float(begins + number // BURST_RATE)) for number in range(BURST)]
         time.sleep(1.1)
         self._unreachable |= set(burst[:-LISTING])
         # The gap ends with the second in which the listing begins.

@@ -24,6 +24,8 @@ MIN_RETRY_S, MAX_RETRY_S = 60.0, 6 * 3600.0
 MAX_ATTEMPTS, BACKOFF = 4, EqualJitterBackoff(cap=20, base=5)
 #: Seconds after the end of a gap from which on the archive counts as complete, even if it has no later post.
 COMPLETE_AFTER_S = 86_400.0
+#: Start of the reason for keeping a gap with a second that has more posts than a page, which cannot be paged.
+CROWDED = "Arctic Shift returns only some of the posts of second"
 #: Reason for keeping a gap that the archive has not reached.
 BEHIND = "Arctic Shift has no post from the end of the gap yet"
 
@@ -71,8 +73,8 @@ class GapFiller:
         for failures in range(MAX_ATTEMPTS):
             while self._fill_part(gap):
                 (gap,) = [each for each in self._state.gaps() if each.field == gap.field]
-                if gap.filled:
-                    return True
+                if gap.filled or gap.field in self._failures:
+                    return bool(gap.filled)
             if failures + 1 < MAX_ATTEMPTS:
                 self._clock.wait(BACKOFF.compute(failures))
         return False
@@ -93,18 +95,24 @@ class GapFiller:
             return False
         # Posts of the last second are read again in the next part: count them then.
         counted = [item for item in span.items if not item.gone and (not span.more or item.created_utc < span.reached)]
-        problem = gap.problem if span.crowded is None else f"more posts at {span.crowded:.0f} than the archive returns"
+        crowded = gap.problem if gap.problem.startswith(CROWDED) else ""
+        if span.crowded is not None:
+            crowded = f"{CROWDED} {span.crowded:.0f}"
+        # A crowded second keeps the gap open: some of its posts may be missing.
+        filled = not span.more and not crowded
         after = gap._replace(
             reached=span.reached,
             found=gap.found + len(counted),
-            problem=problem if span.more else "",
-            filled=0.0 if span.more else self._clock.time(),
+            problem=crowded,
+            filled=self._clock.time() if filled else 0.0,
         )
 
         def sent() -> None:
             self._state.update_gap(after)
             self._sending = False
             self._failures.pop(gap.field, None)
+            if not span.more and not after.filled:
+                self._fail(after, crowded)
             if after.filled:
                 self.filled += 1
                 logger.info("filled the gap in r/%s with %d posts from Arctic Shift", gap.subreddit, after.found)

@@ -10,7 +10,7 @@ from producers.reddit.archive_daemon import ArchiveDaemon
 from producers.reddit.arctic_shift import ArcticShiftClient
 from producers.reddit.budget import RequestBudget
 from producers.reddit.daemon import Daemon
-from producers.reddit.gap_filler import BEHIND
+from producers.reddit.gap_filler import BEHIND, CROWDED
 from producers.reddit.listing import RequestFailed
 from producers.reddit.state import ARCHIVE_RECHECK_DELAYS_S, Gap
 from shared.broker import connect, make_app
@@ -242,3 +242,15 @@ def test_a_deleted_post_that_is_still_archived_is_not_sent_to_fill_a_gap(
     assert house.state.open_gaps() == []
     assert [post["id"] for post in house.queued() if "title" in post].count(kept) == 1
     assert deleted not in [post["id"] for post in house.queued() if "title" in post]
+
+
+def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -> None:
+    running = house.daemon(archive=archived.client())
+    house.run(running, 2 * MINUTE)
+    at = float(int(house.clock.time()))
+    house.publish("chess", 150, created_utc=at)
+    fresh(house, "chess", 2)
+    house.state.begin({}, [Gap("chess", at - HOUR, at + 2, at)])
+    house.run(running, 10 * MINUTE)
+    (gap,) = house.state.open_gaps()
+    assert gap.problem.startswith(CROWDED)

@@ -262,6 +262,7 @@ def test_an_early_end_without_a_next_page_is_a_gap(house: House) -> None:
 
 
 def test_an_old_post_at_the_end_of_a_page_loses_nothing(house: House) -> None:
+    house.publish("cooking")
     house.run(house.daemon(), 2 * MINUTE)
     house.clock.wait(HOUR)
     posts = house.publish("cooking", 350)
