@@ -16,7 +16,11 @@ TORCH ?= auto
 # Index with torch's CPU builds.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Tests start hundreds of Python processes: each would compile the code again without bytecode files.
+export PYTHONDONTWRITEBYTECODE =
+
 BIN := $(VENV)/bin
+STAMP_TORCH = test $(VENV)/torch -nt constraints.txt || touch $(VENV)/torch
 # pip, not uv: uv selects other torch wheels than those that constraints.txt was tested with.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
@@ -90,23 +94,26 @@ $(VENV)/base:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins.
+# Installs only torch itself from TORCH_INDEX, in the version that constraints.txt pins. If it does not, the stamp file is
+# left to the targets below, so that a rerun of an interrupted installation says again which torch it installs.
 $(VENV)/torch: constraints.txt | $(VENV)/base
 	@index=$$($(BIN)/python feedmill/stack/prerequisites.py torch "$(TORCH)" "$(TORCH_INDEX)") || exit 1; \
-	test -z "$$index" || $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
-		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" || test "$(TORCH)" = auto
-	@touch $@
+	test -z "$$index" || { $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
+		--index-url "$$index" "$$(grep '^torch==' constraints.txt)" && touch $@; } || test "$(TORCH)" = auto
 
 $(VENV)/demo: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base
 	$(INSTALL) --editable '.[demo]'
+	@$(STAMP_TORCH)
 	@touch $@
 
 $(VENV)/test: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,dev]'
+	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo
 
 $(VENV)/rivals: pyproject.toml constraints.txt $(VENV)/torch | $(VENV)/base $(VENV)/celery-batches
 	$(INSTALL) --editable '.[demo,charts,rivals]'
+	@$(STAMP_TORCH)
 	@touch $@ $(VENV)/demo
 
 # celery-batches requires another Celery version than Feedmill. Both are installed into a folder that takes precedence in

@@ -1,6 +1,7 @@
 """Measure how far one Redis scales: throughput of many workers, cost of a post by stage, and memory.
 
     python -m benchmarks.scaling [--posts FILE] [--only PART,…] [--rounds 3] [--seconds 10] [--backlog 1000000]
+                                 [--against FOLDER]
 
 Workers are Feedmill's own with a stand-in for the device (tests/fakes/standin_worker.py) that takes a fixed time per
 row, or none; everything but the model is real. Each run starts with the whole backlog queued and all workers ready.
@@ -8,7 +9,8 @@ Parts:
 
     publish   posts/s of two producers on one core, with Redis on the others, 64 posts per message: compressed,
               uncompressed, and of a single producer, which waits for Redis a third of its time
-    worker    posts/s of one worker whose device takes no time, 64 posts per message, and microseconds per Redis command
+    worker    posts/s of one worker whose device takes no time, and its CPU time per post, by posts per message; with
+              --against, alternating with the worker of another checkout. Microseconds per Redis command
     stages    cost of a post by posts per message: CPU time of the producer, of Redis, of a worker whose device takes no
               time, and of the real tokenizer; bytes over the network and in Redis
     memory    bytes in Redis per waiting post, relative to its JSON, by posts per message
@@ -53,6 +55,8 @@ from shared.keys import COUNTERS, RESULTS_STREAM
 from shared.messages import ClassifyOptions, Post
 from shared.settings import PREFIX, Settings, variables
 
+#: This checkout.
+ROOT = Path(__file__).parent.parent
 PARTS = ("publish", "worker", "stages", "memory", "speedup", "fairness", "backlog", "first")
 #: Posts per message for maximum throughput, and by default.
 LARGE, USUAL = 64, 32
@@ -152,10 +156,10 @@ class Installation:
         self.redis.rename(ASIDE, self.settings.queue)
 
     @contextmanager
-    def workers(self, row_seconds: Sequence[float]) -> Iterator[list[Child]]:
+    def workers(self, row_seconds: Sequence[float], root: Path = ROOT) -> Iterator[list[Child]]:
         """Run one stand-in worker per entry of `row_seconds` (its time per row).
 
-        Yield the workers once all answer, and stop them afterwards.
+        Yield the workers once all answer, and stop them afterwards. root: the checkout with the workers' code.
         """
         environment = (
             os.environ
@@ -164,7 +168,7 @@ class Installation:
                 f"{PREFIX}REDIS_URL": self.settings.broker_url,
                 f"{PREFIX}TOKEN_BUDGET": "100000",
                 f"{PREFIX}CACHE_FOLDER": str(self._folder),
-                "PYTHONPATH": str(Path(__file__).parent.parent),
+                "PYTHONPATH": str(root),
             }
         )
         command = [sys.executable, "-m", "tests.fakes.standin_worker"]
@@ -285,27 +289,36 @@ def measure_publish(house: Installation, given: argparse.Namespace) -> dict[str,
 
 
 def measure_worker(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
-    paces: list[Pace] = []
+    checkouts = {"": ROOT} | ({"before_": given.against} if given.against else {})
+    paces: dict[tuple[str, int], list[Pace]] = {(name, size): [] for size in SIZES for name in checkouts}
     commands: dict[str, float] = {}
-    for _ in range(given.rounds):
-        house.clear()
-        house.fill(given.published, LARGE)
-        with house.workers([0.0]) as children:
-            house.redis.config_resetstat()
-            house.begin()
-            paces.append(house.pace(given.published, children))
-            house.wait_for(given.published)
-        commands = {
-            name.removeprefix("cmdstat_"): round(figures["usec"] / given.published, 2)
-            for name, figures in house.redis.info("commandstats").items()
-            if figures["usec"] / given.published > MIN_COMMAND_US
-        }
-        console.print(f"worker: {paces[-1]}")
-    return {
-        "worker_posts_s": round(median(pace.posts_per_s for pace in paces)),
-        "worker_cpu_us": round(median(pace.worker_us for pace in paces), 1),
-        "worker_redis_us": commands,
-    }
+    for number in range(given.rounds):
+        for name, size in list(paces)[:: -1 if number % 2 else 1]:
+            count = min(given.published, STAGED * size)
+            house.clear()
+            house.fill(count, size)
+            with house.workers([0.0], checkouts[name]) as children:
+                house.redis.config_resetstat()
+                house.begin()
+                paces[name, size].append(house.pace(count, children))
+                house.wait_for(count)
+            console.print(f"worker: {name}{size} per message: {paces[name, size][-1]}")
+            if (name, size) == ("", LARGE):
+                commands = {
+                    command.removeprefix("cmdstat_"): round(figures["usec"] / count, 2)
+                    for command, figures in house.redis.info("commandstats").items()
+                    if figures["usec"] / count > MIN_COMMAND_US
+                }
+    found: dict[str, Any] = {"worker_redis_us": commands}
+    for name in checkouts:
+        of_sizes = {size: paces[name, size] for size in SIZES}
+        found[f"{name}worker_posts_s"] = {size: _median(each, "posts_per_s", 0) for size, each in of_sizes.items()}
+        found[f"{name}worker_cpu_us"] = {size: _median(each, "worker_us", 1) for size, each in of_sizes.items()}
+    return found
+
+
+def _median(paces: Sequence[Pace], field: str, digits: int) -> float:
+    return round(median(getattr(pace, field) for pace in paces), digits)
 
 
 def measure_stages(house: Installation, given: argparse.Namespace) -> dict[str, Any]:
@@ -511,6 +524,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each run with a timed stand-in")
     parser.add_argument("--published", type=int, default=64_000, help="posts of each run whose device takes no time")
     parser.add_argument("--backlog", type=int, default=1_000_000, help="posts of the long backlog")
+    parser.add_argument("--against", type=Path, help="another checkout, whose workers alternate in the part `worker`")
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
     if unknown := set(parts) - set(PARTS):

@@ -45,7 +45,7 @@ def clear(redis: Redis, settings: Settings) -> Cleared:
         left: Any = redis.llen(name)
         while left > 0:
             for message in _oldest(redis, name, min(left, MESSAGES_AT_ONCE)):
-                found, marks = _marks(message, settings)
+                found, marks = marks_in(message, settings)
                 if scripts.remove_waiting(redis, settings.queue, name, message, marks):
                     messages, posts = messages + 1, posts + found
                 left -= 1
@@ -60,7 +60,7 @@ def _oldest(redis: Any, name: str, count: int) -> list[bytes]:
     return found[::-1]
 
 
-def _marks(message: bytes, settings: Settings) -> tuple[int, list[tuple[Mark, str]]]:
+def marks_in(message: bytes, settings: Settings) -> tuple[int, list[tuple[Mark, str]]]:
     """Return the number of posts in a message, and each readable post's mark and run. Other messages have no posts."""
     try:
         arguments = _arguments(message)

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from io import BufferedReader, TextIOWrapper
 from itertools import islice, zip_longest
@@ -41,7 +41,7 @@ from producers.records import (
 )
 from producers.transcode import UTF16_MARKS, check_encoding, transcoded
 from producers.unpack import CHUNK_BYTES, CountedFile, decompressed
-from shared.errors import InputError, json_problem, printable
+from shared.errors import InputError, json_problem, printable, similar_name
 from shared.messages import Post
 
 #: Maximum size of a record: characters, or bytes for a line of JSON. The largest valid post, escaped, is well below.
@@ -171,7 +171,7 @@ class Source:
             with ExitStack() as opened:
                 for placed in self._parsed(opened):
                     if not checked and isinstance(placed.record, dict):
-                        self._check_columns(normalize_keys(placed.record))
+                        self._check_columns(placed.record)
                         checked = True
                     yield placed
         except FileNotFoundError:
@@ -183,8 +183,10 @@ class Source:
                 f"Cannot read {self.name} to the end: {error}. Check the file, then run the command again."
             ) from None
 
-    def _check_columns(self, first: dict[str, Any]) -> None:
+    def _check_columns(self, record: dict[str, Any]) -> None:
         """Find the id column. Raises InputError if the first record lacks a chosen column."""
+        names = self.table.header if self.table else list(record)
+        first = normalize_keys(record)
         self.is_export = exported.is_export_row(first)
         columns = self._columns
         if self.is_export and columns.id is not None:
@@ -194,22 +196,22 @@ class Source:
             optional = self.table is None and flag != "id" and any(name in first for name in columns.text.values())
             if column is not None and column not in first and not optional:
                 raise InputError(
-                    f"{self.name} has no column {printable(column)} (--{flag}-column). Choose one of its columns: "
-                    f"{printable(', '.join(first)):.200}; or omit --{flag}-column."
+                    f"{self.name} has no column {printable(column)} (--{flag}-column).{_suggestion(column, names)} "
+                    f"Choose one of its columns: {_listed(names)}; or omit --{flag}-column."
                 )
-        self._check_kept(first)
+        self._check_kept(first, names)
         if columns.id is None and not has_id(first):
             self.columns_to_choose = [column for column in first if column and column not in FIELD_NAMES]
 
-    def _check_kept(self, first: dict[str, Any]) -> None:
+    def _check_kept(self, first: dict[str, Any], names: Sequence[str]) -> None:
         """Raise InputError if the first record lacks a column to keep."""
         missing = [name for key, name in self._columns.keep if key not in first]
         if self._columns.keep and exported.is_export_row(first):
             raise InputError(f"{self.name} is an export of results and keeps its own `extra`: omit --keep.")
         if missing:
             raise InputError(
-                f"{self.name} has no column {printable(missing[0])} (--keep). Choose from its columns: "
-                f"{printable(', '.join(first)):.200}."
+                f"{self.name} has no column {printable(missing[0])} (--keep).{_suggestion(missing[0], names)} Choose "
+                f"from its columns: {_listed(names)}."
             )
 
     def _parsed(self, opened: ExitStack) -> Iterator[Placed]:
@@ -279,6 +281,16 @@ class Source:
             has_rows = True
         if not has_rows:
             raise InputError(f"{self.name} has a header but no rows. Give another file.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{printable(', '.join(names)):.200}"
+
+
+def _suggestion(given: str, names: Sequence[str]) -> str:
+    """Return a question after the name that the user may have meant, or ""."""
+    found = similar_name(normalize_column(given).replace("_", " "), names)
+    return "" if found is None else f" Did you mean {printable(found):.80}?"
 
 
 def is_file(path: str) -> bool:

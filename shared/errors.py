@@ -19,9 +19,13 @@ FeedmillError
 
 import json
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from json import JSONDecodeError
+from types import FrameType
 from typing import Any
 
 from pydantic import ValidationError
@@ -194,6 +198,17 @@ def truncate(text: str, limit: int = QUOTED_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+#: Names that a misspelt one is compared with, and characters of each.
+MAX_COMPARED_NAMES, MAX_COMPARED_CHARACTERS = 1000, 100
+
+
+def similar_name(given: str, names: Sequence[str]) -> str | None:
+    """Return the name that the user may have meant; None if no name is similar. Ignores upper and lower case."""
+    known = {name.strip().lower()[:MAX_COMPARED_CHARACTERS]: name for name in names[:MAX_COMPARED_NAMES]}
+    found = get_close_matches(given.strip().lower()[:MAX_COMPARED_CHARACTERS], known, 1)
+    return known[found[0]] if found else None
+
+
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """Return the first problem of a pydantic error as (field, reason), both of bounded length.
 
@@ -224,10 +239,45 @@ UNPRINTABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202
 
 
 @contextmanager
-def explain_missing(purpose: str, extra: str) -> Iterator[None]:
-    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it."""
+def _interruptible_imports() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block if Ctrl-C came within it.
+
+    Packages with C code, such as torch and NumPy, catch KeyboardInterrupt while they are imported: they continue, or
+    raise an ImportError that names no package.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    is_interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
+    except Exception:
+        if is_interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def explain_missing(purpose: str, extra: str) -> Iterator[None]:
+    """Convert the failed import of an optional package inside the block into UserError. extra: what installs it.
+
+    Ctrl-C during the import raises KeyboardInterrupt.
+    """
+    try:
+        with _interruptible_imports():
+            yield
     except ModuleNotFoundError as missing:
         raise UserError(
             f"{purpose} requires the package {missing.name}: run `pip install 'feedmill[{extra}]'`."

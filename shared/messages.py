@@ -6,7 +6,8 @@ the outcomes. The models define what is valid; they do not depend on Celery, Red
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cached_property
@@ -68,6 +69,8 @@ MAX_RUN = 100
 MAX_LABELS = 256
 MAX_DESCRIPTIONS = 16
 MAX_ALL_DESCRIPTIONS = 512
+#: Reason for rejecting labels of which one has no name.
+EMPTY_LABEL = "a label is empty; name each label"
 #: Body texts that Reddit shows in place of removed or deleted bodies.
 REMOVED_BODIES = frozenset({"[removed]", "[deleted]"})
 #: A post's fullname on Reddit: the only ids that are unique across runs.
@@ -112,6 +115,10 @@ def is_missing(value: object) -> bool:
     if isinstance(value, Decimal):
         return value.is_nan()
     return isinstance(value, Real) and value != value  # noqa: PLR0124 - only NaN differs from itself
+
+
+#: Types without a missing value, for the common case.
+_PRESENT = frozenset({str, int, bool})
 
 
 def _as_seconds(value: object) -> object:
@@ -171,7 +178,9 @@ class Post(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_missing(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and any(map(is_missing, raw.values())):
+        if not isinstance(raw, dict) or _PRESENT.issuperset(map(type, raw.values())):
+            return raw
+        if any(map(is_missing, raw.values())):
             return {name: value for name, value in raw.items() if not is_missing(value)}
         return raw
 
@@ -193,8 +202,10 @@ class Post(BaseModel):
 
     @model_validator(mode="after")
     def _has_text(self) -> "Post":
-        if not self.text:
+        text = clean(self.title, self.body)
+        if not text:
             raise PostRefused(self.id, "", "title or body must contain text")
+        self.__dict__["text"] = text  # where `cached_property` keeps it, but without its lock
         return self
 
     @cached_property
@@ -228,6 +239,8 @@ def _parse_labels(value: object) -> object:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, dict):
+        if any(isinstance(name, str) and not name.strip() for name in value):
+            raise ValueError(EMPTY_LABEL)
         return value
     if not isinstance(value, list | tuple):
         # Do not quote the value: it may be a post in the wrong field, and reasons appear in logs and in Flower.
@@ -238,6 +251,8 @@ def _parse_labels(value: object) -> object:
         name = label.strip() if isinstance(label, str) else label
         if not isinstance(name, str):
             raise ValueError(f"each label must be text, not {type(label).__name__}")
+        if not name:
+            raise ValueError(EMPTY_LABEL)
         if name in described:
             raise ValueError(f"the label {truncate(name)!r} is named twice")
         described[name] = (name,)
@@ -389,7 +404,7 @@ class DeadLetter(BaseModel):
 def digest(*parts: str | None) -> str:
     """Return a 128-bit hash of the parts, in hex. Parts are framed: ("ab", "c") and ("a", "bc") differ."""
     framed = ",".join(["null" if part is None else encode_basestring_ascii(part) for part in parts])
-    return blake2b(f"[{framed}]".encode(), digest_size=16).hexdigest()
+    return blake2b(f"[{framed}]".encode("ascii"), digest_size=16).hexdigest()
 
 
 def fingerprint(post: Post, recipe: str) -> str:
@@ -402,12 +417,12 @@ def fingerprint(post: Post, recipe: str) -> str:
 
 def scope_within(post_id: str, run: str | None) -> str | None:
     """Return the run within which the id is unique; None if it is a Reddit fullname, or there is no run."""
-    return None if REDDIT_FULLNAME.fullmatch(post_id) else run
+    return None if run is None or REDDIT_FULLNAME.fullmatch(post_id) else run
 
 
 def scope_of(post: Post) -> tuple[str, ...]:
     """Return the post's scope as parts of a digest. Digests of posts without a scope do not depend on runs."""
-    return () if post.scope is None else (post.scope,)
+    return () if (scope := post.scope) is None else (scope,)
 
 
 def parse_run(name: str) -> str:
@@ -434,8 +449,15 @@ def run_of(raw: object) -> str | None:
 _RUN: TypeAdapter[str] = TypeAdapter(Run, config=ConfigDict(coerce_numbers_to_str=True))
 
 
-def parse_posts(raw: Iterable[object]) -> list[Post | PostError]:
+_POSTS: TypeAdapter[list[Post]] = TypeAdapter(list[Post])
+
+
+def parse_posts(raw: Sequence[object]) -> Sequence[Post | PostError]:
     """Parse each post, in order. A post that is refused becomes a PostError with the reason."""
+    if all(type(item) is dict for item in raw):
+        # One validation of all posts takes two thirds of the time of one per post, but its error does not say enough.
+        with suppress(ValidationError, PostRefused):
+            return _POSTS.validate_python(raw)
 
     def parse(item: object) -> Post | PostError:
         try:

@@ -50,6 +50,8 @@ class ServedModel:
     seen: FiniteFloat
     #: Labels of a model that serves no others, at most MAX_LABELS + 1 of them; empty if messages choose their labels.
     labels: tuple[str, ...] = ()
+    #: True if the model gives each post exactly one label, so that `multi_label` has no meaning.
+    one_label: bool = False
 
     @property
     def is_recent(self) -> bool:
@@ -99,10 +101,12 @@ class DeploymentReport(NamedTuple):
     said: str
 
 
-def announce(redis: Redis, queue: str, model: str, labels: Sequence[str] | None = None) -> str | None:
+def announce(
+    redis: Redis, queue: str, model: str, labels: Sequence[str] | None = None, one_label: bool = False
+) -> str | None:
     """Announce that a worker serves `queue` with `model`, and remove stale queues.
 
-    labels: the model's own labels, if it serves no others.
+    labels: the model's own labels, if it serves no others. one_label: whether it gives each post exactly one label.
     Returns the different model that another worker announced for the queue within the last two periods, else None.
     Raises redis.exceptions.RedisError.
     """
@@ -110,7 +114,8 @@ def announce(redis: Redis, queue: str, model: str, labels: Sequence[str] | None 
     found = known_queues(redis)
     before = found.pop(queue, None)
     pipe: Any = redis.pipeline(transaction=False)
-    own = {"labels": list(labels[: MAX_LABELS + 1])} if labels else {}
+    own: dict[str, Any] = {"labels": list(labels[: MAX_LABELS + 1])} if labels else {}
+    own |= {"one_label": True} if one_label else {}
     pipe.hset(MODELS, queue, json.dumps({"model": model, "seen": round(now)} | own))
     for rank, other in enumerate(sorted(found, key=lambda name: -found[name].seen), 2):
         if rank > MAX_QUEUES or (now - found[other].seen > QUEUE_TTL_S and not queue_depth(redis, other).waiting):
@@ -130,7 +135,7 @@ def register(redis: Redis, node: str) -> None:
         other for other, each in found.items() if other != node and (now - each.seen > EXPECTED_S or _is_gone(each))
     ]
     pipe: Any = redis.pipeline(transaction=False)
-    pipe.hset(WORKERS, node, json.dumps({"seen": round(now), "place": _place(), "pid": os.getpid()}))
+    pipe.hset(WORKERS, node, json.dumps({"seen": round(now), "place": process_namespace(), "pid": os.getpid()}))
     pipe.expire(WORKERS, EXPECTED_S)
     if stale:
         pipe.hdel(WORKERS, *stale)
@@ -170,7 +175,7 @@ def _fields(redis: Redis, key: str, kind: type[T]) -> dict[str, T]:
     return readable
 
 
-def _place() -> str:
+def process_namespace() -> str:
     """Return an identifier of this boot and PID namespace, within which a PID identifies a process; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -181,7 +186,7 @@ def _place() -> str:
 
 def _is_gone(registration: Registration) -> bool:
     """Return whether the process is known to have ended: it ran in this PID namespace, and its PID is free."""
-    if not registration.place or registration.place != _place() or registration.pid <= 0:
+    if not registration.place or registration.place != process_namespace() or registration.pid <= 0:
         return False
     try:
         os.kill(registration.pid, 0)
@@ -212,7 +217,7 @@ def requested_model(redis: Redis, queue: str) -> RequestedModel | None:
     except ValidationError:
         raise UserError(
             f"The model requested for queue {queue} in {REQUESTED_MODELS} is invalid. Deploy a model again, or run "
-            f"`feedmill deploy --own --queue {queue}`."
+            f"`feedmill deploy --reset --queue {queue}`."
         ) from None
 
 
@@ -224,7 +229,7 @@ def request_model(redis: Redis, queue: str, asked: RequestedModel | None) -> Non
     if not redis.hexists(REQUESTED_MODELS, queue) and redis.hlen(REQUESTED_MODELS) >= MAX_QUEUES:
         raise UserError(
             f"Models are deployed to {MAX_QUEUES} queues, the maximum. List them with `feedmill deploy --show`, and "
-            "remove one with `feedmill deploy --own`."
+            "remove one with `feedmill deploy --reset`."
         )
     redis.hset(REQUESTED_MODELS, queue, json.dumps(asdict(asked)))
 
@@ -263,7 +268,7 @@ def has_worker(redis: Redis, queue: str) -> bool:
 
 
 def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:
-    """Raise UserError if the queue's model would refuse the options, because it has labels of its own.
+    """Raise UserError if the queue's model would refuse the options: it has its own labels, or gives only one.
 
     Otherwise each post would become a dead letter. Does nothing if no worker announced a model lately. Raises
     redis.exceptions.RedisError.
@@ -279,6 +284,11 @@ def check_options(redis: Redis, queue: str, options: ClassifyOptions) -> None:
             f"Queue {queue} is served by {printable(served.model)}, which has labels of its own ({named}{more}) and "
             f"would refuse every post. Leave out {'--labels' if others else '--template'}, or send to another queue "
             "with --model or --queue."
+        )
+    if options.multi_label and served.one_label:
+        raise UserError(
+            f"Queue {queue} is served by {printable(served.model)}, which gives each post exactly one label and would "
+            "refuse every post. Leave out --multi-label, or send to another queue with --model or --queue."
         )
 
 

@@ -253,8 +253,12 @@ class Settings(BaseSettings):
         """Parse labels given as JSON, which can contain commas and descriptions, or as a file."""
         if isinstance(value, str) and label_files.names_file(value):
             return label_files.read(value)
-        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        if not isinstance(value, str):
             return value
+        if value.lstrip()[:1] not in ("[", "{"):
+            # As a list, in which an empty name is an error: a message's text may contain empty parts, as in
+            # transformers' pipeline.
+            return value.split(",")
         try:
             return json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -386,11 +390,16 @@ def is_stack_running(folder: Path) -> bool:
 
     Checks the lock, because a killed stack leaves its file behind, and another program may have taken its port.
     """
+    return is_folder_locked(folder) and (folder / STACK_FILE).exists()
+
+
+def is_folder_locked(folder: Path) -> bool:
+    """Return whether a `feedmill up` uses this data folder, also while it starts and stops. Raises SettingsError."""
     try:
         with (folder / LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return (folder / STACK_FILE).exists()
+        return True
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -60,6 +60,17 @@ class TrainOptions(BaseModel):
     #: Posts are read from the start of the source, and all held in memory, about 10 KB each.
     limit: int = Field(200_000, ge=1, le=10_000_000, description="Maximum number of posts to read.")
 
+    # Files: also those of `test`, but not Parquet.
+
+    id_column: Text | None = Field(None, description="Column or JSON key with the post id (default: id or post_id).")
+    title_column: Text | None = Field(
+        None, description="Column or JSON key with the title (default: found by its name)."
+    )
+    body_column: Text | None = Field(None, description="Column or JSON key with the text (default: found by its name).")
+    encoding: Text | None = Field(
+        None, description="Encoding of the files, such as cp1252 (default: UTF-8, or UTF-16 with its mark)."
+    )
+
     # Test.
 
     #: With this option, all posts of `source` are used for training.

@@ -49,7 +49,7 @@ def announced(folder: Path, text: str) -> Iterator[Path]:
         yield folder / STACK_FILE
 
 
-def wait_until(holds: Callable[[], object], description: str, seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], object], description: str, seconds: float = 120.0) -> None:
     """Wait until `holds()` is true. Fails with the description after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -241,7 +241,7 @@ def end(process: Process) -> None:
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+            process.wait(120)
     if process.poll() is None:
         process.kill()
         process.wait()

@@ -4,24 +4,23 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
+from feedmill.api.arguments import Frame, FrameT, Labels, OneItem, Options, Series
 from feedmill.api.items import Columns
-from feedmill.api.predictions import Prediction
+from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from feedmill.local_model import explain_refusals, load_model
-from shared.errors import UserError
+from shared.errors import SettingsError, UserError
 from shared.messages import ClassifyOptions, Outcome, Post
-from shared.settings import Settings, load_arguments
+from shared.settings import PREFIX, Settings, load_arguments, variables
 
 if TYPE_CHECKING:
     from workers.pipeline.offline import OfflinePipeline
 
-#: Names of labels, or a dictionary from each name to its description or descriptions.
-Labels = Iterable[str] | Mapping[str, Any]
 #: Models that `feedmill.classify` keeps loaded. The least recently used one is released first.
 MAX_KEPT_MODELS = 2
 
@@ -29,6 +28,19 @@ MAX_KEPT_MODELS = 2
 def local_settings(model: str | Path | None, device: str | None, **others: Any) -> Settings:
     """Return the settings of a model in this process. Raises SettingsError, which names the argument."""
     return load_arguments(model=None if model is None else str(model), device=device, **others)
+
+
+@contextmanager
+def _naming_arguments(settings: Settings) -> Iterator[None]:
+    """Name the arguments, not the variables, in a SettingsError about values that are not from the environment."""
+    try:
+        yield
+    except SettingsError as error:
+        variable, colon, reason = str(error).partition(":")
+        value = variables(settings).get(variable)
+        if not colon or value is None or value == os.environ.get(variable):
+            raise
+        raise SettingsError(f"{variable.removeprefix(PREFIX).lower()}:{reason}") from None
 
 
 class Classifier:
@@ -77,11 +89,12 @@ class Classifier:
         self._settings = settings
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
-        loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
-        import torch  # noqa: PLC0415
+        with _naming_arguments(settings):
+            loaded = load_model(settings)  # first: it explains missing packages, which the imports below do not
+        import torch  # noqa: PLC0415 - takes seconds, and only workers have it
 
-        from workers.pipeline import offline  # noqa: PLC0415
-        from workers.pipeline.calibration import calibrate  # noqa: PLC0415
+        from workers.pipeline import offline  # noqa: PLC0415 - needs torch
+        from workers.pipeline.calibration import calibrate  # noqa: PLC0415 - needs torch
 
         threads = torch.get_num_threads()
         try:
@@ -111,9 +124,19 @@ class Classifier:
         """The labels of calls that name none."""
         return self._labels
 
+    @overload
+    def classify(self, items: OneItem, labels: Labels | None = None, **options: Unpack[Options]) -> Prediction: ...
+    @overload
+    def classify(self, items: FrameT, labels: Labels | None = None, **options: Unpack[Options]) -> FrameT: ...
+    @overload
+    def classify(self, items: Series, labels: Labels | None = None, **options: Unpack[Options]) -> Any: ...
+    @overload
+    def classify(
+        self, items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]
+    ) -> Predictions: ...
     def classify(
         self,
-        items: Any,
+        items: "OneItem | Frame | Series | Iterable[Any]",
         labels: Labels | None = None,
         *,
         title: Any = None,
@@ -124,7 +147,7 @@ class Classifier:
         scores: bool = False,
         prefix: str = "",
         progress: bool = False,
-    ) -> Any:
+    ) -> "Prediction | Predictions | Any":
         """Classify items with this model. See `feedmill.classify` for the arguments and the result."""
         options = read_options(labels, template, multi_label)
         request = Request(items, options, Columns(title, body, id), scores, prefix, progress)

@@ -1,47 +1,17 @@
 """The function `feedmill.classify`: classify in this process, with a model that is kept for the next call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
-from feedmill.api.classifier import KeptClassifiers, Labels, local_settings
+from feedmill.api.arguments import Frame, FrameT, Labels, ModelOptions, OneItem, Series
+from feedmill.api.classifier import KeptClassifiers, local_settings
 from feedmill.api.items import Columns
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.request import Request, read_options
 from shared.messages import ClassifyOptions, Outcome, Post
 
-
-class Frame(Protocol):
-    """A DataFrame of pandas or polars."""
-
-    @property
-    def columns(self) -> Any: ...
-
-
-class Series(Protocol):
-    """A Series of pandas or polars."""
-
-    @property
-    def to_frame(self) -> Any: ...
-
-
-class Options(TypedDict, total=False):
-    """The named arguments of `classify`."""
-
-    title: Any
-    body: Any
-    id: Any
-    template: str | None
-    multi_label: bool
-    scores: bool
-    prefix: str
-    progress: bool
-    model: str | Path | None
-    device: str | None
-
-
-FrameT = TypeVar("FrameT", bound=Frame)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -68,18 +38,16 @@ def _explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @overload
-def classify(
-    items: str | Mapping[str, Any] | Post, labels: Labels | None = None, **options: Unpack[Options]
-) -> Prediction: ...
+def classify(items: OneItem, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Prediction: ...
 @overload
-def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[Options]) -> FrameT: ...
+def classify(items: FrameT, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> FrameT: ...
 @overload
-def classify(items: Series, labels: Labels | None = None, **options: Unpack[Options]) -> Any: ...
+def classify(items: Series, labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Any: ...
 @overload
-def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[Options]) -> Predictions: ...
+def classify(items: Iterable[Any], labels: Labels | None = None, **options: Unpack[ModelOptions]) -> Predictions: ...
 @_explain_arguments
 def classify(
-    items: Any,
+    items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,
     *,
     title: Any = None,
@@ -92,7 +60,7 @@ def classify(
     progress: bool = False,
     model: str | Path | None = None,
     device: str | None = None,
-) -> Any:
+) -> "Prediction | Predictions | Any":
     """Classify texts, dictionaries or a DataFrame in this process, without Redis or a worker.
 
     Needs `pip install 'feedmill[worker]'`. The first call loads the model, which takes some seconds; later calls with

@@ -1,4 +1,4 @@
-"""Read texts from pandas and polars frames, and add columns to them. Imports neither package."""
+"""Read texts from frames of pandas, polars and pyarrow, and add columns to them. Imports none of these packages."""
 
 import sys
 from collections import Counter
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
-from feedmill.api.items import TEXT_FIELDS, Columns, Item, make_item
+from feedmill.api.items import TEXT_FIELDS, Columns, Item, make_item, type_of
 from producers.records import FIELD_ALIASES, normalize_key
-from shared.errors import InputError, UserError, truncate
+from shared.errors import InputError, UserError, similar_name, truncate
 
 #: Rows converted to Python objects at once.
 ROWS_AT_ONCE = 10_000
@@ -19,9 +19,11 @@ MAX_COLUMNS_NAMED = 8
 
 
 class Table(Protocol):
-    """A frame of either package."""
+    """A frame of any of the packages."""
 
     names: list[Any]
+    #: The frame was made of a Series.
+    is_series: bool = False
 
     def __len__(self) -> int: ...
 
@@ -89,19 +91,53 @@ class PolarsTable(Table):
         return self._frame.with_columns(made)
 
 
+class ArrowTable(Table):
+    def __init__(self, pyarrow: Any, frame: Any) -> None:
+        self._pyarrow, self._frame = pyarrow, frame
+        self.names = list(frame.column_names)
+
+    def __len__(self) -> int:
+        return int(self._frame.num_rows)
+
+    def kind(self, at: int) -> str | None:
+        column, types = self._frame.column(at), self._pyarrow.types
+        kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+        checks = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+        return None if any(check(kind) for check in checks) or column.null_count == len(column) else str(kind)
+
+    def values(self, at: int) -> Iterator[Any]:
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            yield from self._frame.column(at).slice(start, ROWS_AT_ONCE).to_pylist()
+
+    def with_columns(self, texts: Mapping[str, Sequence[Any]], numbers: Mapping[str, Sequence[float]]) -> Any:
+        pyarrow, frame = self._pyarrow, self._frame
+        for name, values in texts.items():
+            frame = frame.append_column(name, pyarrow.array(values, pyarrow.string()))
+        for name, scores in numbers.items():
+            frame = frame.append_column(name, pyarrow.array(scores, pyarrow.float64(), from_pandas=True))
+        return frame
+
+
 def table_of(given: Any) -> Table | None:
     """Return a frame or a Series as a table; None if it is neither. Raises InputError for tables of other packages."""
     pandas: Any = sys.modules.get("pandas")
     polars: Any = sys.modules.get("polars")
+    pyarrow: Any = sys.modules.get("pyarrow")
     if pandas is not None and isinstance(given, pandas.DataFrame):
         return PandasTable(pandas, given)
-    if pandas is not None and isinstance(given, pandas.Series):
-        return PandasTable(pandas, given.to_frame(SERIES_NAME if given.name is None else given.name))
     if polars is not None and isinstance(given, polars.DataFrame):
         return PolarsTable(polars, given)
+    if pyarrow is not None and isinstance(given, pyarrow.Table):
+        return ArrowTable(pyarrow, given)
+    series: Table | None = None
+    if pandas is not None and isinstance(given, pandas.Series):
+        series = PandasTable(pandas, given.to_frame(SERIES_NAME if given.name is None else given.name))
     if polars is not None and isinstance(given, polars.Series):
-        return PolarsTable(polars, given.to_frame(given.name or SERIES_NAME))
-    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
+        series = PolarsTable(polars, given.to_frame(given.name or SERIES_NAME))
+    if series is not None:
+        series.is_series = True
+        return series
+    kind = type_of(given)
     if polars is not None and isinstance(given, polars.LazyFrame):
         raise InputError(f"A {kind} has no rows yet. Call its collect() first.")
     if hasattr(given, "columns"):  # iterating it would yield the names of its columns
@@ -135,7 +171,9 @@ def rows_of(table: Table, columns: Columns) -> Iterator[Item]:
     places = _text_columns(table, columns)
     for field in TEXT_FIELDS:
         for at in places[field]:
-            if kind := table.kind(at):
+            if (kind := table.kind(at)) and table.is_series:
+                raise InputError(f"The Series has the type {kind}, not text. Convert it to text first.")
+            if kind:
                 raise InputError(
                     f"The column {_quoted(table.names[at])} has the type {kind}, not text. Name the text column with "
                     "title= or body=, or convert the column to text first."
@@ -167,7 +205,9 @@ def _text_columns(table: Table, columns: Columns) -> dict[str, list[int]]:
             return {"title": [], "body": [0]}
         raise InputError(
             f"The frame has no column that is known to hold text (title, body, text, …). Name it with title= or body=. "
-            f"Its columns are: {_listed(table.names)}."
+            f"{_columns_of(table)}"
+            if table.names
+            else "The frame has no columns. Give one with a column of texts."
         )
     return found
 
@@ -178,10 +218,21 @@ def _named(table: Table, name: Any, argument: str) -> int | None:
         return None
     if name not in table.names:
         raise InputError(
-            f"{argument}={truncate(repr(name))}: the frame has no such column. Its columns are: {_listed(table.names)}."
+            f"{argument}={truncate(repr(name))}: the frame has no such column.{_suggestion(table, name)} "
+            f"{_columns_of(table)}"
         )
     _check_unique(table, name)
     return table.names.index(name)
+
+
+def _columns_of(table: Table) -> str:
+    return f"Its columns are: {_listed(table.names)}." if table.names else "It has no columns."
+
+
+def _suggestion(table: Table, name: Any) -> str:
+    names = [each for each in table.names if isinstance(each, str)]
+    found = similar_name(name, names) if isinstance(name, str) else None
+    return "" if found is None else f" Did you mean {_quoted(found)}?"
 
 
 def _check_unique(table: Table, name: Any) -> None:

@@ -1,15 +1,17 @@
 """Turn items from Python code (texts, dictionaries, posts) into posts.
 
-NaN, NaT, pandas.NA and None are missing text. Numbers are converted to text. An item that cannot be classified becomes
-an Item with the reason, and does not affect the others.
+NaN, NaT, pandas.NA and None are missing text. Numbers among texts are converted to text. An item that cannot be
+classified becomes an Item with the reason, and does not affect the others; but items of which none is text are an
+error.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
 from producers.records import FIELD_ALIASES, normalize_key
-from shared.errors import PostRefused, truncate
+from shared.errors import InputError, PostRefused, truncate
 from shared.messages import Post, is_missing
 
 #: Fields that make up a post's text.
@@ -18,6 +20,8 @@ TEXT_FIELDS = ("title", "body")
 NO_TEXT = "no text"
 #: Keys of a dictionary that a reason names.
 MAX_KEYS_NAMED = 5
+#: Items without text at the beginning after which a wrong type of all items is reported.
+MAX_CHECKED_ITEMS = 1000
 
 
 class Columns(NamedTuple):
@@ -34,18 +38,44 @@ class Columns(NamedTuple):
     def names_text(self) -> bool:
         return self.title is not None or self.body is not None
 
+    def check(self) -> None:
+        """Raise InputError for a value that no key or column can have as its name."""
+        for argument, name in self._asdict().items():
+            try:
+                hash(name)
+            except TypeError:
+                raise InputError(
+                    f"{argument}= must be the name of one key or column, not a {type_of(name)}. For text in two "
+                    "columns, give title= and body=."
+                ) from None
+
+    def check_text(self, item: object) -> None:
+        """Raise InputError if a key or column is named, but the item is a text."""
+        if isinstance(item, str) and (given := [argument for argument, name in self._asdict().items() if name]):
+            raise InputError(
+                f"{given[0]}= names a key of dictionaries or a column of a DataFrame, but the items are texts. Omit "
+                f"{given[0]}=."
+            )
+
 
 class Item(NamedTuple):
     """An item to classify.
 
     post: None if it cannot be classified, because of `reason`. id: the caller's, if any. given: the dictionary, if it
-    was one.
+    was one. kind: type of its value, if that is not text: a number, or a type that cannot be classified.
     """
 
     post: Post | None
     reason: str = ""
     id: str | None = None
     given: Mapping[Any, Any] | None = None
+    kind: str = ""
+
+
+def type_of(value: object) -> str:
+    """Return the name of a value's type, with the package of a type that is not built in."""
+    package, name = type(value).__module__.partition(".")[0], type(value).__name__
+    return name if package == "builtins" else f"{package}.{name}"
 
 
 def as_text(value: object) -> str:
@@ -59,22 +89,48 @@ def as_text(value: object) -> str:
     raise ValueError(f"expected text, not {type(value).__name__}")
 
 
-def make_item(position: int, title: Iterable[object], body: Iterable[object], own_id: object = None) -> Item:
+def make_item(position: int, title: Sequence[object], body: Sequence[object], own_id: object = None) -> Item:
     """Return the item with the first text among each field's values. Its post's id is the position."""
     given = None if is_missing(own_id) else str(own_id)
+    kind = _kind_of((*title, *body))
     try:
         fields = {"title": _first_text(title), "body": _first_text(body)}
-        return Item(Post.parse({"id": str(position), **fields}), "", given)
+        return Item(Post.parse({"id": str(position), **fields}), "", given, kind=kind)
     except PostRefused as refused:
-        return Item(None, str(refused) if refused.field else NO_TEXT, given)
+        return Item(None, str(refused) if refused.field else NO_TEXT, given, kind=kind)
     except ValueError as error:
-        return Item(None, str(error), given)
+        return Item(None, str(error), given, kind=kind)
 
 
 def items_of(given: Iterable[object], columns: Columns) -> Iterator[Item]:
-    """Yield an item for each text, dictionary or post."""
+    """Yield an item for each text, dictionary or post. Raises InputError for texts, if columns are named."""
+    is_checked = False
     for position, value in enumerate(given):
+        if not (is_checked or is_missing(value)):
+            columns.check_text(value)
+            is_checked = True
         yield item_of(value, position, columns)
+
+
+def check_types(items: Iterator[Item], unit: str) -> Iterator[Item]:
+    """Yield the items. Raises InputError, before the first one, if some have a wrong type and none is text.
+
+    Reads on until the first text. unit: the word for an item.
+    """
+    head: list[Item] = []
+    for item in islice(items, MAX_CHECKED_ITEMS):
+        head.append(item)
+        if not item.kind and item.reason != NO_TEXT:
+            break
+    else:
+        for at, item in enumerate(head):
+            if item.kind:
+                raise InputError(
+                    f"No {unit} is text: {unit} {at} is of type {item.kind}. Give texts or dictionaries with title "
+                    "and body, or convert the values to text first."
+                )
+    yield from head
+    yield from items
 
 
 def item_of(value: object, position: int, columns: Columns) -> Item:
@@ -116,6 +172,18 @@ class _Fields:
             return self._given.get(self._columns.id)
         values = (self._by_name.get(name) for name in FIELD_ALIASES["id"])
         return next((value for value in values if not is_missing(value)), None)
+
+
+def _kind_of(values: Iterable[object]) -> str:
+    """Return the type of the first value that is neither text nor missing; "" if there is none, or a text."""
+    kind = ""
+    for value in values:
+        if isinstance(value, str):
+            if value.strip():
+                return ""
+        elif not (kind or is_missing(value)):
+            kind = type_of(value)
+    return kind
 
 
 def _first_text(values: Iterable[object]) -> str:

@@ -1,8 +1,9 @@
 """The value objects that `feedmill.classify` returns for texts and dictionaries."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, SupportsIndex, overload
 
 from feedmill.api.frames import make_frame
@@ -22,11 +23,12 @@ class Prediction:
 
     Attributes:
         label: The best label; None if the text could not be classified.
-        score: The best label's score, from 0 to 1 for most models; None without a label.
+        score: The best label's score; None without a label. From 0 to 1; but with `multi_label=True`, a similarity
+            model such as the included one gives cosines, from -1 to 1.
         scores: The score of every label, best first.
         text: The text that was classified: title and body, cleaned.
         id: The item's own id; None if it had none.
-        error: Why there is no label; None if there is one.
+        error: Reason for a missing label; None if there is a label.
 
     Example:
         >>> feedmill.classify("It broke after a day", labels=["praise", "complaint"]).label
@@ -40,6 +42,18 @@ class Prediction:
     id: str | None = None
     error: str | None = None
 
+    def labels_above(self, threshold: float) -> list[str]:
+        """Return the labels with at least this score, best first: the labels that apply, with `multi_label=True`.
+
+        Models differ in their scores: choose the threshold by looking at the scores of some texts.
+
+        Example:
+            >>> found = feedmill.classify("The parcel was late and wet", ["delivery", "damage"], multi_label=True)
+            >>> found.labels_above(0.1)
+            ['delivery', 'damage']
+        """
+        return [label for label, score in self.scores.items() if score >= threshold]
+
     def __repr__(self) -> str:
         if self.label is None or self.score is None:
             return f"Prediction(label=None, error={self.error!r})"
@@ -48,13 +62,23 @@ class Prediction:
 
 
 class Predictions(list[Prediction]):
-    """A list of predictions, in the order of the items. `to_frame()` makes a DataFrame of them."""
+    """A list of predictions, in the order of the items. `to_frame()` makes a DataFrame of them.
+
+    Attributes:
+        labels: The labels of the call, in the order given; empty if unknown.
+    """
+
+    labels: tuple[str, ...] = ()
+
+    def __init__(self, predictions: Iterable[Prediction] = (), labels: Sequence[str] = ()) -> None:
+        super().__init__(predictions)
+        self.labels = tuple(labels)
 
     def to_frame(self, *, scores: bool = False) -> Any:
         """Return a pandas DataFrame, or a polars one if only polars is installed.
 
         The columns are `id` (if any item has one), `text`, `label`, `label_score`, with `scores` a column
-        `score_<label>` for each label, and `error` (if any item has one).
+        `score_<label>` for each label in the order given, and `error` (if any item has one).
 
         Raises:
             feedmill.UserError: If neither package is installed.
@@ -66,11 +90,25 @@ class Predictions(list[Prediction]):
         columns["label"] = [each.label for each in self]
         columns["label_score"] = [each.score for each in self]
         if scores:
-            labels = sorted({label for each in self for label in each.scores})
+            labels = self.labels or sorted({label for each in self for label in each.scores})
             columns |= {SCORE_COLUMN.format(label): [each.scores.get(label) for each in self] for label in labels}
         if any(each.error is not None for each in self):
             columns["error"] = [each.error for each in self]
         return make_frame(columns)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the attributes of each prediction as a dictionary, for `json.dumps`."""
+        return [
+            {
+                "id": each.id,
+                "text": each.text,
+                "label": each.label,
+                "score": each.score,
+                "scores": dict(each.scores),
+                "error": each.error,
+            }
+            for each in self
+        ]
 
     def counts(self) -> dict[str | None, int]:
         """Return how many items have each label, the most frequent first; None counts items without a label."""
@@ -82,26 +120,43 @@ class Predictions(list[Prediction]):
     def __getitem__(self, index: slice, /) -> "Predictions": ...
     def __getitem__(self, index: SupportsIndex | slice, /) -> "Prediction | Predictions":
         if isinstance(index, slice):
-            return Predictions(super().__getitem__(index))
+            return Predictions(super().__getitem__(index), self.labels)
         return super().__getitem__(index)
 
     def __repr__(self) -> str:
+        lines = [self._summary(), *_lines(self[:SHOWN_ITEMS]), *self._more()]
+        return "\n".join(map(printable, lines))
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in _cells(each))}</tr>"
+            for each in self[:SHOWN_ITEMS]
+        )
+        notes = "".join(f"<p>{escape(printable(line))}</p>" for line in self._more())
+        head = "<tr><th>label</th><th>score</th><th>text</th></tr>"
+        return f"<p>{escape(printable(self._summary()))}</p><table>{head}{rows}</table>{notes}"
+
+    def _summary(self) -> str:
+        """Return the number of predictions, and of each label."""
         counted = [f"{'no label' if label is None else label} {count:,}" for label, count in self.counts().items()]
         more = ", …" if len(counted) > SHOWN_LABELS else ""
         head = f"{len(self):,} prediction{'' if len(self) == 1 else 's'}"
-        lines = [f"{head}: {', '.join(counted[:SHOWN_LABELS])}{more}" if counted else head]
-        lines += _lines(self[:SHOWN_ITEMS])
-        if len(self) > SHOWN_ITEMS:
-            lines.append(f"… and {len(self) - SHOWN_ITEMS:,} more")
-        return "\n".join(map(printable, lines))
+        return f"{head}: {', '.join(counted[:SHOWN_LABELS])}{more}" if counted else head
+
+    def _more(self) -> list[str]:
+        """Return a line about the predictions that are not shown, if any."""
+        return [f"… and {len(self) - SHOWN_ITEMS:,} more"] if len(self) > SHOWN_ITEMS else []
+
+
+def _cells(shown: Prediction) -> tuple[str, str, str]:
+    """Return a prediction's label, score, and text or error."""
+    text = truncate(" ".join(shown.text.split()), SHOWN_CHARACTERS) if shown.error is None else f"({shown.error})"
+    return truncate(shown.label or "-", SHOWN_LABEL), "" if shown.score is None else f"{shown.score:.2f}", text
 
 
 def _lines(shown: Iterable[Prediction]) -> list[str]:
     """Return a line for each prediction, in columns."""
-    labels = [truncate(each.label or "-", SHOWN_LABEL) for each in shown]
-    width = max(map(len, labels), default=0)
-    return [
-        f"  {label:<{width}} {'' if each.score is None else f'{each.score:.2f}':>5}  "
-        + (truncate(" ".join(each.text.split()), SHOWN_CHARACTERS) if each.error is None else f"({each.error})")
-        for label, each in zip(labels, shown, strict=True)
-    ]
+    cells = [_cells(each) for each in shown]
+    width = max((len(label) for label, _, _ in cells), default=0)
+    return [f"  {label:<{width}} {score:>5}  {text}" for label, score, text in cells]

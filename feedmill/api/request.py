@@ -6,12 +6,13 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice
 from math import nan
 from pathlib import PurePath
 from typing import Any
 
 from feedmill.api.frames import Table, check_new_columns, rows_of, table_of
-from feedmill.api.items import Columns, Item, item_of, items_of
+from feedmill.api.items import Columns, Item, check_types, item_of, items_of, type_of
 from feedmill.api.predictions import SCORE_COLUMN, Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from shared.errors import InputError, RequestRefused, UserError, printable, truncate
@@ -27,6 +28,7 @@ FILE_NAME = re.compile(r"\S+\.(jsonl|ndjson|json|csv|tsv|parquet|xlsx?)(\.gz|\.z
 
 def read_options(labels: Any, template: str | None, multi_label: bool) -> ClassifyOptions:
     """Return the options for labels given as Python objects. Raises UserError."""
+    _check_switch("multi_label", multi_label)
     if isinstance(labels, str):
         names = [part.strip() for part in labels.split(",") if part.strip()] or [labels]
         raise UserError(f"labels must be a list: write labels={truncate(repr(names), 200)}.")
@@ -47,6 +49,12 @@ def read_options(labels: Any, template: str | None, multi_label: bool) -> Classi
     return options
 
 
+def _check_switch(argument: str, given: object) -> None:
+    """Raise UserError for a value that is not a bool: "no" would count as true."""
+    if not isinstance(given, bool):
+        raise UserError(f"{argument}= must be True or False, not {truncate(repr(given))}.")
+
+
 class Request:
     """The items of one call, as posts. Raises UserError for arguments of which no item can be read."""
 
@@ -59,6 +67,9 @@ class Request:
         prefix: str = "",
         progress: bool = False,
     ) -> None:
+        columns.check()
+        _check_switch("scores", scores)
+        _check_switch("progress", progress)
         self.options, self._scores, self._prefix, self._progress = options, scores, prefix, progress
         self.table: Table | None = None
         self.is_single = isinstance(items, str | Mapping | Post)
@@ -67,27 +78,43 @@ class Request:
                 f"{truncate(str(items))!r} is the name of a file, and only texts are classified. Read the file first, "
                 "for example with pandas.read_csv, or run `feedmill classify` on it."
             )
+        self.table = None if self.is_single else table_of(items)
+        if self.table is None:
+            self._check_frame_arguments()
         if self.is_single:
+            columns.check_text(items)
             item = item_of(items, 0, columns)
             if item.post is None:
                 raise InputError(f"Cannot classify the item: {item.reason}.")
             self.items: Iterator[Item] = iter((item,))
             self._total: int | None = 1
             return
-        self.table = table_of(items)
         if self.table is not None:
-            self.items = rows_of(self.table, columns)
+            self.items = check_types(rows_of(self.table, columns), "row")
             self._total = len(self.table)
         elif isinstance(items, bytes | bytearray) or not isinstance(items, Iterable):
             raise InputError(
-                f"Cannot classify a {type(items).__name__}. Give a text, a dictionary with title and body, a list of "
-                "either, or a DataFrame."
+                f"Cannot classify a value of type {type_of(items)}. Give a text, a dictionary with title and body, a "
+                "list of either, or a DataFrame."
             )
         else:
             if hasattr(items, "to_pylist"):  # an array of pyarrow, whose items are not Python objects
                 items = items.to_pylist()
-            self.items = items_of(items, columns)
+            self.items = check_types(items_of(items, columns), "item")
             self._total = len(items) if isinstance(items, Sized) else None
+        if self._total is not None:
+            # Reports wrong items before the model is loaded.
+            self.items = chain(list(islice(self.items, 1)), self.items)
+
+    def _check_frame_arguments(self) -> None:
+        """Raise UserError for arguments that have no effect on items other than a frame."""
+        if self._scores:
+            raise UserError(
+                "scores= adds columns to a DataFrame, but the items are not one. Omit it: each Prediction has "
+                "`scores`, and `to_frame(scores=True)` makes a DataFrame with them."
+            )
+        if self._prefix:
+            raise UserError("prefix= names new columns of a DataFrame, but the items are not one. Omit it.")
 
     @property
     def is_empty(self) -> bool:
@@ -106,7 +133,7 @@ class Request:
         failures = Failures()
         with progress_bar(self._progress, "classifying", self._total) as advance:
             found = failures.watch(self.predictions(engine), advance)
-            result = new.add_to(self.table, found) if self.table is not None else Predictions(found)
+            result = new.add_to(self.table, found) if self.table is not None else Predictions(found, labels)
         if self.is_single:
             (only,) = result
             if only.error is not None:

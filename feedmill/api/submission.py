@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
+from numbers import Real
 from secrets import token_hex
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from feedmill.api.classifier import Labels
-from feedmill.api.items import Columns, Item
+from feedmill.api.arguments import Frame, Labels, OneItem, Series
+from feedmill.api.items import Columns, Item, type_of
 from feedmill.api.predictions import Prediction, Predictions
 from feedmill.api.progress import progress_bar
 from feedmill.api.request import Failures, LabelColumns, Request, failed_prediction, read_options, warn
@@ -27,9 +28,9 @@ from producers.clear import messages_cleared
 from producers.push import Pusher
 from shared import runs
 from shared.broker import Application, connect, make_app, user_errors
-from shared.errors import PostRefused, RequestRefused, UserError
+from shared.errors import PostRefused, RequestRefused, UserError, truncate
 from shared.messages import MAX_ID, Post, is_missing, parse_run
-from shared.model_routing import check_options, has_worker
+from shared.model_routing import check_options, check_queue, has_worker
 from shared.settings import Settings, load_arguments
 
 #: Results fetched from Redis at once. One of 32 posts and 16 labels has about 25 KB.
@@ -44,7 +45,7 @@ CLEARED = "removed from the queue by `feedmill queue clear`"
 
 
 class SubmittedProgress(NamedTuple):
-    """How far a submitted run is: posts sent, posts with an outcome, and those of them without a label."""
+    """Progress of a submitted run: items sent, items with an outcome, and those of them without a label."""
 
     sent: int
     done: int
@@ -85,6 +86,8 @@ class SubmittedRun:
         self._settled_at: float | None = None
         #: The worker's reason to refuse the options.
         self._refused = ""
+        #: True once a warning has said how many items have no label.
+        self._has_warned = False
 
     # Sending.
 
@@ -142,8 +145,8 @@ class SubmittedRun:
             progress: Show a progress bar, in a terminal or a notebook.
 
         Raises:
-            TimeoutError: If the time is over. The run goes on; call `wait` again.
-            feedmill.UserError: If Redis is unreachable, or the worker refuses the labels.
+            TimeoutError: If the time is over. The workers continue; call `wait` again.
+            feedmill.UserError: If `timeout` is not a number, Redis is unreachable, or the worker refuses the labels.
         """
         with progress_bar(progress, self.name, self._sent) as advance:
             for pause in self._pauses(timeout):
@@ -163,11 +166,17 @@ class SubmittedRun:
         return self
 
     def results(self, timeout: float | None = None) -> Predictions:
-        """Wait, and return the predictions in the order of the items. Raises like `wait`."""
+        """Wait, and return the predictions in the order of the items. Raises like `wait`.
+
+        The first call warns about items without a label.
+        """
         self.wait(timeout)
         failures = Failures()
-        found = Predictions(failures.watch((self._found[place] for place in range(self._sent)), lambda _: None))
-        failures.warn("row" if self._request.table is not None else "item")
+        predictions = (self._found[place] for place in range(self._sent))
+        found = Predictions(failures.watch(predictions, lambda _: None), tuple(self._request.options.labels or ()))
+        if not self._has_warned:
+            failures.warn("row" if self._request.table is not None else "item")
+            self._has_warned = True
         return found
 
     async def results_async(self, timeout: float | None = None) -> Predictions:
@@ -193,7 +202,12 @@ class SubmittedRun:
         return f"<feedmill.SubmittedRun {self.name!r}: {len(self._found):,} of {self._sent:,} done>"
 
     def _pauses(self, timeout: float | None) -> Iterator[float]:
-        """Yield how long to sleep before each look. Raises TimeoutError."""
+        """Yield how long to sleep before each look. Raises TimeoutError, and UserError for an invalid timeout."""
+        if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or is_missing(timeout)):
+            raise UserError(
+                f"timeout= must be a number of seconds, or None to wait without a limit, not {truncate(repr(timeout))} "
+                f"({type_of(timeout)})."
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_PAUSE_S
         while True:
@@ -201,8 +215,9 @@ class SubmittedRun:
             yield pause if left is None else max(0.0, min(pause, left))
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{len(self._found):,} of {self._sent:,} items of run {self.name!r} are done after {timeout:g} s. "
-                    "Call wait again, or check with `feedmill status` that a worker runs."
+                    f"{len(self._found):,} of {self._sent:,} items of run {self.name!r} in queue "
+                    f"{self._settings.queue} are done after {timeout:g} s. Call wait again, or check with `feedmill "
+                    "status` that a worker serves this queue."
                 )
             pause = min(2 * pause, MAX_PAUSE_S)
 
@@ -290,12 +305,18 @@ def _sending_app(settings: Settings) -> Application:
     return app
 
 
+def _naming_arguments(text: str) -> str:
+    """Replace the flags of `feedmill enqueue` in an error by the arguments of `submit`, which has no `model`."""
+    text = text.replace("--model or --queue", "--queue")
+    return re.sub(r"--([\w-]+)(:?)", lambda flag: flag[1].replace("-", "_") + (flag[2] or "="), text)
+
+
 def _new_name() -> str:
     return f"python {datetime.now():%Y-%m-%d %H:%M:%S} {token_hex(2)}"
 
 
 def submit(
-    items: Any,
+    items: "OneItem | Frame | Series | Iterable[Any]",
     labels: Labels | None = None,
     *,
     run: str | None = None,
@@ -324,14 +345,16 @@ def submit(
         template: Sentence with `{}` in place of the label.
         multi_label: Score each label by itself.
         prefix: Text before the name of each new column of a DataFrame.
-        queue: Name of the queue. Default: FEEDMILL_QUEUE, else `feedmill`.
+        queue: Name of a queue that a worker has served. Default: FEEDMILL_QUEUE, which may name a new queue, else
+            `feedmill`.
         redis_url: URL of Redis. Default: FEEDMILL_REDIS_URL, else the running `feedmill up`, else localhost.
 
     Returns:
         A handle with `progress()`, `wait()`, `results()` and `to_frame()`, and `wait_async()` and `results_async()`.
 
     Raises:
-        feedmill.UserError: For an invalid argument, or if Redis is unreachable. Items sent before are in the queue.
+        feedmill.UserError: For an invalid argument, a queue that no worker has served, or if Redis is unreachable.
+            Items sent before are in the queue.
 
     Example:
         run = feedmill.submit(frame, labels=["praise", "complaint"], run="monday")
@@ -342,15 +365,17 @@ def submit(
     settings = load_arguments(redis_url=redis_url, queue=queue)
     if settings.celery_results != "redis":
         raise UserError("submit reads results from Redis: set FEEDMILL_CELERY_RESULTS=redis, also for the workers.")
-    request = Request(items, options, Columns(title, body, id))
+    request = Request(items, options, Columns(title, body, id), prefix=prefix)
     if request.table is not None:
         LabelColumns((), prefix).check(request.table)
     redis = connect(settings)
     with user_errors(settings):
         try:
+            if queue is not None:
+                check_queue(redis, queue)
             check_options(redis, settings.queue, options)
-        except UserError as refused:  # it names the flags of the commands
-            raise UserError(re.sub(r"--(\w+)", r"\1=", str(refused))) from None
+        except UserError as refused:
+            raise UserError(_naming_arguments(str(refused))) from None
         if not has_worker(redis, settings.queue):
             warn(f"No worker serves queue {settings.queue}: items wait until `feedmill worker` or `feedmill up` runs.")
     submitted = SubmittedRun(name, request, settings, redis, prefix)

@@ -47,7 +47,7 @@ def deploy(
         Path | None, typer.Argument(metavar="FOLDER", help="Model folder written by save_pretrained.")
     ] = None,
     queue: ToQueue = None,
-    own: Annotated[bool, typer.Option("--own", help="Return to the model in each worker's own settings.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Return to the model in each worker's own settings.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Show deployed and running models; change nothing.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until every worker has switched or failed.")] = True,
     as_json: AsJson = False,
@@ -60,8 +60,8 @@ def deploy(
     """
     settings = settings_of(redis_url=redis_url)
     redis, celery = connect(settings), make_app(settings)
-    if [folder is not None, own, show].count(True) != 1:
-        raise UserError("Give exactly one of FOLDER, --own and --show.")
+    if [folder is not None, reset, show].count(True) != 1:
+        raise UserError("Give exactly one of FOLDER, --reset and --show.")
     with user_errors(settings):
         if queue is not None:
             check_queue(redis, queue)

@@ -79,7 +79,9 @@ def enqueue(
     ] = None,
     flags: MessageFlags,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until all posts of the run are classified.")] = False,
-    again: Annotated[bool, typer.Option(help="Start over, and resend posts that were already sent.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Start over, and resend posts that were already sent.")
+    ] = False,
     posts_per_message: Annotated[int | None, typer.Option(help="Posts per message (default: 32).")] = None,
     when_full: Annotated[str | None, typer.Option(help="If the queue is full: wait or refuse (default: wait).")] = None,
     redis_url: RedisUrl = None,

@@ -21,7 +21,7 @@ from feedmill.cli.dates import parse_period
 from feedmill.cli.options import JsonSummary, RedisUrl, RunFilter, settings_of
 from feedmill.export import writer
 from feedmill.export.text import COLUMNS
-from feedmill.export.writer import ExportFilter, File, Folder
+from feedmill.export.writer import ExportFilter, Folder, Target
 from feedmill.reading.entry_ids import seconds_of
 from feedmill.reading.rows import Chunk, RowReader
 from feedmill.stack.signals import EXIT_SIGNALS, handle_signals, not_ignored
@@ -50,7 +50,10 @@ Form = Literal["parquet", "csv", "jsonl"]
 @app.command("export")
 def export_results(
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Output file; for Parquet or --follow, a folder of parts by day.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Output file, such as labels.parquet; with --follow, a folder of parts by day."
+        ),
     ],
     form: Annotated[
         Form | None, typer.Option("--format", help="File format (default: from the extension of OUT).")
@@ -88,8 +91,8 @@ def export_results(
 ) -> None:
     """Write results to Parquet, CSV or JSONL files.
 
-    A file gets its name once it is complete. An interrupted export resumes when the same command runs again. Exits 1 if
-    nothing was exported, results were missed or the export stopped early.
+    A file gets its name once it is complete. An interrupted export resumes when the same command runs again; a single
+    Parquet file starts over. Exits 1 if nothing was exported, results were missed or the export stopped early.
     """
     others = (form, columns, since, until, label, run, part_rows, part_seconds)
     run = None if run is None else parse_run(run)
@@ -99,10 +102,17 @@ def export_results(
         form = _form_of(out)
     if excel and (purge or form != "csv"):
         raise UserError("--excel is for new CSV files. Give an OUT that ends in .csv, or leave out --excel.")
-    if latest and (follow or form == "parquet"):
+    in_folder = follow or (form == "parquet" and not writer.names_file(out)) or out.is_dir()
+    if follow and writer.names_file(out) and not out.is_dir():
+        folder = printable(str(out.with_suffix("")))
         raise UserError(
-            "--latest needs a single CSV or JSONL file, because finished parts cannot be changed. Give such a file as "
-            "OUT, without --follow."
+            f"--follow needs a folder, to which it adds files until it is stopped; {printable(str(out))} names one "
+            f"file. Give a folder and its format, such as --format {form} {folder}/."
+        )
+    if latest and in_folder:
+        raise UserError(
+            "--latest needs a single file, because finished parts cannot be changed. Give an OUT that ends in "
+            ".parquet, .csv or .jsonl, without --follow."
         )
     if latest and label is not None:
         raise UserError(
@@ -133,8 +143,11 @@ def export_results(
                 "--columns, or select a run with --run."
             )
         writes = writer.format_of(form or "", chosen, excel)
-        if part_rows is not None and not (follow or form == "parquet"):
-            raise UserError("--part-rows requires an export in parts: Parquet, or --follow.")
+        if part_rows is not None and not in_folder:
+            raise UserError(
+                "--part-rows requires an export in parts. Give a folder with --format parquet, or leave out "
+                "--part-rows."
+            )
         reader = RowReader(redis, filters.until)
         redis.ping()  # before any file is created
         with (
@@ -208,9 +221,7 @@ def _explaining_write_errors() -> Iterator[None]:
     except (ConnectionFault, TimeoutFault):  # from Redis; some are OSErrors too
         raise
     except OSError as error:
-        raise UserError(
-            f"Cannot write the export: {error}. Correct the cause, then run the command again to resume."
-        ) from None
+        raise UserError(f"Cannot write the export: {error}. Correct the cause, then run the command again.") from None
 
 
 class _Run:
@@ -219,7 +230,7 @@ class _Run:
     def __init__(
         self,
         reader: RowReader,
-        target: Folder | File,
+        target: Target,
         filters: ExportFilter,
         stop: _StopRequest,
         notes: Console,
@@ -322,12 +333,13 @@ class _Run:
             summary = {"rows": rows, "removed": target.removed, "complete": self._complete}
             typer.echo(json.dumps(summary | {"missed": self._missed if self._any_missed else 0}))
         else:
+            again = "resume" if target.can_resume else "start over"
             kind = "the folder " if isinstance(target, Folder) else ""
             parts = [f"{_rows(rows)} written to {kind}{out}"]
             if target.removed:
                 parts.append(f"{_rows(target.removed)} of purged posts removed")
             if not self._complete:
-                parts.append("stopped before the end; run the same command to resume")
+                parts.append(f"stopped before the end; run the same command to {again}")
             typer.echo(", ".join(parts))
         nothing = not rows and not target.resumed and not self._follow
         return 1 if nothing or self._any_missed or not self._complete else 0

@@ -6,10 +6,8 @@ found; 2 on a user error, which the message explains, or if the output cannot be
 
 import errno
 import io
-import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,15 +28,16 @@ from feedmill.cli import (
     measuring,
     offline,
     options,
+    purge,
     queue,
     report,
     results,
     status,
     train,
 )
+from feedmill.cli.command_groups import CommandsByPurpose
 from feedmill.cli.option_groups import with_groups
 from feedmill.cli.options import (
-    AsJson,
     ClassifierOption,
     DataFolder,
     DeviceOption,
@@ -55,24 +54,24 @@ from feedmill.cli.options import (
 from feedmill.stack.demo import run as run_demo
 from feedmill.stack.demo import run_own
 from feedmill.stack.devices import shares
+from feedmill.stack.down import stop_stack
 from feedmill.stack.embedded import Stack
 from feedmill.stack.processes import python_command
 from feedmill.stack.signals import exit_on_signals
 from feedmill.stack.start import start
 from feedmill.stack.supervisor import Supervisor
-from shared.broker import connect, user_errors
 from shared.errors import SettingsError, UserError, explain_missing, printable, printable_lines
-from shared.purge import PurgeCounts, lift_tombstones
-from shared.purge import purge as purge_posts
-from shared.purge import rewrite_append_only_file as rewrite_file
-from shared.settings import DAY_S, PREFIX, is_stack_running, load
+from shared.settings import PREFIX, is_stack_running, load
 
 #: Token budget of `feedmill demo --own`: measuring it takes longer than three sentences.
 OWN_TOKEN_BUDGET = 2048
+#: Seconds that `feedmill down` waits longer than the worker may take to finish its messages.
+STOP_MARGIN_S = 30.0
 #: Errors of a failed write that are reported without a traceback: disk full, over quota, file too large, I/O error.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
+    cls=CommandsByPurpose,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Classify streams of posts: enqueue posts, run workers, read the labels.\n\n"
     "Environment variables set option defaults, such as FEEDMILL_TOKEN_BUDGET for --token-budget.",
@@ -86,6 +85,7 @@ for module in (
     flower,
     ingest,
     offline,
+    purge,
     queue,
     report,
     status,
@@ -163,11 +163,31 @@ def up(data_folder: DataFolder = None) -> None:
         stack = Stack(settings, settings.data_folder, durable=True)
         try:
             start(stack, notes)
-            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C stops everything."))
+            notes.print(Text(f"Data and logs: {settings.data_folder}. Ctrl-C or `feedmill down` stops everything."))
             notes.print("In another terminal:\n  feedmill enqueue posts.csv\n  feedmill results --follow")
             stack.stay(partial(notes.print, markup=False))
+        except SystemExit:
+            notes.print("stopping …")
+            raise
         finally:
             stack.stop()
+            notes.print("stopped")
+
+
+@app.command()
+def down(data_folder: DataFolder = None) -> None:
+    """Stop the `feedmill up` that runs with this data folder.
+
+    Waits until its worker has finished the messages it holds. Data, ports and passwords stay for the next `feedmill
+    up`. Exits 1 if none is running.
+    """
+    settings = settings_of(data_folder=data_folder)
+    pid = stop_stack(settings.data_folder, settings.drain + STOP_MARGIN_S)
+    folder = printable(str(settings.data_folder))
+    if pid is None:
+        typer.echo(f"No `feedmill up` is running with data in {folder}.", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"Stopped `feedmill up` (process {pid}). Its data stays in {folder}.")
 
 
 @app.command()
@@ -229,70 +249,6 @@ def worker(*, flags: WorkerFlags, name: WorkerName = None) -> None:
     with explain_missing("A worker", "worker"):
         from workers.run import run_worker  # noqa: PLC0415 - needs torch, which only workers have
     raise typer.Exit(run_worker(settings, name))
-
-
-@app.command()
-def purge(
-    ids: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="Post ids; - reads one per line from standard input.")
-    ],
-    lift: Annotated[
-        bool, typer.Option("--lift", help="Unblock the posts instead; deletes and restores nothing.")
-    ] = False,
-    rewrite: Annotated[
-        bool,
-        typer.Option(
-            "--rewrite", help="Also make Redis rewrite its append-only file, which still holds the deleted data."
-        ),
-    ] = False,
-    as_json: AsJson = False,
-    redis_url: RedisUrl = None,
-) -> None:
-    """Delete everything stored about the given posts and block them from being ingested again.
-
-    The block lasts FEEDMILL_TOMBSTONE_TTL seconds (365 days). Exits 1 if nothing was stored.
-    """
-    settings = settings_of(redis_url=redis_url)
-    posts = dict.fromkeys(post_id.strip() for given in ids for post_id in (_lines() if given == "-" else [given]))
-    if not posts:
-        raise UserError("Standard input contains no post id. Give one id per line.")
-    if lift and rewrite:
-        raise UserError("--lift deletes nothing, so there is nothing to rewrite. Leave out --rewrite.")
-    subject = printable(next(iter(posts))) if len(posts) == 1 else f"{len(posts):,} posts"
-    redis = connect(settings)
-    with user_errors(settings):
-        if lift:
-            counts = {"lifted": lift_tombstones(redis, posts)}
-            summary = f"{subject} unblocked ({counts['lifted']:,} had been purged)"
-        else:
-            found = purge_posts(redis, settings, posts)
-            counts = found._asdict()
-            summary = f"{subject} purged ({_removed(found)}); blocked for {settings.tombstone_ttl / DAY_S:.3g} days"
-    typer.echo(json.dumps({"posts": len(posts), **counts}) if as_json else summary)
-    if rewrite:
-        with user_errors(settings):
-            rewrite_file(redis)
-    raise typer.Exit(0 if any(counts.values()) else 1)
-
-
-def _removed(found: PurgeCounts) -> str:
-    """Format what a purge deleted, such as `sent: 1, results: 2`."""
-    counts = {
-        "marked as sent": found.sent,
-        "results": found.results,
-        "stream entries": found.entries,
-        "dead letters": found.dead_letters,
-        "Celery results": found.celery_results,
-        "messages": found.messages,
-    }
-    return ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count) or "nothing was stored"
-
-
-def _lines() -> Iterator[str]:
-    """Yield the non-empty lines of standard input."""
-    for line in sys.stdin.buffer:
-        if text := line.decode(errors="replace").strip():
-            yield text
 
 
 def run() -> None:

@@ -42,6 +42,7 @@ def tune(
     model: ModelOption = None,
     flags: ModelFlags,
     limit: Annotated[int, typer.Option(help="Maximum number of posts to read.", min=1)] = 200,
+    columns: FileFlags,
     rounds: Annotated[
         int, typer.Option(help="Measurements per batch size and token budget; their median is reported.", min=1)
     ] = 3,
@@ -56,7 +57,7 @@ def tune(
     settings = settings_of(model=model, **vars(flags))
     _check_writable(csv_file, png)
     console, notes = _consoles()
-    reading = FileReading(file, notes)
+    reading = FileReading(file, notes, columns=columns.columns(), encoding=columns.encoding, text_only=True)
     posts = _first(reading, file, limit)
     loaded = load_model(settings)
     # Imported late: needs torch, which only workers have.
@@ -65,8 +66,8 @@ def tune(
     from workers.pipeline.tuning import TOKEN_BUDGET, Tuning  # noqa: PLC0415
 
     tuning = Tuning(loaded, [post.text for post in posts], settings, rounds)
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
+    shown = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*shown, console=notes, transient=True) as progress:
         bar = progress.add_task("", total=tuning.steps)
         try:
             for done, size in enumerate(tuning.run()):

@@ -76,12 +76,12 @@ BodyColumn = Annotated[
 EncodingOption = Annotated[
     str | None, typer.Option(help="Encoding of the file, such as cp1252 (default: UTF-8, or UTF-16 with its mark).")
 ]
-Limit = Annotated[int | None, typer.Option(help="Maximum number of posts to read (default: all).", min=1)]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="Maximum number of posts to read (default: all).", min=1)]
 WorkerName = Annotated[
     str | None, typer.Option(help="Worker name, unique among the workers of one Redis (default: generated).")
 ]
 PriorityOption = Annotated[int | None, typer.Option(help="Message priority, 0 (first) to 9 (last) (default: 0).")]
-MultiLabelOption = Annotated[bool, typer.Option(help="Score each label independently.")]
+MultiLabelOption = Annotated[bool, typer.Option("--multi-label", help="Score each label independently.")]
 
 
 #: The value of `--log-format`, which precedes the command; set by feedmill/cli/main.py.

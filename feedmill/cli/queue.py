@@ -30,9 +30,9 @@ def clear(
     settings = settings_of(redis_url=redis_url, queue=queue)
     redis = connect(settings)
     with user_errors(settings):
-        if queue is not None:
-            check_queue(redis, queue)
         waiting = queue_depth(redis, settings.queue).waiting
+        if queue is not None and not waiting:
+            check_queue(redis, queue)
         if waiting and not yes:
             _confirm(settings.queue, waiting)
         removed = clearing.clear(redis, settings)

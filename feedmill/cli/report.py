@@ -49,6 +49,8 @@ def report(
     settings = settings_of(redis_url=redis_url)
     if out.is_dir():
         raise UserError(f"--out: {out} is a folder. Name a file in it, such as {out / 'report.html'}.")
+    if not out.parent.is_dir():
+        raise UserError(f"--out: the folder {out.parent} does not exist. Create it, or give another --out.")
     run = None if run is None else parse_run(run)
     labels = None if label_set is None else text.label_set(filter(None, map(str.strip, label_set.split(","))))
     notes = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -65,6 +65,11 @@ class Parquet:
             for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
                 yield from _posts(batch)
 
+    @staticmethod
+    def columns_of(path: Path) -> list[str]:
+        """Return the columns of a file. Raises ValueError if it is damaged."""
+        return [str(name) for name in pq.read_schema(path).names]
+
     def copy(self, path: Path, target: Path, kept: Callable[[PostKey], bool]) -> int:
         rows = 0
         with pq.ParquetFile(path) as file, _open(target, schema_of(file.schema_arrow.names)) as copied:

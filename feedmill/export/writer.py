@@ -1,8 +1,8 @@
 """Export results to a single file, or to a folder of parts by day. Published files are always complete.
 
 Data is written to a temporary file and renamed once it is complete and synced to disk. In a folder, the names of the
-parts record which stream entries they hold, so a crash never causes duplicates. A single file resumes from its
-`.partial`, truncated to the size in its saved state.
+parts record which stream entries they hold, so a crash never causes duplicates. A single CSV or JSONL file resumes from
+its `.partial`, truncated to the size in its saved state. A single Parquet file starts over.
 
 Purged posts are left out: each row is checked when it is read, and all rows of a file again before it is published.
 Posts purged later are removed when the same export runs again, every `SWEEP_INTERVAL_S` seconds while an export follows
@@ -14,15 +14,17 @@ import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, PostKey, TextFormat, Writer
+from feedmill.export.purging import without_purged
+from feedmill.export.single_file import File, ParquetFile, partial_path
+from feedmill.export.state import STATE_VERSION, read_state
+from feedmill.export.text import COLUMNS, Csv, Format, Jsonl, Writer
 from feedmill.reading.entry_ids import id_before, seconds_of
 from feedmill.reading.rows import ResultRow, RowReader
 from shared.atomic_files import publish, replacing, sync, temporary_path
@@ -31,16 +33,16 @@ from shared.scripts.stream import Place
 
 #: State file of a folder: the export's options and position. Dataset readers ignore names that begin with `_`.
 STATE_FILE = "_export.json"
-#: Version of the state. Increase it when this version cannot resume an export of an earlier one.
-STATE_VERSION = 1
 #: Name of a part, with the ids of its first and last stream entry.
 PART_NAME = re.compile(r"part-(\d+-\d+)_(\d+-\d+)\.(csv|jsonl|parquet)")
+#: Endings of single files, each the name of its format.
+ENDINGS = ("parquet", "csv", "jsonl")
 #: Approximate number of rows in a part. A part is closed at the end of a fetch, and when the day changes.
 PART_ROWS = 100_000
-#: Approximate number of rows between saves of a single file's state.
-SAVE_INTERVAL_ROWS = 20_000
 #: Seconds between removals of posts that were purged after their part was closed, while an export follows the stream.
 SWEEP_INTERVAL_S = 3600.0
+#: First bytes of a Parquet file.
+PARQUET_MAGIC = b"PAR1"
 #: Maximum bytes of a file's first line to read when checking whether it is an export.
 FIRST_LINE_BYTES = 2_000_000
 
@@ -80,14 +82,15 @@ def format_of(name: str, columns: Sequence[str] = COLUMNS, for_excel: bool = Fal
 @contextmanager
 def opened(
     out: Path, form: Format, wanted: ExportFilter, reader: RowReader, in_parts: bool = False, part_rows: int = PART_ROWS
-) -> Iterator["Folder | File"]:
+) -> Iterator["Target"]:
     """Open the target of an export and lock it. An unfinished export with the same options is resumed.
 
-    in_parts: write a folder of parts; Parquet always does. Raises UserError, OSError and redis.exceptions.RedisError.
+    in_parts: write a folder of parts, as Parquet does unless OUT ends in .parquet, and as any earlier export to this
+    folder did. Raises UserError, OSError and redis.exceptions.RedisError.
     """
     state = {"version": STATE_VERSION, "format": form.name, "columns": [*form.columns], **wanted._asdict()}
     with ExitStack() as stack:
-        if in_parts or form.name == "parquet" or (out / STATE_FILE).is_file():
+        if in_parts or (form.name == "parquet" and not names_file(out)) or (out / STATE_FILE).is_file():
             if out.exists() and not out.is_dir():
                 raise UserError(f"{out} is a file, but {form.name} in parts needs a folder. Give another OUT.")
             # A run that was killed at its start leaves only the temporary file of the state.
@@ -107,12 +110,21 @@ def opened(
                 raise UserError(f"{out} is a folder. Name a file in it, such as {out / f'results.{form.name}'}.")
             if not out.parent.is_dir():
                 raise UserError(f"The folder {out.parent} does not exist. Create it, or give another OUT.")
-            partial = out.with_name(f"{out.name}.partial")
+            partial = partial_path(out)
             opened_partial = stack.enter_context(partial.open("ab+"))
             stack.enter_context(_locked(partial))
-            file = File(out, opened_partial, form, state, reader)  # type: ignore[arg-type]  # not Parquet
+            file = (
+                ParquetFile(out, form, wanted.latest, reader, state)
+                if form.name == "parquet"
+                else File(out, opened_partial, form, state, reader)  # type: ignore[arg-type]  # not Parquet
+            )
             stack.callback(file.abandon)
             yield file
+
+
+def names_file(out: Path) -> bool:
+    """Return whether OUT ends like a file of an export format. Other names are folders for Parquet and `--follow`."""
+    return out.suffix.lower().removeprefix(".") in ENDINGS
 
 
 @contextmanager
@@ -129,55 +141,13 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read_state(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state of an earlier run, or None. Raises UserError if it belongs to an export with other options."""
-    try:
-        # Defaults for states written before these options existed.
-        state = {"columns": [*COLUMNS], "latest": False, "run": None} | json.loads(path.read_bytes())
-        asked = {name: state[name] for name in wanted}
-        Place(**state["place"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"Cannot read {path}, the state of an unfinished export. Delete this file and the unfinished export."
-        ) from None
-    for name, value in wanted.items():
-        if asked[name] != value:
-            if name == "version":
-                raise UserError(f"{path} was written by another version of feedmill. Give another OUT.")
-            flag = f"without --{name}" if asked[name] in (None, False) else f"with another value of --{name}"
-            flag = f"with --{name}" if asked[name] is True else flag
-            raise UserError(f"{path} belongs to an export {flag}. Give another OUT, or repeat the earlier flags.")
-    return dict(state)
-
-
-def _without_purged(
-    path: Path, target: Path, form: Format, reader: RowReader, latest: bool = False
-) -> tuple[int, int | None]:
-    """Copy a file to `target` without purged posts and, if `latest`, with only the last row of each post.
-
-    Returns the number of removed rows of purged posts, and the number of rows in `target`. If nothing has to be
-    removed, makes no copy and returns (0, None).
-    """
-    gone = reader.gone(post.id for post in form.posts(path))
-    rows = Counter(form.posts(path) if gone or latest else ())
-    if not gone and rows.total() == len(rows):
-        return 0, None
-    removed = sum(count for post, count in rows.items() if post.id in gone)
-
-    def kept(post: PostKey) -> bool:
-        rows[post] -= 1  # now the number of later rows of this post
-        return post.id not in gone and not (latest and rows[post])
-
-    return removed, form.copy(path, target, kept)
-
-
 class Folder:
     """A folder of parts, one or more per UTC day on which results were stored: OUT/day=2026-11-21/part-….parquet.
 
     The methods raise OSError, and redis.exceptions.RedisError when they look for purged posts.
     """
+
+    can_resume = True
 
     def __init__(
         self, out: Path, form: Format, state: dict[str, Any], reader: RowReader, part_rows: int = PART_ROWS
@@ -187,7 +157,7 @@ class Folder:
         self._format = form
         self._reader = reader
         self._state = state
-        known = _read_state(out / STATE_FILE, state)
+        known = read_state(out / STATE_FILE, state)
         #: True if this run continues an earlier one.
         self.resumed = known is not None
         #: Stream position up to which rows were added.
@@ -245,7 +215,7 @@ class Folder:
         self._writer.close()
         path = self._beside.with_name(f"part-{self._first}_{self._last}.{self._format.name}")
         copy = self._beside.with_suffix(".copy.tmp")
-        removed, left = _without_purged(self._beside, copy, self._format, self._reader)
+        removed, left = without_purged(self._beside, copy, self._format, self._reader)
         if left is not None:
             copy.replace(self._beside)
         if left == 0:
@@ -274,69 +244,7 @@ class Folder:
             temporary.write_text(json.dumps(self._state | {"place": self.place._asdict()}))
 
 
-class File:
-    """A single file, published as OUT when the export is complete. See Folder; `written` includes earlier runs' rows.
-
-    partial: OUT.partial, open for appending.
-    """
-
-    def __init__(
-        self, out: Path, partial: BinaryIO, form: TextFormat, state: dict[str, Any], reader: RowReader
-    ) -> None:
-        self._out, self._partial = out, out.with_name(f"{out.name}.partial")
-        self._state_file = out.with_name(f"{out.name}.partial.json")
-        self._format = form
-        self._reader = reader
-        self._state = state
-        size = self._partial.stat().st_size
-        known = _read_state(self._state_file, state) if size else None
-        if known is not None and known["bytes"] > size:  # the state belongs to another file
-            known = None
-        self.resumed = known is not None
-        self.place = Place(**known["place"]) if known else Place(id_before(state["since"] or 0.0))
-        self.written = int(known["rows"]) if known else 0
-        self.removed = 0
-        os.truncate(self._partial, known["bytes"] if known else 0)
-        partial.seek(0, os.SEEK_END)
-        self._file = partial
-        self._writer = form.open(partial)
-        self._rows_saved = self.written
-
-    def add(self, rows: Sequence[ResultRow], place: Place) -> None:
-        self._writer.add(rows)
-        self.written += len(rows)
-        self.place = place
-        if self.written - self._rows_saved >= SAVE_INTERVAL_ROWS:
-            self.stop(place)
-
-    def stop(self, place: Place) -> None:
-        """Save the position of an unfinished export, so that a later run can resume it."""
-        self.place = place
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        state = self._state | {
-            "place": self.place._asdict(), "rows": self.written, "bytes": self._partial.stat().st_size
-        }  # fmt: skip
-        with replacing(self._state_file, durable=True) as temporary:
-            temporary.write_text(json.dumps(state))
-        self._rows_saved = self.written
-
-    def close(self, place: Place) -> None:
-        self.place = place
-        self._file.flush()
-        # The state is deleted first: it does not match the file published below. After a crash here, a later run starts
-        # from the beginning.
-        self._state_file.unlink(missing_ok=True)
-        copy = temporary_path(self._out)
-        latest = self._state["latest"]
-        self.removed, left = _without_purged(self._partial, copy, self._format, self._reader, latest)
-        self.written = self.written if left is None else left
-        publish(self._partial if left is None else copy, self._out)
-
-    def abandon(self) -> None:
-        """Delete the partial file unless a later run can resume it."""
-        if not self._state_file.exists():
-            self._partial.unlink(missing_ok=True)
+Target = Folder | File | ParquetFile
 
 
 def parts(out: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -367,7 +275,7 @@ def purge(out: Path, reader: RowReader) -> int:
         raise UserError(f"{out} does not exist. Give the OUT of an earlier export.")
     form = _format_of_file(out)
     with replacing(out, durable=True) as temporary:
-        removed, _ = _without_purged(out, temporary, form, reader)
+        removed, _ = without_purged(out, temporary, form, reader)
     return removed
 
 
@@ -375,7 +283,12 @@ def _format_of_file(path: Path) -> Format:
     """Detect the format of a file by its first line. Raises UserError if it is not an export."""
     with path.open("rb") as file:
         line = file.readline(FIRST_LINE_BYTES)
-    with suppress(ValueError):
+    with suppress(ValueError):  # pyarrow's errors are ValueErrors, too
+        if line.startswith(PARQUET_MAGIC):
+            with explain_missing("Parquet", "export"):
+                from feedmill.export.parquet import Parquet  # noqa: PLC0415 - pyarrow, which the extra `export` brings
+            if _are_ours(Parquet.columns_of(path)):
+                return Parquet()
         if line.startswith(b"{") and _are_ours(json.loads(line)):
             return Jsonl()
         if _are_ours(line.decode("utf-8-sig").strip().split(",")):
@@ -395,7 +308,7 @@ def _sweep(out: Path, form: Format, reader: RowReader) -> int:
     removed = 0
     for path, _ in parts(out):
         with replacing(path, durable=True) as temporary:
-            fewer, left = _without_purged(path, temporary, form, reader)
+            fewer, left = without_purged(path, temporary, form, reader)
             if left == 0:
                 temporary.unlink()
         if left == 0:

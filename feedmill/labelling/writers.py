@@ -33,7 +33,7 @@ class RowWriter(Protocol):
 
 
 class CsvLayout:
-    """How a CSV file is written: like the input, if that is CSV."""
+    """Layout of a CSV output: that of the input, if it is CSV."""
 
     def __init__(self, delimiter: str = ",", line_end: str = "\n", has_mark: bool = False) -> None:
         self.delimiter = delimiter

@@ -27,6 +27,7 @@ from feedmill.stack.restarts import Service
 from shared.broker import make_app
 from shared.errors import StackError
 from shared.metrics import connect_for_monitoring
+from shared.model_routing import process_namespace
 from shared.settings import LOCK_FILE, PREFIX, STACK_FILE, Settings, variables
 
 #: Log line of workers/pipeline/calibration.py while it measures at the first start.
@@ -247,11 +248,14 @@ class Stack:
 
 def _lock(folder: Path) -> IO[str]:
     """Lock the data folder until the file is closed. Raises StackError if another stack uses it."""
-    lock = (folder / LOCK_FILE).open("w")
+    lock = (folder / LOCK_FILE).open("a")
     if not _locks(lock):
         lock.close()
         raise StackError(f"Another embedded stack is running in {folder}. Stop it, or use --data-folder.")
     (folder / STACK_FILE).unlink(missing_ok=True)  # a killed stack leaves it behind
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "namespace": process_namespace()}))  # for `feedmill down`
+    lock.flush()
     return lock
 
 

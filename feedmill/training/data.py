@@ -14,9 +14,9 @@ from rich.console import Console
 from feedmill.cli.file_reading import FileReading
 from feedmill.reading.rows import RowReader
 from producers.exported import Labelled, parse_labelled
-from producers.records import BadRecord
+from producers.records import BadRecord, Columns
 from shared.broker import connect, user_errors
-from shared.errors import InputError, RedisUnavailable, clause, explain_missing, printable
+from shared.errors import InputError, RedisUnavailable, UserError, clause, explain_missing, printable
 from shared.messages import Post
 from shared.scripts.stream import Place
 from shared.settings import Settings
@@ -50,13 +50,17 @@ class Collected(NamedTuple):
 
 def collect(options: TrainOptions, settings: Settings, notes: Console) -> Collected:
     """Read the posts that the options name. Raises UserError."""
-    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, notes)
+    if options.source == RESULTS and options.test is None:
+        for flag in ("id_column", "title_column", "body_column", "encoding"):
+            if getattr(options, flag) is not None:
+                raise UserError(f"{flag}: the results stream is not a file. Leave out this option, or name a file.")
+    source = _of_results(settings) if options.source == RESULTS else _of_path(options.source, options, notes)
     found = list(islice(source, options.limit))
     if options.source == RESULTS:
         notes.print(f"The results stream keeps the first {settings.stream_body} characters of each body.")
     tested = None
     if options.test is not None:
-        tested = [post for post in islice(_of_path(options.test, notes), options.limit) if _post(post).topic]
+        tested = [post for post in islice(_of_path(options.test, options, notes), options.limit) if _post(post).topic]
         if not tested:
             raise InputError(f"No post in {printable(options.test)} has a topic to compare with. Add a column `topic`.")
     gone: set[str] | None = set()
@@ -129,11 +133,11 @@ def _of_results(settings: Settings) -> Iterator[Labelled]:
                 yield Labelled(post, row.found["label"], row.found["scores"], row.found["model"])
 
 
-def _of_path(path: str, notes: Console) -> Iterator[Post | Labelled]:
+def _of_path(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
     """Yield the posts of a file, or of an export's parts, whose names sort by time. Raises InputError."""
     folder = Path(path)
     if not folder.is_dir():
-        yield from _of_file(path, notes)
+        yield from _of_file(path, options, notes)
         return
     parts = sorted(folder.glob("*/part-*"))
     if not parts:
@@ -141,14 +145,15 @@ def _of_path(path: str, notes: Console) -> Iterator[Post | Labelled]:
             f"The folder {printable(path)} contains no parts of an export. Name a file or an export folder."
         )
     for part in parts:
-        yield from _of_file(str(part), notes)
+        yield from _of_file(str(part), options, notes)
 
 
-def _of_file(path: str, notes: Console) -> Iterator[Post | Labelled]:
+def _of_file(path: str, options: TrainOptions, notes: Console) -> Iterator[Post | Labelled]:
     if path.endswith(".parquet"):
         yield from _of_parquet(path)
         return
-    reading = FileReading(path, notes)
+    columns = Columns.of(options.id_column, options.title_column, options.body_column)
+    reading = FileReading(path, notes, columns=columns, encoding=options.encoding)
     yield from reading.labelled()
     reading.end()
 

@@ -1,11 +1,13 @@
 """Scripts for poison tracking (workers/pipeline/poison.py): record the posts of a forward pass, and count deaths."""
 
+from typing import Any
+
 from redis import Redis
 
 from shared.keys import PASSES, poison_key
 from shared.scripts import Script
 
-#: A script saves one of the two commands' round trips, and is faster to build than a pipeline.
+#: A script needs one answer instead of two, and is faster to build than a pipeline.
 #:
 #:   KEYS[1]  feedmill:passes   hash: worker and lane -> {"at": seconds, "posts": {message: [index, …]}}, JSON
 #:   ARGV[1]  worker and lane   ARGV[2]  the record    ARGV[3]  ttl, seconds
@@ -38,9 +40,12 @@ return redis.call('HGETALL', KEYS[2])
 """)
 
 
-def note(redis: Redis, name: str, record: str, ttl: int) -> None:
-    """Record the posts of a pass. name: worker and lane. record: JSON."""
-    _NOTE(redis, [PASSES], [name, record, ttl])
+def note(name: str, record: str, ttl: int) -> tuple[Any, ...]:
+    """Return the command that records the posts of a pass. name: worker and lane. record: JSON.
+
+    It contains the script's source, because its sender does not read the answer at once.
+    """
+    return ("EVAL", _NOTE.lua, 1, PASSES, name, record, ttl)
 
 
 def count(redis: Redis, message: str, worker: str, ttl: int) -> dict[int, int]:

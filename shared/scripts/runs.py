@@ -1,9 +1,11 @@
-"""Scripts for the progress of runs (shared/runs.py), and the part of other scripts that counts it."""
+"""Scripts for runs: the part of other scripts that counts progress (shared/runs.py), and deleting a run."""
+
+from collections.abc import Sequence
 
 from redis import Redis
 
-from shared.keys import DEAD_LETTERS, run_key
-from shared.scripts import Script
+from shared.keys import CLEARS, DEAD_LETTERS, RUNS, result_key, run_key, sent_key
+from shared.scripts import Script, as_text
 
 #: Maximum milliseconds between two activities of a run that count as time in use. In longer pauses, the run waited for
 #: a worker, or its sender for a person.
@@ -31,6 +33,57 @@ local function count_progress(runs, prefix, run, counts, ttl, limit, first)
   redis.call('ZREMRANGEBYRANK', runs, 0, -1 - limit)
 end
 """
+#: Bytes of entries that one call of `_PURGE` reads. Takes a few milliseconds, during which Redis is blocked.
+PURGE_BYTES = 2**18
+#: Deletes the entries of one run, the results that they announce, and all marks of their ids: marks do not name their
+#: run, and a post of another run that is sent again is answered with its stored result.
+#:
+#:   KEYS[1]  feedmill:results or feedmill:dead, stream
+#:   ARGV[1]  first id, in XRANGE syntax    ARGV[2]  bytes of entries after which to stop    ARGV[3]  the run
+#:   ARGV[4], ARGV[5]  prefixes of the names of results' and of sent marks' keys
+#:
+#: Returns the first id for the next call ("" after the last entry), and the number of deleted entries.
+_PURGE: Script[tuple[str | bytes, int]] = Script("""
+local from, bytes, deleted = ARGV[1], 0, 0
+local function decoded(text)
+  local valid, value = pcall(cjson.decode, text or '')
+  return valid and type(value) == 'table' and value or {}
+end
+repeat
+  local entries = redis.call('XRANGE', KEYS[1], from, '+', 'COUNT', 10)
+  for _, entry in ipairs(entries) do
+    local found = {}
+    for i = 1, #entry[2], 2 do
+      found[entry[2][i]] = entry[2][i + 1]
+      bytes = bytes + #entry[2][i + 1]
+    end
+    local text = found.post or found.letter or ''
+    if string.find(text, '"run"', 1, true) and decoded(text).run == ARGV[3] then
+      deleted = deleted + redis.call('XDEL', KEYS[1], entry[1])
+      local fingerprint = decoded(found.classification).fingerprint
+      if found.id and fingerprint then
+        local key = ARGV[4] .. found.id
+        redis.call('HDEL', key, fingerprint)
+        local left = redis.call('HKEYS', key)
+        if #left == 1 and left[1] == 'score' then redis.call('UNLINK', key) end
+      end
+      if found.id then redis.call('UNLINK', ARGV[5] .. found.id) end
+    end
+    from = '(' .. entry[1]
+  end
+  if #entries < 10 then from = '' end
+until from == '' or bytes >= tonumber(ARGV[2])
+return {from, deleted}
+""")
+#: Deletes a run's counters, and makes the saved positions in files void: sending its file again would skip its posts.
+#:
+#:   KEYS[1] feedmill:run:<name>, hash    KEYS[2] feedmill:runs, zset    KEYS[3] feedmill:clears, hash
+#:   ARGV[1] the run                      ARGV[2+] queues
+_FORGET: Script[None] = Script("""
+redis.call('UNLINK', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+for i = 2, #ARGV do redis.call('HINCRBY', KEYS[3], ARGV[i], 1) end
+""")
 #:   KEYS[1] feedmill:dead, stream    KEYS[2] feedmill:run:<name>, hash    ARGV[1] entry id of a dead letter
 _REMOVE_RETRIED: Script[int] = Script("""
 local removed = redis.call('XDEL', KEYS[1], ARGV[1])
@@ -44,3 +97,19 @@ return removed
 def remove_retried(redis: Redis, entry: str, run: str) -> None:
     """Remove a dead letter whose post was sent again, and subtract it from its run's failures."""
     _REMOVE_RETRIED(redis, [DEAD_LETTERS, run_key(run)], [entry])
+
+
+def purge(redis: Redis, stream: str, run: str) -> int:
+    """Delete a run's entries from the stream of results or dead letters, with their results and marks; return their
+    number.
+    """
+    start, total = "-", 0
+    while start:
+        following, deleted = _PURGE(redis, [stream], [start, PURGE_BYTES, run, result_key(""), sent_key("")])
+        start, total = as_text(following), total + deleted
+    return total
+
+
+def forget(redis: Redis, run: str, queues: Sequence[str]) -> None:
+    """Delete the counters of a run, and make saved positions void for files sent to these queues."""
+    _FORGET(redis, [run_key(run), RUNS, CLEARS], [run, *queues])

@@ -96,7 +96,13 @@ def _nothing_but_what_is_tested(guarded: Guarded) -> None:
 
 def test_worker_user_may_operate_everything(guarded: Guarded, tmp_path: Path) -> None:
     url = {"FEEDMILL_REDIS_URL": guarded.as_user("worker")}
-    for command in (["status", "--json"], ["health"], ["purge", "p1"], ["purge", "--lift", "p1"], ["deploy", "--own"]):
+    for command in (
+        ["status", "--json"],
+        ["health"],
+        ["purge", "p1"],
+        ["purge", "--lift", "p1"],
+        ["deploy", "--reset"],
+    ):
         said = feedmill(*command, cwd=tmp_path, **url)
         assert (said.returncode, said.stderr) == (0, ""), said.stdout
         if command[0] == "status":
@@ -171,7 +177,7 @@ def test_worker_user_may_read_celery_results(guarded: Guarded) -> None:
     app = make_celery(load(redis_url=guarded.as_user("worker")))
     posts = [{"id": "x", "title": "A storm is coming"}]
     result = app.send_task("feedmill.classify", kwargs={"posts": posts})
-    assert result.get(timeout=30)[0]["id"] == "x"
+    assert result.get(timeout=120)[0]["id"] == "x"
     assert guarded.refused() == []
 
 

@@ -103,7 +103,7 @@ class Caller:
         assert self._process.stdout
         self._process.stdin.close()
         try:
-            assert self._process.wait(60) == 0, self.errors.read_text()
+            assert self._process.wait(120) == 0, self.errors.read_text()
         finally:
             self._process.kill()
             self._process.wait()
@@ -307,5 +307,5 @@ def test_sends_from_another_application(redis: RedisServer, tmp_path: Path) -> N
         caller.run("sent = feedmill.classify_task.delay(posts=POSTS)")
         assert [redis.client.llen(queue) for queue in ("labelled", "aside", "of-mine", "feedmill")] == [2, 1, 0, 0]
         with working(redis, tmp_path, FEEDMILL_QUEUE="labelled"):
-            assert caller.say("[outcome['id'] for outcome in sent.get(timeout=60)]") == ["1", "2"]
-            assert caller.say("len(group(feedmill.classify_task.s(POSTS) for _ in range(3))().get(timeout=60))") == 3
+            assert caller.say("[outcome['id'] for outcome in sent.get(timeout=120)]") == ["1", "2"]
+            assert caller.say("len(group(feedmill.classify_task.s(POSTS) for _ in range(3))().get(timeout=120))") == 3

@@ -86,7 +86,7 @@ class Scene:
     def wait_for_worker(self) -> None:
         wait_until(self._hears.is_set, f"the {self.kind} worker sends events")
         wait_until(lambda: self._inspect().ping(), f"the {self.kind} worker replies to ping")
-        self.send(post()).get(timeout=60)  # the stock worker loads its model with the first message
+        self.send(post()).get(timeout=120)  # the stock worker loads its model with the first message
 
     def _listen(self) -> None:
         def heard(event: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Scene:
 
     def load_model(self) -> None:
         """Make a restarted child of a stock worker load its model, so that loading is not part of a measurement."""
-        self.send(post("before")).get(timeout=60)
+        self.send(post("before")).get(timeout=120)
 
     def running(self, gate: str, **options: Any) -> AsyncResult[Any]:
         """Send a message whose forward pass lasts until the gate opens. Return once the pass has begun."""
@@ -179,7 +179,7 @@ class Scene:
         """Return a message's events, once it has an event of type `last` or a later message has succeeded."""
         self.settled(sent)
         later = self.send(post("other"))
-        later.get(timeout=60)
+        later.get(timeout=120)
         if self.kind != "celery-batches":  # celery-batches sends no events
             wait_until(
                 lambda: f"task-{last}" in self._types(sent) or "task-succeeded" in self._types(later),
@@ -190,7 +190,7 @@ class Scene:
     def signals(self, sent: AsyncResult[Any], last: str) -> str:
         self.settled(sent)
         later = self.send(post("other"))
-        later.get(timeout=60)
+        later.get(timeout=120)
         if self.kind != "celery-batches":
             wait_until(lambda: last in self._signals(sent) or "postrun" in self._signals(later), f"{last} is recorded")
         return ", ".join(_once(self._signals(sent))) or "none"
@@ -239,7 +239,7 @@ def labels(outcomes: Any) -> str:
 
 @row("`AsyncResult.get()`")
 def _(scene: Scene) -> str:
-    return labels(scene.send(post(), post("other")).get(timeout=30))
+    return labels(scene.send(post(), post("other")).get(timeout=120))
 
 
 @row("stored states")
@@ -247,10 +247,10 @@ def _(scene: Scene) -> str:
     client: Any = scene.redis.client
     with client.pubsub() as heard:
         heard.subscribe("celery-task-meta-of-states")
-        scene.send(post(), task_id="of-states").get(timeout=30)
+        scene.send(post(), task_id="of-states").get(timeout=120)
         found: list[str] = []
         while not found or found[-1] != "SUCCESS":
-            said = heard.get_message(ignore_subscribe_messages=True, timeout=10)
+            said = heard.get_message(ignore_subscribe_messages=True, timeout=120)
             if said:
                 found.append(json.loads(said["data"])["status"])
     return ", ".join(found)
@@ -277,19 +277,19 @@ def _(scene: Scene) -> str:
 @row("`result_expires`")
 def _(scene: Scene) -> str:
     sent = scene.send(post())
-    sent.get(timeout=30)
+    sent.get(timeout=120)
     return "applied" if 0 < int(scene.redis.client.ttl(f"celery-task-meta-{sent.id}")) <= 3600 else "not applied"
 
 
 @row("custom `task_id`")
 def _(scene: Scene) -> str:
-    scene.send(post(), task_id="chosen").get(timeout=30)
+    scene.send(post(), task_id="chosen").get(timeout=120)
     return "respected" if AsyncResult("chosen", app=scene.app).successful() else "lost"
 
 
 @row("custom headers", own_body=True)
 def _(scene: Scene) -> str:
-    found = scene.send(post(), task="own.header", headers={"ticket": "T1"}).get(timeout=30)
+    found = scene.send(post(), task="own.header", headers={"ticket": "T1"}).get(timeout=120)
     return "visible to the task" if found == ["T1", 1] else str(found)
 
 
@@ -346,7 +346,7 @@ def _(scene: Scene) -> str:
 @row("group")
 def _(scene: Scene) -> str:
     found = (
-        group([scene.signature(post()), scene.signature(post("other"))], app=scene.app).apply_async().get(timeout=30)
+        group([scene.signature(post()), scene.signature(post("other"))], app=scene.app).apply_async().get(timeout=120)
     )
     return "in order" if [outcomes[0]["id"].split("-")[0] for outcomes in found] == ["good", "other"] else str(found)
 
@@ -376,7 +376,7 @@ def _(scene: Scene) -> str:
 def _(scene: Scene) -> str:
     due = datetime.now(UTC) + timedelta(seconds=1)
     sent = scene.send(post(), eta=due)
-    sent.get(timeout=30)
+    sent.get(timeout=120)
     done = sent.date_done if sent.date_done.tzinfo else sent.date_done.replace(tzinfo=UTC)
     return "on time" if done >= due else "too early"
 
@@ -489,7 +489,7 @@ def _(scene: Scene) -> str:
             scene.received(sent[-1])
     later, sooner = sent
     scene.settled(later, sooner)
-    later.get(timeout=30)
+    later.get(timeout=120)
     return "urgent first" if sooner.date_done < later.date_done else "in arrival order"
 
 
@@ -560,7 +560,7 @@ def _(scene: Scene) -> str:
 def _(scene: Scene) -> str:
     sent = scene.send(post(), task="own.ignores")
     scene.told(sent, "started")
-    scene.send(post("other")).get(timeout=30)
+    scene.send(post("other")).get(timeout=120)
     return str(sent.state)
 
 
@@ -589,7 +589,7 @@ def _(scene: Scene) -> str:
     sent = scene.send(post(), countdown=2)
     scene.received(sent)
     found = [scheduled["request"]["id"] for scheduled in scene.ask("scheduled")]
-    sent.get(timeout=30)  # leave no scheduled message to the next row
+    sent.get(timeout=120)  # leave no scheduled message to the next row
     return "shown" if sent.id in found else "not shown"
 
 
@@ -603,11 +603,11 @@ def _(scene: Scene) -> str:
 @row("`add_consumer`, `cancel_consumer`")
 def _(scene: Scene) -> str:
     scene.order("add_consumer", queue="second")
-    found = labels(scene.send(post(), queue="second").get(timeout=30))
+    found = labels(scene.send(post(), queue="second").get(timeout=120))
     scene.order("cancel_consumer", queue="second")
     wait_until(lambda: len(scene.ask("active_queues")) == 1, "the worker serves one queue again")
     left = scene.send(post(), queue="second")
-    scene.send(post("other")).get(timeout=30)
+    scene.send(post("other")).get(timeout=120)
     assert scene.redis.client.llen("second") == 1
     left.forget()
     scene.redis.client.delete("second")
@@ -647,13 +647,13 @@ def _(scene: Scene) -> str:
 @row("other tasks on the same worker")
 def _(scene: Scene) -> str:
     good = scene.app.send_task("own.tell", [7])
-    return "run" if good.get(timeout=30) == 7 else "not run"
+    return "run" if good.get(timeout=120) == 7 else "not run"
 
 
 @row("`shutdown`")
 def _(scene: Scene) -> str:
     scene.app.control.shutdown()
-    scene.worker.wait(60)
+    scene.worker.wait(120)
     return f"exit status {scene.worker.returncode}"
 
 

@@ -36,7 +36,7 @@ def app(worker: Feedmill, redis_server: RedisServer) -> Iterator[Celery]:
     """A client of the worker. After each test, the worker must still be running and answer the client's message."""
     app = make_app(Settings.model_validate({"redis_url": redis_server.url}))
     yield app
-    (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=30)
+    (found,) = app.send_task("feedmill.classify", kwargs={"posts": [{"id": "y", "title": "A goal"}]}).get(timeout=120)
     assert found["id"] == "y"
     assert worker.process.poll() is None
     wait_until(lambda: not sum(queue_depth(redis_server.client, "feedmill")), "no message is waiting or held")
@@ -123,7 +123,7 @@ def test_long_labels_are_not_copied_for_each_post(
     before = redis_server.client.info("memory")["used_memory"]
     answer = app.send_task("feedmill.classify", kwargs={"posts": sent, "labels": labels}, compression="gzip")
     with pytest.raises(Exception, match="labels: ") as raised:
-        answer.get(timeout=60)
+        answer.get(timeout=120)
     assert len(str(raised.value)) < 1000
     assert all(len(letter.reason) < 200 for letter in letters(redis_server, min(posts, 100)))
     wait_until(lambda: redis_server.client.xlen("feedmill:dead") == posts, "every post is a dead letter")
@@ -153,14 +153,14 @@ def test_dead_letter_keeps_the_readable_parts_of_a_message(redis_server: RedisSe
 
 def test_sender_of_an_unknown_task_gets_not_registered(app: Celery, redis_server: RedisServer) -> None:
     answer = app.send_task("no.such", kwargs={"posts": [POST]})
-    assert isinstance(answer.get(timeout=30, propagate=False), NotRegistered)
+    assert isinstance(answer.get(timeout=120, propagate=False), NotRegistered)
     assert letters(redis_server)[0].message == answer.id
 
 
 def test_sender_of_an_invalid_message_gets_the_error(app: Celery, redis_server: RedisServer) -> None:
     odd = message(headers=TO_US | {"id": "2", "eta": "9999-12-31T23:59:59-12:00"})
     redis_server.client.lpush("feedmill", json.dumps(odd))
-    assert isinstance(app.AsyncResult("2").get(timeout=30, propagate=False), InvalidTaskError)
+    assert isinstance(app.AsyncResult("2").get(timeout=120, propagate=False), InvalidTaskError)
     assert letters(redis_server)[0].message == "2"
 
 

@@ -57,7 +57,7 @@ def test_interrupted_startup_leaves_no_process(tmp_path: Path, how: signal.Signa
     with running("demo", "--keep", cwd=tmp_path, TMPDIR=str(tmp_path)) as demo:
         wait_until(lambda: " flower " in " ".join(processes_in(tmp_path)), "the last process has started")
         demo.end(how)
-        wait_until(lambda: not processes_in(tmp_path), "every process has ended", 20)
+        wait_until(lambda: not processes_in(tmp_path), "every process has ended")
 
 
 def test_failed_startup_leaves_no_process(tmp_path: Path) -> None:

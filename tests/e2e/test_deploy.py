@@ -85,7 +85,7 @@ class House(NamedTuple):
         found = make_app(Settings.model_validate({"redis_url": self.redis.url})).send_task(
             "feedmill.classify", kwargs={"posts": [{"id": "a", "title": "The match ended"}]}
         )
-        (outcome,) = found.get(timeout=60)
+        (outcome,) = found.get(timeout=120)
         return Path(outcome["model"]).name
 
 
@@ -144,7 +144,7 @@ def test_new_workers_load_the_deployed_model_or_fail(house: House) -> None:
     elsewhere = {"FEEDMILL_REDIS_URL": house.redis.url, "FEEDMILL_MODEL": str(house.folder / "own")}
     with working(house.redis, house.folder, name="later", FEEDMILL_MODEL=elsewhere["FEEDMILL_MODEL"]) as later:
         assert later.says(f"{house.folder / 'tuned'} ")
-        status, said, _ = house.run("deploy", "--own", "--json")
+        status, said, _ = house.run("deploy", "--reset", "--json")
         assert status == 0, said
         assert "2 workers" in json.loads(said.splitlines()[-1])["said"]
         assert house.at_work() == "own"
@@ -171,8 +171,8 @@ def test_deploy_without_workers_applies_to_later_ones(house: House) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "FOLDER.*--own.*--show"),
-        (["tuned", "--own"], "FOLDER.*--own.*--show"),
+        ([], "FOLDER.*--reset.*--show"),
+        (["tuned", "--reset"], "FOLDER.*--reset.*--show"),
         (["none"], "none"),
         (["."], "config.json"),
         (["tuned", "--queue", "feedmil"], "--queue: .*'feedmil'"),

@@ -46,9 +46,9 @@ def test_a_failing_callback_does_not_stop_the_worker(redis: RedisServer, tmp_pat
     with working(redis, tmp_path, **include) as worker:
         takes_no_more_than_an_id = app.signature("differential.failed", kwargs={"more": 1})
         app.send_task("differential.reject", kwargs={"posts": posts}, link_error=takes_no_more_than_an_id)
-        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=120)
         wait_until(lambda: worker.says("ERROR"), "the worker logs the failure")
-        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=30)
+        assert app.send_task("feedmill.classify", kwargs={"posts": posts}).get(timeout=120)
 
 
 GOOD: dict[str, Any] = {"id": "1", "label": "a", "scores": {"a": 0.7, "b": 0.3}, "worker": "stock", "model": "m"}

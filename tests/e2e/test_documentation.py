@@ -131,14 +131,14 @@ def test_redis_starts_with_docker_redis_conf(tmp_path: Path) -> None:
     )
     try:
         client = Redis(port=port, decode_responses=True, socket_connect_timeout=1)
-        wait_until(lambda: _answers(client), "redis-server answers", 10)
+        wait_until(lambda: _answers(client), "redis-server answers")
         found = client.config_get("*")
         assert found["maxmemory-policy"] == "noeviction"
         assert (found["appendonly"], found["appendfsync"]) == ("yes", "everysec")
         client.close()
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(120)
 
 
 def _answers(client: Redis) -> bool:

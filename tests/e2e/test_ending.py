@@ -56,7 +56,7 @@ def finish(redis: RedisServer, folder: Path) -> None:
     with standin(redis, folder, "next") as worker:
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(30) == 0
+        assert worker.wait(120) == 0
     assert stored(redis) == POSTS
 
 
@@ -67,7 +67,7 @@ def test_unfinished_messages_are_returned_after_the_drain_time(
         push(settings)
         wait_until(lambda: stored(redis), "the first results are stored")
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(30) == 0
+        assert worker.wait(120) == 0
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
@@ -81,7 +81,7 @@ def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: S
         worker.send_signal(signal.SIGTERM)
         wait_until(lambda: "Warm shutdown" in (tmp_path / "first.log").read_text(), "the worker has received SIGTERM")
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(30) == 0
+        assert worker.wait(120) == 0
     waiting, held = queue_depth(redis.client, "feedmill")
     assert waiting > 0
     assert held == 0
@@ -91,7 +91,7 @@ def test_second_sigterm_stops_the_worker_at_once(redis: RedisServer, settings: S
 def test_signals_that_interrupt_each_other_end_the_worker(redis: RedisServer, tmp_path: Path) -> None:
     with standin(redis, tmp_path, "first", INCLUDE="tests.fakes.interrupted_shutdown") as worker:
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(30) == 0
+        assert worker.wait(120) == 0
     assert (tmp_path / "first.log").read_text().count("Warm shutdown") == 2
 
 

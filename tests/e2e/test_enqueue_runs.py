@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from feedmill import submit
 from feedmill.cli.enqueue import _resuming_command
 from producers.runs import default_run
 from shared import runs
+from shared.errors import UserError
 from shared.keys import MODELS, run_key
 from shared.messages import MAX_RUN, Classification, DeadLetter, Post, fingerprint
 from shared.model_routing import announce, deregister, known_queues, register
@@ -129,6 +131,20 @@ def test_refuses_labels_that_the_model_would_refuse(redis: RedisServer, csv: Pat
     announce(redis.client, "feedmill", "any")
     assert enqueue(redis, csv, "--labels", "a,b").returncode == 0
     assert known_queues(redis.client)["feedmill"].labels == ()
+
+
+def test_refuses_multi_label_for_a_model_with_one_label_per_post(redis: RedisServer, csv: Path) -> None:
+    register(redis.client, "w@host")
+    announce(redis.client, "feedmill", "tuned", ("ham", "spam"), one_label=True)
+    refused = enqueue(redis, csv, "--multi-label")
+    assert refused.returncode == 2
+    assert all(word in refused.stderr for word in ("tuned", "--multi-label"))
+    assert sent(redis) == []
+    with pytest.raises(UserError, match="tuned.*exactly one label"):
+        submit(["a text"], multi_label=True, redis_url=redis.url)
+    assert sent(redis) == []
+    announce(redis.client, "feedmill", "tuned", ("ham", "spam"))
+    assert enqueue(redis, csv, "--multi-label").returncode == 0
 
 
 def test_goes_on_without_a_worker_and_says_so(redis: RedisServer, csv: Path) -> None:
@@ -258,3 +274,14 @@ def test_clearing_the_queue_forgets_that_its_posts_were_sent(redis: RedisServer,
     assert again.stdout.startswith("2 posts sent")
     empty = feedmill("queue", "clear", "--yes", "--json", cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
     assert json.loads(empty.stdout) == {"messages": 1, "posts": 2, "held": 0}
+
+
+def test_clears_a_queue_that_no_worker_served(redis: RedisServer, csv: Path) -> None:
+    """`FEEDMILL_QUEUE` may name a queue before its first worker."""
+    assert enqueue(redis, csv, "--run", "a", FEEDMILL_QUEUE="nosuch").returncode == 0
+    clear = ("queue", "clear", "--queue", "nosuch", "--yes")
+    cleared = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert cleared.stdout.startswith("2 posts in 1 message removed from queue nosuch"), cleared.stderr
+    refused = feedmill(*clear, cwd=csv.parent, FEEDMILL_REDIS_URL=redis.url)
+    assert refused.returncode == 2
+    assert "'nosuch'" in refused.stderr

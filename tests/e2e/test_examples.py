@@ -35,7 +35,7 @@ def fetch(url: str, body: object = None) -> tuple[int, Any, dict[str, str]]:
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
             return answer.status, json.load(answer), dict(answer.headers)
     except HTTPError as error:
         with error:

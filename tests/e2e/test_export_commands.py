@@ -179,8 +179,8 @@ def test_exports_chosen_columns_and_latest_results(redis: RedisServer, tmp_path:
     assert (said.returncode, said.stdout[:2]) == (0, "2 "), said.stderr
     assert (tmp_path / "food.CSV").read_bytes() == b"id,label,Title,run\r\n2,food,title of 2,\r\n1,food,title of 1,\r\n"
     assert feedmill("export", "--columns", "id,scores", "food.parquet", cwd=tmp_path, **url).returncode == 0
-    (part,) = parts(tmp_path / "food.parquet")
-    assert pq.read_schema(part[0]).names == ["id", "scores"]
+    assert pq.read_schema(tmp_path / "food.parquet").names == ["id", "scores"]
+    assert {path.name for path in tmp_path.iterdir()} == {"food.CSV", "food.parquet"}
 
 
 def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
@@ -209,9 +209,12 @@ def test_exports_by_time_and_label(redis: RedisServer, tmp_path: Path) -> None:
             "--columns .*id",
         ),
         (
-            ("--latest", "out.parquet"),
-            "--latest .*CSV",
+            ("--latest", "--format", "parquet", "out"),
+            "--latest .*single file",
         ),
+        (("--follow", "out.parquet"), r"--follow needs a folder.*--format parquet out/"),
+        (("--follow", "out.csv"), r"--follow needs a folder.*--format csv out/"),
+        (("--part-rows", "5", "out.parquet"), "--part-rows.*folder"),
         (
             ("--latest", "--label", "food", "out.csv"),
             "--latest",

@@ -60,7 +60,7 @@ class Visitor:
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, str]:
         request = urllib.request.Request(self.url + path, body, self.headers)  # noqa: S310 - our own server
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -240,7 +240,7 @@ def test_container_health_check_detects_flower(stack: Stack) -> None:
     assert (kind, python) == ("CMD", "python")
     for port in (urlsplit(stack.flower_url).port, 1):
         check = [each.replace(":5555/", f":{port}/") for each in script]
-        said = subprocess.run([sys.executable, *check], capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run([sys.executable, *check], capture_output=True, text=True, timeout=120, check=False)
         assert (said.returncode == 0) == (port != 1), said
 
 
@@ -418,7 +418,7 @@ def test_generated_password_is_shown_once(redis: RedisServer, tmp_path: Path) ->
         assert found[2] not in " ".join(processes_in(tmp_path))
     finally:
         command.terminate()
-        rest = command.communicate(timeout=30)[1]
+        rest = command.communicate(timeout=120)[1]
     assert found[2] not in rest
 
 
@@ -426,7 +426,7 @@ def test_refuses_to_write_a_generated_password_to_a_file(redis: RedisServer, tmp
     with (tmp_path / "log").open("w") as log:
         ended = subprocess.run(
             [str(Path(sys.executable).parent / "feedmill"), "flower", "--port", "0"],
-            stdout=log, stderr=log, cwd=tmp_path, env=os.environ | {"FEEDMILL_REDIS_URL": redis.url}, timeout=60,
+            stdout=log, stderr=log, cwd=tmp_path, env=os.environ | {"FEEDMILL_REDIS_URL": redis.url}, timeout=120,
             check=False, start_new_session=True,  # without a terminal
         )  # fmt: skip
     assert ended.returncode == 2

@@ -202,7 +202,7 @@ def watching(served: RedisServer, tmp_path: Path) -> Iterator[Terminal]:
 def test_watch_in_a_terminal_restores_the_screen(watching: Terminal, how: signal.Signals, status: int) -> None:
     wait_until(lambda: watching.text().count("Ctrl-C") >= 2, "the screen was redrawn")
     watching.process.send_signal(how)
-    assert watching.process.wait(30) == status
+    assert watching.process.wait(120) == status
     text = watching.text()
     assert "worker@" in text
     assert "Traceback" not in text

@@ -138,7 +138,7 @@ def test_results_wait_at_redis_memory_limit(
         wait_until(lambda: rejected(said(), "workers.pipeline.recording") == 1, "a result waits")
         assert redis.client.xlen(RESULTS_STREAM) == 0
         redis.client.config_set("maxmemory", 0)
-        assert asked.get(timeout=60)[0]["id"] == "asked"
+        assert asked.get(timeout=120)[0]["id"] == "asked"
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         waited = rejected(said(), "workers.pipeline.recording") + rejected(said(), "workers.runtime.consumer")
         worker.send_signal(signal.SIGSTOP)
@@ -156,8 +156,8 @@ def test_results_wait_at_redis_memory_limit(
         wait_until(lambda: "the task will run again" in said(), "the other task is postponed")
         assert queue_depth(redis.client, "feedmill") == (0, 2)
         redis.client.config_set("maxmemory", 0)
-        assert asked.get(timeout=60)[0]["id"] == "asked"
-        assert another.get(timeout=60) == 7
+        assert asked.get(timeout=120)[0]["id"] == "asked"
+        assert another.get(timeout=120) == 7
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
         assert redis.client.xlen(RESULTS_STREAM) == 401
 
@@ -192,7 +192,7 @@ def test_expired_messages_end_after_the_memory_limit_is_lifted(
         wait_until(lambda: rejected(said(), "workers.runtime.consumer"), "Redis rejects the result on arrival")
         redis.client.config_set("maxmemory", 0)
         wait_until(lambda: not sum(queue_depth(redis.client, "feedmill")), "the queue is empty")
-        assert len(busy.get(timeout=10)) == 10
+        assert len(busy.get(timeout=120)) == 10
         assert (late.state, expired.state) == ("REVOKED", "REVOKED")
 
 
@@ -268,7 +268,7 @@ def test_a_message_that_kills_workers_early_is_dead_lettered(
     assert "5 times" in letter.reason
     assert KILLS_EARLY in (letter.payload or "")
     with pytest.raises(Exception, match="5 times"):
-        sent[titles.index(KILLS_EARLY)].get(timeout=10)
+        sent[titles.index(KILLS_EARLY)].get(timeout=120)
 
 
 @contextmanager
@@ -301,4 +301,4 @@ def standin(redis: RedisServer, folder: Path, **environment: str) -> Iterator[tu
     finally:
         if worker.poll() is None:
             worker.terminate()
-            worker.wait(60)
+            worker.wait(120)

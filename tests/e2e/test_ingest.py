@@ -161,7 +161,7 @@ def test_no_secret_is_logged_at_debug_level(
     with running("ingest", "reddit", *(["--once"] if once else []), cwd=tmp_path, **debug) as daemon:
         wait_until(lambda: reddit.ledger.served, "posts are read", 120)
         if once:
-            assert daemon.process.wait(60) == 0
+            assert daemon.process.wait(120) == 0
         else:
             daemon.end()
     assert SECRET not in daemon.text()

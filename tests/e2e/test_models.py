@@ -23,7 +23,7 @@ LABELS = ["sports", "food", "travel"]
 def ask(redis: RedisServer, **options: Any) -> list[dict[str, Any]]:
     client = Celery("elsewhere", broker=redis.url, backend=redis.url, set_as_current=False)
     sent = client.send_task("feedmill.classify", kwargs={"posts": POSTS, **options}, queue="feedmill")
-    found: list[dict[str, Any]] = sent.get(timeout=60)
+    found: list[dict[str, Any]] = sent.get(timeout=120)
     return found
 
 

@@ -110,7 +110,9 @@ def test_environment_contains_nothing_of_feedmill(elsewhere: Elsewhere, name: st
 
 
 def test_returns_one_outcome_per_post(elsewhere: Elsewhere) -> None:
-    found = elsewhere.ask("say(send(kwargs={'posts': POSTS}).get(timeout=60))", given=[POSTS[0], {"id": "x"}, POSTS[1]])
+    found = elsewhere.ask(
+        "say(send(kwargs={'posts': POSTS}).get(timeout=120))", given=[POSTS[0], {"id": "x"}, POSTS[1]]
+    )
     assert [outcome.get("label") for outcome in found] == ["sports", None, "food"]
     assert found[1] == {"id": "x", "error": NO_TEXT}
     RESULT.validate(found)
@@ -118,9 +120,9 @@ def test_returns_one_outcome_per_post(elsewhere: Elsewhere) -> None:
 
 def test_classifies_with_custom_labels(elsewhere: Elsewhere) -> None:
     options = {"labels": {"tea": "tea", "ball": ["football", "a match"]}, "template": "On {}.", "multi_label": True}
-    found = elsewhere.ask(f"say(send((POSTS,), {options!r}).get(timeout=60))")
+    found = elsewhere.ask(f"say(send((POSTS,), {options!r}).get(timeout=120))")
     assert [list(outcome["scores"]) for outcome in found] == [["ball", "tea"], ["tea", "ball"]]
-    by_position = elsewhere.ask("say(send((POSTS, 'tea, ball, car', None, False, False, '2')).get(timeout=60))")
+    by_position = elsewhere.ask("say(send((POSTS, 'tea, ball, car', None, False, False, '2')).get(timeout=120))")
     assert [len(outcome["scores"]) for outcome in by_position] == [2, 2]
     RESULT.validate(found)
     RESULT.validate(by_position)
@@ -131,7 +133,7 @@ def test_group_results_keep_their_order(elsewhere: Elsewhere) -> None:
 def classify(post):
     return app.signature("feedmill.classify", kwargs={"posts": [post]}, queue="feedmill")
 
-say(group(classify(post) for post in POSTS).apply_async().get(timeout=60))
+say(group(classify(post) for post in POSTS).apply_async().get(timeout=120))
 """
     posts = [post.model_dump(mode="json", exclude_defaults=True) for post in make_posts(30)]
     found = elsewhere.ask(code, given=posts)
@@ -141,7 +143,7 @@ say(group(classify(post) for post in POSTS).apply_async().get(timeout=60))
 
 
 def test_ignored_results_are_still_stored(elsewhere: Elsewhere, served: RedisServer) -> None:
-    code = "sent = send(kwargs={'posts': POSTS}, ignore_result=True); say([sent.id, sent.get(timeout=60)])"
+    code = "sent = send(kwargs={'posts': POSTS}, ignore_result=True); say([sent.id, sent.get(timeout=120)])"
     message, result = elsewhere.ask(code, given=[{"id": "ignored", "title": "A goal in the last minute"}])
     assert result is None
     store = ResultsStore(served.client, Settings())
@@ -173,9 +175,9 @@ def test_errors_are_returned_and_raised_by_class_name(
     """The error is both returned and raised, as an exception with this class name."""
     code = """
 sent = send(*GIVEN)
-found = sent.get(timeout=60, propagate=False)
+found = sent.get(timeout=120, propagate=False)
 try:
-    sent.get(timeout=60)
+    sent.get(timeout=120)
 except Exception as error:
     say([[type(each).__name__, str(each)] for each in (found, error)])
 """
@@ -188,14 +190,12 @@ except Exception as error:
 def test_works_beside_a_package_named_shared(elsewhere: Elsewhere) -> None:
     (elsewhere.folder / "shared").mkdir()
     (elsewhere.folder / "shared" / "errors.py").write_text("class Other(Exception): pass")
-    code = (
-        "import shared.errors; error = send().get(timeout=60, propagate=False); say([type(error).__name__, str(error)])"
-    )
+    code = "import shared.errors; e = send().get(timeout=120, propagate=False); say([type(e).__name__, str(e)])"
     assert elsewhere.ask(code) == ["RequestRefused", "posts: expected a list of at least one post"]
 
 
 def test_messages_of_a_newer_version_become_dead_letters(elsewhere: Elsewhere, served: RedisServer) -> None:
-    code = f"sent = send((POSTS,), {{'version': {NEXT}}}); sent.get(timeout=60, propagate=False); say(sent.id)"
+    code = f"sent = send((POSTS,), {{'version': {NEXT}}}); sent.get(timeout=120, propagate=False); say(sent.id)"
     message = elsewhere.ask(code)
     store = ResultsStore(served.client, Settings())
     letters = [letter for letter in store.dead_letters(100) if letter.message == message]
@@ -206,7 +206,7 @@ def test_messages_of_a_newer_version_become_dead_letters(elsewhere: Elsewhere, s
 
 @pytest.mark.parametrize("version", ["1", "'1'"])
 def test_accepts_messages_of_this_version(elsewhere: Elsewhere, version: str) -> None:
-    (found, _) = elsewhere.ask(f"say(send((POSTS,), {{'version': {version}}}).get(timeout=60))")
+    (found, _) = elsewhere.ask(f"say(send((POSTS,), {{'version': {version}}}).get(timeout=120))")
     assert found["label"] == "sports"
 
 
@@ -230,8 +230,8 @@ class Bomb:
         return open, (sys.argv[1], "w")
 
 sent = send(([{"id": "1", "title": Bomb()}],), serializer="pickle")
-good = send((POSTS,)).get(timeout=60)
-sent.get(timeout=60, propagate=False)
+good = send((POSTS,)).get(timeout=120)
+sent.get(timeout=120, propagate=False)
 say([sent.state, good[0]["label"]])
 """
     trace = elsewhere.folder / "trace"
@@ -273,7 +273,7 @@ from own_tasks import classify, labels, own
 after = own(labels)
 known = after.freeze()
 classify(POSTS).apply_async(link=after)
-say(known.get(timeout=60))
+say(known.get(timeout=120))
 """
     assert own_worker.ask(code) == {"1": "sports", "2": "food"}
 
@@ -285,7 +285,7 @@ from own_tasks import classify, failed, own
 after = own(failed)
 known = after.freeze()
 classify(POSTS, lables="a").apply_async(link_error=after)
-say(known.get(timeout=60))
+say(known.get(timeout=120))
 """
     assert own_worker.ask(code) == "RequestRefused: lables: extra inputs are not permitted"
 
@@ -295,7 +295,7 @@ def test_chord_error_names_the_rejected_message(own_worker: Elsewhere) -> None:
 from own_tasks import classify, count, own
 
 sent = chord([classify(POSTS), classify(POSTS, lables="a")], own(count)).apply_async()
-error = sent.get(timeout=60, propagate=False)
+error = sent.get(timeout=120, propagate=False)
 say([type(error).__name__, str(error)])
 """
     name, words = own_worker.ask(code)
@@ -309,7 +309,7 @@ def test_chain_passes_its_result_as_posts(own_worker: Elsewhere) -> None:
 from own_tasks import classify
 
 again = app.signature("feedmill.classify", kwargs={"labels": "tea, football"}, queue="feedmill")
-say(str(chain(classify(POSTS), again).apply_async().get(timeout=60, propagate=False)))
+say(str(chain(classify(POSTS), again).apply_async().get(timeout=120, propagate=False)))
 """
     # Outcomes have no text, so they fail as posts: the error is the second message's.
     assert own_worker.ask(code).startswith(f"2 of 2 posts failed: 1: {NO_TEXT}")

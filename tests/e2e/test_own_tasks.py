@@ -41,7 +41,7 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     ) as it:
         wait_until(lambda: it.says(" ready."), "the worker is ready")
         # Until its first forward pass, a worker does not know its throughput and prefetches little.
-        _app(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=60)
+        _app(redis_server).send_task("feedmill.classify", [POSTS]).get(timeout=120)
         yield it
 
 
@@ -78,13 +78,13 @@ def test_tasks_alternate_with_micro_batches(app: Celery, redis_server: RedisServ
     classified = [app.send_task("feedmill.classify", [[{**POSTS[0], "id": f"p{number}"}]]) for number in range(COUNT)]
     wait_until(lambda: held(app) == 2 * COUNT + 1, "the worker holds all messages")
     redis_server.client.delete("gate")
-    assert [each.get(timeout=60)[0]["label"] for each in classified] == ["sports"] * COUNT
+    assert [each.get(timeout=120)[0]["label"] for each in classified] == ["sports"] * COUNT
     for number, each in enumerate(sent):
         if number == 7:
             with pytest.raises(ValueError, match="number 7, on purpose"):
-                each.get(timeout=60)
+                each.get(timeout=120)
         else:
-            assert each.get(timeout=60) == number
+            assert each.get(timeout=120) == number
     told = ran(redis_server)[1:]
     starts = [line for line in told if line.startswith("begin ")]
     # Tasks run in order, the retried one again at the end, and never two at a time.
@@ -108,25 +108,25 @@ def test_inspect_shows_tasks_as_usual(app: Celery, redis_server: RedisServer) ->
     assert [task["id"] for task in active] == [sent.id]
     assert {"feedmill.classify", "own.note", "own.once_more"} <= set(registered)
     redis_server.client.delete("gate")
-    assert sent.get(timeout=60) == "gate"
+    assert sent.get(timeout=120) == "gate"
 
 
 def test_own_tasks_share_a_canvas_with_classify(app: Celery) -> None:
     """A single worker runs every task of the canvas, without a deadlock."""
     classify = app.signature("feedmill.classify", [POSTS])
     note = app.signature("own.note", [5], immutable=True)
-    assert chain(classify, note, app=app).apply_async().get(timeout=60) == 5
-    assert chord([classify, note, classify], note, app=app).apply_async().get(timeout=60) == 5
+    assert chain(classify, note, app=app).apply_async().get(timeout=120) == 5
+    assert chord([classify, note, classify], note, app=app).apply_async().get(timeout=120) == 5
     sent = chain(app.signature("own.sends", [POSTS]), app.signature("own.note"), app=app).apply_async()
-    assert [each["label"] for each in app.AsyncResult(sent.get(timeout=60)).get(timeout=60)] == ["sports", "food"]
+    assert [each["label"] for each in app.AsyncResult(sent.get(timeout=120)).get(timeout=120)] == ["sports", "food"]
 
 
 def test_own_tasks_can_call_classify_directly(app: Celery) -> None:
     """The task classifies on the device thread, with a second pipeline in the worker's process."""
     sent = app.send_task("own.classifies", [POSTS])
     other = app.send_task("feedmill.classify", [POSTS])
-    assert sent.get(timeout=60) == ["sports", "food"]
-    assert len(other.get(timeout=60)) == 2
+    assert sent.get(timeout=120) == ["sports", "food"]
+    assert len(other.get(timeout=120)) == 2
 
 
 def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
             lambda: worker.says(f"own.hold[{long.id}] has occupied the device thread for "), "the delay is logged"
         )
         redis.client.delete("gate")
-        assert long.get(timeout=60) == "gate"
+        assert long.get(timeout=120) == "gate"
         redis.client.set("gate", "1")
         limited = app.send_task("own.hold", ["gate"], soft_time_limit=1)
         wait_until(lambda: len(ran(redis)) == 2, "the task runs")
@@ -160,7 +160,7 @@ def test_a_time_limit_fails_the_task_and_stops_the_worker(redis_server: RedisSer
         assert worker.process.poll() == 1
         assert re.search(r"CRITICAL.*\b3 s\b", worker.text())
     with pytest.raises(TimeLimitExceeded):
-        limited.get(timeout=60)
+        limited.get(timeout=120)
     assert queue_depth(redis.client, "limits") == (1, 0), "the posts are returned, the task is not"
 
 

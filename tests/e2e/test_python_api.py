@@ -343,7 +343,7 @@ def test_predictions_become_a_frame() -> None:
     with pytest.warns(UserWarning, match="1 of 3"):
         found = api.classify([{"id": 1, "text": TEXTS[0]}, {"text": TEXTS[1]}, {"id": 3, "text": None}], LABELS)
     frame = found.to_frame(scores=True)
-    assert list(frame.columns) == ["id", "text", "label", "label_score", "score_complaint", "score_praise", "error"]
+    assert list(frame.columns) == ["id", "text", "label", "label_score", "score_praise", "score_complaint", "error"]
     assert frame["label"].tolist()[:2] == EXPECTED
     assert frame["error"].tolist()[2] == REASON
     assert list(api.classify(TEXTS, LABELS).to_frame().columns) == ["text", "label", "label_score"]
@@ -493,7 +493,7 @@ def test_dir_shows_the_public_names() -> None:
 def test_help_has_signatures_and_examples(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import feedmill; help(feedmill); help(feedmill.classify)"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for words in (

@@ -81,7 +81,7 @@ def test_losing_a_permission_stops_the_worker_naming_the_user(durable: Restartab
     with running("worker", cwd=tmp_path, FEEDMILL_REDIS_URL=url) as worker:
         wait_until(lambda: worker.says(" ready."), "the worker is ready")
         durable.client.acl_setuser("worker", enabled=True, keys=["*"], channels=["*"], commands=["+@all", "-hdel"])
-        assert worker.process.wait(30) == 1
+        assert worker.process.wait(120) == 1
     assert "user worker " in worker.text()
     assert "Traceback" not in worker.text()
 

@@ -127,7 +127,7 @@ def test_follow_ends_when_its_pipe_closes(redis: RedisServer, tmp_path: Path, gr
         assert [json.loads(following.stdout.readline())["id"] for _ in range(3)] == ["0", "1", "2"]
         following.stdout.close()
         # The reader notices the closed pipe although it writes nothing more.
-        assert following.wait(60) == 0
+        assert following.wait(120) == 0
         assert following.stderr.read() == ""
         following.stdout = None
 
@@ -138,7 +138,7 @@ def test_listing_into_a_closed_pipe_exits_with_status_0(redis: RedisServer, tmp_
         assert listing.stdout
         assert listing.stderr
         listing.stdout.close()
-        assert listing.wait(60) == 0
+        assert listing.wait(120) == 0
         assert listing.stderr.read() == ""
         listing.stdout = None
 
@@ -292,7 +292,7 @@ def test_documented_example_prints_as_shown(redis: RedisServer, tmp_path: Path) 
             env=os.environ | {"FEEDMILL_REDIS_URL": redis.url},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert (said.stdout, said.stderr) == (printed, "")

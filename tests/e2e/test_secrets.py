@@ -170,7 +170,7 @@ def envelope(body: bytes, content_type: str, **headers: Any) -> str:
 def is_served(up: Up) -> bool:
     """Check that the worker still answers a message."""
     posts = [{"id": "fine", "title": "The keeper saved two penalties"}]
-    return bool(up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=60)[0]["label"])
+    return bool(up.app.send_task(CLASSIFY_TASK, kwargs={"posts": posts}).get(timeout=120)[0]["label"])
 
 
 @pytest.fixture
@@ -253,9 +253,9 @@ def test_purge_leaves_no_text_of_a_post(up: Up, tmp_path: Path) -> None:
     misplaced = foreign.send_task(CLASSIFY_TASK, [[GONE], [GONE]], queue="feedmill")
     unknown = foreign.send_task("nobody.knows", [[GONE]], queue="feedmill")
     foreign.send_task(CLASSIFY_TASK, [[GONE, kept]], queue="feedmill", countdown=3600)
-    assert stored.get(timeout=60)[0]["label"]
+    assert stored.get(timeout=120)[0]["label"]
     for each in (refused, misplaced, unknown):
-        assert each.get(timeout=60, propagate=False)
+        assert each.get(timeout=120, propagate=False)
     wait_until(lambda: queue_depth(redis, "feedmill") == (0, 1), "only the scheduled message is left")
     assert (redis.xlen(DEAD_LETTERS) >= 3, redis.xlen(RESULTS_STREAM) >= 2) == (True, True)
     foreign.close()

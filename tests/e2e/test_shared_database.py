@@ -189,12 +189,12 @@ def test_sweeps_do_not_restore_the_other_workers_messages(neighbours: Neighbours
     for turn in range(2):
         if neighbours.short == "ours":
             found = neighbours.abandon(ours, "feedmill.classify", [{**POSTS[1], "id": f"lost-{turn}"}])
-            assert found.get(timeout=30)[0]["label"] == "food"
+            assert found.get(timeout=120)[0]["label"] == "food"
         else:
-            assert neighbours.abandon(theirs, "theirs.note", f"lost-{turn}").get(timeout=30) == f"lost-{turn}"
+            assert neighbours.abandon(theirs, "theirs.note", f"lost-{turn}").get(timeout=120) == f"lost-{turn}"
     neighbours.let_go()
     for each in sent:
-        each.get(timeout=30)
+        each.get(timeout=120)
     told = [line for line in neighbours.ran() if "lost" not in line]
     if neighbours.short == "ours":
         assert told == ["hold gate", "note a", "note b", "note c"]
@@ -230,14 +230,14 @@ def test_revoking_a_message_does_not_affect_the_other_worker(neighbours: Neighbo
     holder.control.revoke(gone.id)
     wait_until(lambda: _all_know(holder, gone.id), "both workers know the revoked id")
     if holds_ours:
-        assert theirs.send_task("theirs.note", ["other"]).get(timeout=30) == "other"
+        assert theirs.send_task("theirs.note", ["other"]).get(timeout=120) == "other"
     else:
-        assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=30)[0]["label"] == "sports"
+        assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=120)[0]["label"] == "sports"
     neighbours.let_go()
-    assert busy.get(timeout=30) == "gate"
-    stays.get(timeout=30)
+    assert busy.get(timeout=120) == "gate"
+    stays.get(timeout=120)
     with pytest.raises(TaskRevokedError):
-        gone.get(timeout=30)
+        gone.get(timeout=120)
     assert [line.split()[1] for line in neighbours.ran() if "revoked" in line] == ["revoked-b"]
 
 
@@ -252,11 +252,11 @@ def test_a_message_in_the_wrong_queue_fails(neighbours: Neighbours) -> None:
     lost = theirs.send_task("theirs.note", ["x"], queue="feedmill")
     if neighbours.short == "ours":
         with pytest.raises(Exception, match=r"theirs\.note"):
-            lost.get(timeout=30)
+            lost.get(timeout=120)
         with pytest.raises(Exception, match=r"feedmill\.classify"):
-            ours.send_task("feedmill.classify", [POSTS], queue="theirs").get(timeout=30)
-    assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=30)[0]["label"] == "sports"
-    assert theirs.send_task("theirs.note", ["y"]).get(timeout=30) == "y"
+            ours.send_task("feedmill.classify", [POSTS], queue="theirs").get(timeout=120)
+    assert ours.send_task("feedmill.classify", [POSTS]).get(timeout=120)[0]["label"] == "sports"
+    assert theirs.send_task("theirs.note", ["y"]).get(timeout=120) == "y"
     assert "'theirs.note'" in neighbours.worker.text()
     assert "note x" not in neighbours.ran()
 
@@ -271,12 +271,12 @@ def test_rpc_results(neighbours: Neighbours) -> None:
     ours = neighbours.ours
     assert ours.conf.result_backend is None or type(ours.backend).__module__ == "celery.backends.rpc"
     sent = ours.send_task("feedmill.classify", [POSTS])
-    assert [outcome["label"] for outcome in sent.get(timeout=30)] == ["sports", "food"]
+    assert [outcome["label"] for outcome in sent.get(timeout=120)] == ["sports", "food"]
     assert sent.state == "SUCCESS"
     several = group([ours.signature("feedmill.classify", [[post]]) for post in POSTS], app=ours).apply_async()
-    assert [outcomes[0]["label"] for outcomes in several.get(timeout=30)] == ["sports", "food"]
+    assert [outcomes[0]["label"] for outcomes in several.get(timeout=120)] == ["sports", "food"]
     with pytest.raises(Exception, match="posts: expected a list of at least one post"):
-        ours.send_task("feedmill.classify").get(timeout=30)
+        ours.send_task("feedmill.classify").get(timeout=120)
     assert not list(neighbours.redis.client.scan_iter(f"celery-task-meta-{sent.id}"))
 
 
@@ -287,15 +287,15 @@ def test_rpc_results_reach_their_own_sender(neighbours: Neighbours) -> None:
     other.conf.task_default_queue = "feedmill"
     first = neighbours.ours.send_task("feedmill.classify", [POSTS[:1]])
     second = other.send_task("feedmill.classify", [POSTS[1:]])
-    assert second.get(timeout=30)[0]["label"] == "food"
-    assert first.get(timeout=30)[0]["label"] == "sports"
+    assert second.get(timeout=120)[0]["label"] == "food"
+    assert first.get(timeout=120)[0]["label"] == "sports"
 
 
 @by_rpc
 def test_rpc_result_arrives_after_a_retry(neighbours: Neighbours) -> None:
     """The retry keeps the id and reply address of the first attempt."""
     sent = neighbours.ours.send_task("own.once_more", [POSTS])
-    assert [outcome["label"] for outcome in sent.get(timeout=30)] == ["sports", "food"]
+    assert [outcome["label"] for outcome in sent.get(timeout=120)] == ["sports", "food"]
     attempts = [line.split()[1:] for line in neighbours.ran() if line.startswith("attempt")]
     assert attempts == [[str(number), sent.id, neighbours.ours.thread_oid] for number in range(2)]
 

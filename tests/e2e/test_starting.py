@@ -73,7 +73,7 @@ class Started:
 
     def end(self) -> None:
         self.process.terminate()
-        assert self.process.wait(60) == 0, self.output.read_text()
+        assert self.process.wait(120) == 0, self.output.read_text()
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def client(redis: RedisServer) -> Celery:
 def classifies(redis: RedisServer) -> dict[str, Any]:
     """Classify posts; return the worker's pool statistics."""
     app = client(redis)
-    found = app.send_task("feedmill.classify", [POSTS]).get(timeout=60)
+    found = app.send_task("feedmill.classify", [POSTS]).get(timeout=120)
     assert [outcome["label"] for outcome in found] == ["sports", "food"]
     stats: Any = app.control.inspect(timeout=2).stats()
     (told,) = stats.values()

@@ -64,8 +64,8 @@ def test_results_come_in_the_order_of_the_items(worker: RedisServer) -> None:
 @pytest.mark.usefixtures("worker")
 def test_scores_equal_those_of_the_worker() -> None:
     arguments = {"posts": [{"id": "a", "title": TEXTS[0]}], "labels": LABELS}
-    (outcome,) = make_app(load(), current=False).send_task(CLASSIFY_TASK, kwargs=arguments).get(timeout=60)
-    found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=60)
+    (outcome,) = make_app(load(), current=False).send_task(CLASSIFY_TASK, kwargs=arguments).get(timeout=120)
+    found = api.submit([{"id": "b", "title": TEXTS[0]}], LABELS).results(timeout=120)
     assert dict(found[0].scores) == outcome["scores"]
     assert found[0].id == "b"
 
@@ -78,7 +78,7 @@ def test_frame_keeps_its_order(package: Any) -> None:
         frame.index = [5, 5, 1, "x"]
     sent = api.submit(frame, LABELS, body="review", run=f"frame of {package.__name__}")
     with pytest.warns(UserWarning, match=naming("1 of 4 rows", "row 2: no text")):
-        found = sent.wait(60).to_frame(scores=True)
+        found = sent.wait(120).to_frame(scores=True)
     assert list(found.columns) == ["id", "review", "label", "label_score", "score_praise", "score_complaint"]
     assert list(found["label"])[:2] == EXPECTED
     assert found["label_score"][0:2].min() > 0.5
@@ -100,7 +100,7 @@ def test_same_run_uses_stored_results(worker: RedisServer) -> None:
 @pytest.mark.usefixtures("worker")
 def test_other_fields_travel_with_a_dictionary() -> None:
     post = {"title": TEXTS[0], "subreddit": "praise", "score": "many", "created_utc": float("nan"), "author": "x"}
-    api.submit([post], LABELS, run="fields").wait(60)
+    api.submit([post], LABELS, run="fields").wait(120)
     (result,) = api.results(run="fields", follow=False)
     assert isinstance(result, api.Result)
     assert (result.post.subreddit, result.post.score, result.post.created_utc) == ("praise", None, None)
@@ -137,14 +137,38 @@ def test_waits_without_blocking_the_event_loop() -> None:
 
 
 def submit_unserved(items: Any = TEXTS, **options: Any) -> api.SubmittedRun:
-    with pytest.warns(UserWarning, match=naming("No worker serves", "unserved", "feedmill worker")):
-        return api.submit(items, LABELS, queue="unserved", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEEDMILL_QUEUE", "unserved")
+        with pytest.warns(UserWarning, match=naming("No worker serves", "unserved", "feedmill worker")):
+            return api.submit(items, LABELS, **options)
+
+
+def test_misspelt_queue_is_refused(redis_server: RedisServer) -> None:
+    """As by `feedmill enqueue --queue`."""
+    with pytest.raises(UserError, match=naming("queue:", "'nosuch'", "FEEDMILL_QUEUE")) as raised:
+        api.submit(TEXTS, LABELS, queue="nosuch")
+    assert "--" not in str(raised.value)
+    assert redis_server.client.llen("nosuch") == 0
+
+
+@pytest.mark.parametrize("timeout", ["5", True, float("nan")])
+def test_timeout_must_be_a_number(timeout: Any) -> None:
+    with pytest.raises(UserError, match=naming("timeout=", "seconds")):
+        submit_unserved().wait(timeout)
+
+
+def test_unlabelled_items_are_reported_once(recwarn: pytest.WarningsRecorder) -> None:
+    sent = submit_unserved([None])
+    for _ in range(2):
+        sent.results(timeout=0)
+        sent.to_frame(timeout=0)
+    assert [str(each.message) for each in recwarn] == ["1 of 1 items have no label: item 0: no text."]
 
 
 def test_wait_ends_at_its_timeout(redis_server: RedisServer) -> None:
     sent = submit_unserved(run="late")
     assert sent.progress() == (2, 0, 0)
-    with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "feedmill status")):
+    with pytest.raises(TimeoutError, match=naming("0 of 2", "'late'", "queue unserved", "feedmill status")):
         sent.wait(timeout=0)
     with pytest.raises(TimeoutError):
         asyncio.run(sent.results_async(timeout=0))
@@ -180,9 +204,12 @@ def test_cleared_queue_ends_the_run(redis_server: RedisServer, monkeypatch: pyte
 
 def test_labels_of_the_model_are_checked_first(redis_server: RedisServer) -> None:
     announce(redis_server.client, "own", "own/model", ["food", "sports"])
-    with pytest.raises(UserError, match=naming("food, sports", "labels=")) as raised:
+    with pytest.raises(UserError, match=naming("food, sports", "labels=", "with queue=.")) as raised:
         api.submit(TEXTS, LABELS, queue="own")
     assert "--" not in str(raised.value)
+    announce(redis_server.client, "own", "own/model", ["food", "sports"], one_label=True)
+    with pytest.raises(UserError, match=naming("exactly one label", "multi_label=,", "with queue=.")):
+        api.submit(TEXTS, queue="own", multi_label=True)
     assert redis_server.client.llen("own") == 0
 
 
@@ -212,7 +239,7 @@ TASK = """
 import feedmill
 try:
     sent = feedmill.classify_task.delay(posts=[{"id": "1", "title": "I love it"}], labels=["praise", "complaint"])
-    print(sent.get(timeout=60)[0]["label"])
+    print(sent.get(timeout=120)[0]["label"])
 except feedmill.UserError as error:
     print(error)
 """

@@ -196,11 +196,11 @@ def test_training_job_stays_in_its_folder(redis: RedisServer, tmp_path: Path) ->
         asked: dict[str, Any] = {"from": "posts.jsonl", "base": "base", "epochs": 1}
         found = ask(**asked, out="mine").get(timeout=100)
         with pytest.raises(Exception, match=r"out: '\.\./mine'"):
-            ask(**asked, out="../mine").get(timeout=30)
+            ask(**asked, out="../mine").get(timeout=120)
         with pytest.raises(Exception, match="mine"):
-            ask(**asked, out="mine").get(timeout=60)
+            ask(**asked, out="mine").get(timeout=120)
         with pytest.raises(Exception, match="epochs: "):
-            ask(**asked | {"epochs": -1}, out="other").get(timeout=30)
+            ask(**asked | {"epochs": -1}, out="other").get(timeout=120)
         posts = [{"id": "a", "title": "Secret words"}]
         client.send_task("feedmill.classify", kwargs={"posts": posts}, queue="training")
         wait_until(lambda: redis.client.xlen(DEAD_LETTERS) == 1, "the message is a dead letter")

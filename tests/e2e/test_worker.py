@@ -37,7 +37,7 @@ def client(served: RedisServer) -> Celery:
 
 
 def ask(client: Celery, *args: Any, **kwargs: Any) -> Any:
-    return client.send_task("feedmill.classify", args, kwargs).get(timeout=30)
+    return client.send_task("feedmill.classify", args, kwargs).get(timeout=120)
 
 
 def test_returns_one_outcome_per_post(client: Celery) -> None:
@@ -97,7 +97,7 @@ def test_ignored_results_emit_a_short_summary_event(client: Celery) -> None:
 def test_failed_messages_say_why(client: Celery, kwargs: dict[str, Any], words: str) -> None:
     result = client.send_task("feedmill.classify", kwargs=kwargs)
     with pytest.raises(Exception, match=words):
-        result.get(timeout=30)
+        result.get(timeout=120)
     assert result.state == "FAILURE"
     assert ask(client, POSTS)[0]["label"] == "sports"
 
@@ -106,12 +106,12 @@ def test_groups_and_chords_receive_outcomes(client: Celery) -> None:
     def classify(post: dict[str, Any]) -> Any:
         return signature("feedmill.classify", kwargs={"posts": [post]}, app=client)
 
-    found = group(classify(post) for post in POSTS).apply_async().get(timeout=30)
+    found = group(classify(post) for post in POSTS).apply_async().get(timeout=120)
     assert [outcomes[0]["label"] for outcomes in found] == ["sports", "food"]
     # The chord's body gets the outcomes as its first argument, posts; they have no text, so the message fails.
     body = signature("feedmill.classify", app=client)
     with pytest.raises(Exception, match="posts failed"):
-        chord([classify(post) for post in POSTS], body).apply_async().get(timeout=30)
+        chord([classify(post) for post in POSTS], body).apply_async().get(timeout=120)
 
 
 def test_invalid_messages_do_not_stop_the_worker(client: Celery, served: RedisServer) -> None:
@@ -282,7 +282,7 @@ def test_one_failing_post_is_the_only_dead_letter(redis: RedisServer, settings: 
         outcomes = sent.get(timeout=120)
     finally:
         worker.terminate()
-        worker.wait(60)
+        worker.wait(120)
     assert [outcome for outcome in outcomes if "error" in outcome] == [
         {"id": "p100", "error": "ValueError: this model cannot read that"}
     ]

@@ -157,7 +157,7 @@ class House:
             report = self.deployer.report
             return bool(report and report.at == ask.at and report.stage in (Stage.DONE, Stage.FAILED))
 
-        wait_until(is_over, "the deployment is done or has failed", 20)
+        wait_until(is_over, "the deployment is done or has failed")
         assert self.deployer.report
         return self.deployer.report
 
@@ -279,7 +279,7 @@ def test_budget_lowered_beside_another_model_is_restored(
     report = house.report(house.deploy("/new", load))
     assert report.stage is (Stage.FAILED if fails else Stage.DONE)
     assert lowered[0] < 64
-    wait_until(lambda: house.owner.pipeline.budget.tokens == 2048, "the token budget is restored", 10)
+    wait_until(lambda: house.owner.pipeline.budget.tokens == 2048, "the token budget is restored")
     assert not list(tmp_path.iterdir())
 
 
@@ -341,7 +341,7 @@ def test_a_hung_model_test_stops_the_worker(house: House) -> None:
     held = Candidate("held")
     held.gate.clear()
     house.deploy("/held", lambda: held)
-    wait_until(lambda: house.owner.failures, "the failure is reported", 10)
+    wait_until(lambda: house.owner.failures, "the failure is reported")
     failure = str(house.owner.pipeline.failure)
     assert "held" in failure
     assert "0.2 s" in failure
@@ -358,7 +358,7 @@ def test_tests_and_activates_a_real_model(redis: RedisServer, settings: Settings
         ask = asked(folder)
         request_model(redis.client, "feedmill", ask)
         deployer.request_check()
-        wait_until(lambda: owner.pipeline.classifier.weights.name == str(folder), "the model is active", 30)
+        wait_until(lambda: owner.pipeline.classifier.weights.name == str(folder), "the model is active")
         (found,) = owner.results("a post")
         assert set(found["scores"]) == set(LABELS.values())
         assert (found["model"], found["revision"], found["weights"]) == (str(folder), None, ask.weights)

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
-from feedmill.export import writer
+from feedmill.export import single_file
 from feedmill.export.writer import STATE_FILE, ExportFilter, Folder, format_of, opened, parts, purge
 from feedmill.reading.entry_ids import id_before
 from feedmill.reading.rows import RowReader
@@ -145,13 +147,14 @@ def test_reports_trimmed_rows_as_missed(server: RedisServer) -> None:
 # Files.
 
 
-@pytest.mark.parametrize("name", ["csv", "jsonl"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_exports_to_one_file(tmp_path: Path, store: ResultsStore, reader: RowReader, name: str) -> None:
     out = tmp_path / f"out.{name}"
     posts = [result("1", body="=a\r\nb", score=3, created_utc=5.5), result("2")]
     store.write(posts)
     assert run(out, reader, name).written == 2
-    assert list(Source(str(out)).items()) == [each.post for each in posts]
+    if name != "parquet":
+        assert list(Source(str(out)).items()) == [each.post for each in posts]
     assert list(tmp_path.iterdir()) == [out]
     store.write([result("3")])
     assert run(out, reader, name).written == 3  # rewrites the file
@@ -163,7 +166,7 @@ def test_exports_to_one_file(tmp_path: Path, store: ResultsStore, reader: RowRea
 def test_resumes_an_interrupted_single_file_export(
     tmp_path: Path, store: ResultsStore, reader: RowReader, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(writer, "SAVE_INTERVAL_ROWS", 60)
+    monkeypatch.setattr(single_file, "SAVE_INTERVAL_ROWS", 60)
     out = tmp_path / f"out.{name}"
     wanted = [str(number) for number in range(230)]
     store.write([result(post_id) for post_id in wanted])
@@ -181,6 +184,64 @@ def test_resumes_an_interrupted_single_file_export(
     assert (target.resumed, target.written) == (True, 230)
     assert exported(out) == wanted
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.usefixtures("small_fetches")
+def test_interrupted_parquet_file_starts_over(tmp_path: Path, store: ResultsStore, reader: RowReader) -> None:
+    out = tmp_path / "out.parquet"
+    wanted = [str(number) for number in range(230)]
+    store.write([result(post_id) for post_id in wanted])
+    run(out, reader, "parquet")
+    store.write([result("230")])
+    with opened(out, format_of("parquet"), ExportFilter(), reader) as target:
+        chunk = next(iter(reader.chunks(target.place)))
+        target.add(chunk.rows, chunk.place)
+        target.stop(chunk.place)
+        assert target.written == 0
+    assert exported(out) == wanted  # the complete file of the first export
+    assert list(tmp_path.iterdir()) == [out]
+    (tmp_path / "out.parquet.partial").write_bytes(b"PAR1 half")  # left by kill -9
+    target = run(out, reader, "parquet")
+    assert (target.resumed, target.written, exported(out)) == (False, 231, [*wanted, "230"])
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_parquet_file_keeps_each_posts_newest_result(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    add(server, NOON, "1", "2")
+    add(server, NOON + 1, "1", label="books")
+    assert run(tmp_path / "out.parquet", reader, "parquet", ExportFilter(latest=True)).written == 2
+    assert exported(tmp_path / "out.parquet") == ["2", "1"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_failed_copy_leaves_no_file(
+    tmp_path: Path, server: RedisServer, reader: RowReader, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The disk is full while the rows of purged posts are removed."""
+    form = format_of(name)
+    add(server, NOON, "1", "1")
+
+    def fail(_: Path, target: Path, __: object) -> int:
+        target.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(form, "copy", fail)
+    with opened(tmp_path / f"out.{name}", form, ExportFilter(latest=True), reader) as target:
+        chunk = reader.fetch(target.place)
+        target.add(chunk.rows, chunk.place)
+        with pytest.raises(OSError, match="disk full"):
+            target.close(chunk.place)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_continues_a_folder_that_is_named_like_a_file(tmp_path: Path, server: RedisServer, reader: RowReader) -> None:
+    """Earlier versions wrote Parquet to a folder of this name."""
+    out = tmp_path / "out.parquet"
+    add(server, NOON, "1")
+    run(out, reader, "parquet", in_parts=True)
+    add(server, NOON + 1, "2")
+    assert run(out, reader, "parquet").resumed
+    assert exported(out) == ["1", "2"]
 
 
 def test_export_that_fails_at_once_leaves_no_files(tmp_path: Path, reader: RowReader) -> None:
@@ -386,7 +447,7 @@ def test_next_run_removes_posts_purged_since(tmp_path: Path, server: RedisServer
     assert exported(out) == ["1", "5"]
 
 
-@pytest.mark.parametrize("name", ["csv", "jsonl"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_purges_a_single_file_export(tmp_path: Path, server: RedisServer, reader: RowReader, name: str) -> None:
     out = tmp_path / f"out.{name}"
     add(server, NOON, "1", "2")
@@ -484,6 +545,16 @@ def test_rejects_a_folder_of_an_export_with_other_options(
     (tmp_path / "out" / STATE_FILE).write_text("{}")
     with pytest.raises(UserError, match=re.escape(STATE_FILE)):
         run(tmp_path / "out", reader, "parquet")
+
+
+@pytest.mark.parametrize("content", [b"PAR1 damaged", None])
+def test_purge_rejects_other_parquet_files(tmp_path: Path, reader: RowReader, content: bytes | None) -> None:
+    path = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"id": ["1"], "text": ["a"]}), path)
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        purge(path, reader)
 
 
 @pytest.mark.parametrize("out", ["file", "folder", "none"])

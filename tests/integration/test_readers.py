@@ -145,7 +145,7 @@ def test_reads_from_a_given_time(store: ResultsStore, server: RedisServer, group
 def test_wait_returns_when_a_result_arrives(store: ResultsStore, reader: Reader) -> None:
     reader.read()
     write(store, 1)
-    reader.wait(60)  # returns at once; otherwise the test times out
+    reader.wait(120)  # returns at once; otherwise the test times out
     assert ids_of(read_all(reader)) == ["1"]
     assert next(batches(reader, wait=0.01)) == []
 

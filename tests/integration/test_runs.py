@@ -1,18 +1,22 @@
 """Runs: ids belong to their run, and the progress of a run is counted exactly once."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from feedmill.cli.main import app
 from feedmill.reading.dead_letters import DeadLetterEntry, DeadLetters
-from producers.clear import Cleared, clear
+from producers.clear import Cleared, clear, messages_cleared
+from producers.purge_run import RunPurged, purge_run
 from producers.push import Pusher
 from shared import runs
 from shared.broker import make_app
 from shared.errors import UserError
-from shared.keys import COUNTERS, RUNS, find, result_key, run_key, sent_key
+from shared.keys import COUNTERS, RESULTS_STREAM, RUNS, find, result_key, run_key, sent_key
 from shared.messages import MAX_RUN, Classification, ClassifyOptions, DeadLetter, Post, fingerprint, parse_run, run_of
 from shared.purge import purge
 from shared.results import Result, ResultsStore
@@ -215,3 +219,71 @@ def test_clearing_forgets_posts_whose_body_declares_no_encoding(
     server.client.lpush("feedmill", json.dumps(message))
     assert clear(server.client, settings) == Cleared(1, 1)
     assert not server.client.exists(sent_key("1"))
+
+
+def test_purging_a_run_keeps_the_posts_of_other_runs(
+    server: RedisServer, settings: Settings, store: ResultsStore
+) -> None:
+    for run in ("a", "b"):
+        of_run = [post(str(number), run) for number in range(40)]
+        push(server, settings, of_run, run)
+        store.write([result(each) for each in of_run[:30]], [letter(each) for each in of_run[30:33]])
+    store.write([result(post("0"))])
+    found = purge_run(server.client, settings, "a")
+    assert found == RunPurged(results=30, dead_letters=3, messages=2, waiting=40, outside=0)
+    assert {each.post.run for each in store.latest(99)} == {"b", None}
+    assert len(store.get("0")) == 2
+    assert len(store.get("1")) == 1
+    assert (
+        len(list(DeadLetters(server.client).letters(99))) == len(list(DeadLetters(server.client).letters(99, "b"))) == 3
+    )
+    assert [each.run for each in runs.recent(server.client, 9)] == ["b"]
+    assert purge_run(server.client, settings, "a") == RunPurged()
+
+
+def test_a_purged_run_can_be_sent_again(server: RedisServer, settings: Settings, store: ResultsStore) -> None:
+    posts = [post("0", "a"), post("t3_x", "a")]
+    push(server, settings, posts, "a")
+    store.write([result(each) for each in posts])
+    clear(server.client, settings)
+    push(server, settings, posts, "a")
+    before = messages_cleared(server.client, settings.queue)
+    purge_run(server.client, settings, "a")
+    assert server.client.keys(result_key("*")) + server.client.keys(sent_key("*")) == []
+    assert messages_cleared(server.client, settings.queue) != before  # positions in files are void
+    assert push(server, settings, posts, "a").sent == 2
+
+
+def test_purging_a_run_counts_results_outside_of_the_stream(
+    server: RedisServer, settings: Settings, store: ResultsStore
+) -> None:
+    store.write([result(post(str(number), "a")) for number in range(3)])
+    server.client.xtrim(RESULTS_STREAM, maxlen=1, approximate=False)
+    found = purge_run(server.client, settings, "a")
+    assert (found.results, found.outside) == (1, 2)
+
+
+def test_purging_a_run_leaves_messages_of_several_runs(server: RedisServer, settings: Settings) -> None:
+    push(server, settings, [post("0", "a"), post("1", "b")], None)
+    assert purge_run(server.client, settings, "a").messages == 0
+    assert server.client.llen(settings.queue) == 1
+
+
+def test_purge_of_a_run_asks_first(server: RedisServer, store: ResultsStore) -> None:
+    store.write([result(post("0", "a\x1b[31m"[:1]))])
+    arguments = ["purge", "--run", "a", "--redis-url", server.url]
+    refused = CliRunner().invoke(app, arguments)
+    assert isinstance(refused.exception, UserError)
+    assert re.search("run a .*--yes", str(refused.exception))
+    assert len(store.latest(9)) == 1
+    said = CliRunner().invoke(app, [*arguments, "--yes"])
+    assert (said.exit_code, said.stdout) == (0, "run a purged (results: 1)\n")
+    assert store.latest(9) == []
+    again = CliRunner().invoke(app, [*arguments, "--yes", "--json"])
+    assert (again.exit_code, json.loads(again.stdout)["results"]) == (1, 0)
+
+
+@pytest.mark.parametrize("arguments", [[], ["1", "--run", "a"], ["--run", "a", "--lift"], ["--run", ""]])
+def test_purge_takes_ids_or_a_run(arguments: list[str]) -> None:
+    found = CliRunner().invoke(app, ["purge", *arguments])
+    assert isinstance(found.exception, UserError)

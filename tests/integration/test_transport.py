@@ -60,7 +60,7 @@ class Consuming:
 
     def until(self, count: int) -> list[Message]:
         """Drain events until `count` messages have been received in total."""
-        wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages are received", 10)
+        wait_until(lambda: self.drain() and len(self.got) >= count, f"{count} messages are received")
         return self.got
 
     def drain(self) -> bool:
@@ -308,7 +308,7 @@ def test_delivery_pauses_at_the_memory_limit_for_held_messages(redis: RedisServe
         assert (len(consumer.got), waiting(redis), held(redis)) == (got, 0, (10, 10))
         tag = consumer.channel._buffer[-1][1]
         first = ends(redis, tag)
-        wait_until(lambda: ends(redis, tag) > first, "the leases of reserved, undelivered messages are renewed", 10)
+        wait_until(lambda: ends(redis, tag) > first, "the leases of reserved, undelivered messages are renewed")
         consumer.acknowledge()
         assert len(consumer.until(got)) == got
         assert not any(message.delivery_info.get("redelivered") for message in consumer.got)
@@ -379,7 +379,7 @@ def test_a_dead_workers_messages_return_to_their_place(server: RedisServer) -> N
     assert reserve_and_die(server) == 2
     publish(server, "e")
     with consuming(server, prefetch=1, options=SHORT) as consumer:
-        wait_until(lambda: waiting(server) == 5, "all messages are back in the queue", 10)
+        wait_until(lambda: waiting(server) == 5, "all messages are back in the queue")
         assert not consumer.got
     with consuming(server) as consumer:
         got = consumer.until(5)
@@ -456,7 +456,7 @@ def test_leases_end_soon_after_the_clock_is_set_back(redis: RedisServer) -> None
     redis.client.zadd("reserved_index", {older: redis.client.time()[0] + 3600})
     with consuming(redis, prefetch=1, options=SHORT) as consumer:
         leases = consumer.channel.leases
-        wait_until(lambda: leases._contact, "the lease thread has read Redis' clock", 10)
+        wait_until(lambda: leases._contact, "the lease thread has read Redis' clock")
         leases._contact = leases._since = leases._contact + 3600  # the clock before it was set back
         assert consumer.until(1)[0].delivery_info["redelivered"]
         assert ends(redis, older) > redis.client.time()[0] + 3000, "a lease that was taken for longer is left alone"
@@ -477,7 +477,7 @@ def lapse(server: RedisServer, times: int) -> None:
     for _ in range(times):
         reserve_and_die(server)
         with consuming(server, Queue("none"), options=SHORT):
-            wait_until(lambda: held(server) == (0, 0), "the messages are back in the queue", 10)
+            wait_until(lambda: held(server) == (0, 0), "the messages are back in the queue")
 
 
 def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServer) -> None:
@@ -499,7 +499,7 @@ def test_messages_with_lost_workers_are_delivered_in_isolation(redis: RedisServe
         lapsed_once = count_delivery(str(redis.client.lindex("posts", 0)).encode(), lapse=True)
         lapsed_twice = count_delivery(str(lapsed_once).encode(), lapse=True)
         redis.client.lset("posts", 0, str(lapsed_twice))
-        wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message", 10)
+        wait_until(lambda: consumer.drain() and consumer.channel._buffer, "it waits for the other message")
         assert bodies(consumer.got) == ["new"]
         consumer.acknowledge()
         assert bodies(consumer.until(1)) == ["c"]
@@ -604,7 +604,7 @@ def test_closing_returns_unclaimed_messages(redis: RedisServer) -> None:
         claim(kept)
     assert (waiting(redis), held(redis)) == (3, (1, 1))
     kept.ack()  # the channel is closed: the next connection or the lease thread sends the acknowledgement
-    wait_until(lambda: held(redis) == (0, 0), "the acknowledgement arrives", 10)
+    wait_until(lambda: held(redis) == (0, 0), "the acknowledgement arrives")
     with consuming(redis) as consumer:
         assert bodies(consumer.until(3)) == [0, 2, 3]
         consumer.acknowledge()
@@ -633,7 +633,7 @@ def test_returns_unclaimed_messages_after_a_lost_connection(redis: RedisServer) 
             consumer.channel.close()
         finally:
             gc.unfreeze()
-        wait_until(lambda: waiting(redis) == 1, "the unclaimed message is back in the queue", 10)
+        wait_until(lambda: waiting(redis) == 1, "the unclaimed message is back in the queue")
         assert not later.acknowledged
         assert held(redis) == (1, 1)
         begun.ack()
@@ -652,7 +652,7 @@ def test_returns_unclaimed_messages_once_redis_is_back(redis: RedisServer, monke
             put_back(*args)
 
         monkeypatch.setattr(leases, "_restore", refuse_once)
-    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back in the queue", 10)
+    wait_until(lambda: (waiting(redis), held(redis)) == (1, (0, 0)), "the message is back in the queue")
     assert not refusals
 
 

@@ -102,7 +102,7 @@ class Worker:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -168,13 +168,13 @@ def test_stock_clients_and_workers_interoperate(redis: RedisServer, tmp_path: Pa
         for sender in (app, through_ours):  # in one batch: sent one by one, the stock worker would take every task
             with sender.producer_or_acquire() as producer, producer.batch():
                 results = [sender.send_task("count", (str(n), 0.05), producer=producer) for n in range(40)]
-            assert [result.get(timeout=20) for result in results] == [str(n) for n in range(40)]
+            assert [result.get(timeout=120) for result in results] == [str(n) for n in range(40)]
         wait_until(lambda: idle(redis.client), "all tasks are done")
         assert ran(redis.client, *map(str, range(40))) == [(2, 2)] * 40
         assert "count[" in stock.text()
         assert "count[" in ours.text()
-        assert app.send_task("again", ("thrice",)).get(timeout=20) == 2
-        assert app.send_task("count", ("later",), countdown=2).get(timeout=20) == "later"
+        assert app.send_task("again", ("thrice",)).get(timeout=120) == 2
+        assert app.send_task("count", ("later",), countdown=2).get(timeout=120) == "later"
         app.control.revoke("never", reply=True, timeout=5, limit=2)
         app.send_task("count", ("never",), task_id="never")
         wait_until(lambda: "Discarding revoked task" in stock.text() + ours.text(), "the revoked task is discarded")

@@ -59,7 +59,7 @@ def docker_compose(folder: Path, *arguments: str) -> subprocess.CompletedProcess
     path = shutil.which("docker-compose")
     if path is None:
         pytest.skip("needs docker-compose: apt install --no-install-recommends docker-compose")
-    return subprocess.run([path, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([path, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_copied_env_has_distinct_secret_passwords(folder: Path) -> None:
@@ -229,11 +229,11 @@ def redis_of_the_containers(folder: Path, tmp_path: Path) -> Iterator[int]:
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(["sh", tmp_path / "redis.sh"], env=os.environ | given, stdout=log)  # noqa: S607
     try:
-        wait_until(lambda: server.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers", 20)
+        wait_until(lambda: server.poll() is None and _answers(port, made["REDIS_PASSWORD"]), "Redis answers")
         yield port
     finally:
         server.terminate()
-        assert server.wait(20) == 0, "signals must reach Redis, not a shell"
+        assert server.wait(120) == 0, "signals must reach Redis, not a shell"
 
 
 @pytest.mark.parametrize("missing", SERVICES["redis"]["environment"])

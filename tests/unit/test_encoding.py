@@ -131,7 +131,7 @@ def test_serializes_posts_as_plain_json(limited: bool) -> None:
 
 
 def test_leaves_kombus_codecs_to_other_applications() -> None:
-    subprocess.run([sys.executable, "-c", NEIGHBOUR], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", NEIGHBOUR], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
-"""The error tree in the docstring of shared/errors.py names the classes."""
+"""shared/errors.py: the tree in its docstring, missing packages and interrupted imports."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 from shared import errors
-from shared.errors import FeedmillError
+from shared.errors import FeedmillError, UserError, explain_missing
+from tests.support import feedmill
 
 
 def test_tree_in_the_docstring_equals_the_classes() -> None:
@@ -13,3 +18,23 @@ def test_tree_in_the_docstring_equals_the_classes() -> None:
         if isinstance(found, type) and issubclass(found, FeedmillError) and found is not FeedmillError
     ]
     assert re.findall(r"[├└]─ (\w+)", errors.__doc__ or "") == classes
+
+
+@pytest.mark.parametrize("then", ["raise ModuleNotFoundError('interrupted')", "raise ImportError('numpy')", "pass"])
+def test_interrupted_imports_end_quietly(tmp_path: Path, then: str) -> None:
+    """C code of torch and NumPy replaces KeyboardInterrupt by another error, or ignores it."""
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    {then}\n"
+    )
+    # PYTHONHASHSEED: a process of its own, because the fork server has imported torch.
+    said = feedmill("classify", "two words", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONHASHSEED="0")
+    assert (said.returncode, said.stdout, said.stderr) == (130, "", "")
+
+
+def test_missing_packages_are_explained_in_every_thread() -> None:
+    def load() -> None:
+        with explain_missing("A test", "worker"):
+            raise ModuleNotFoundError(name="torch")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="A test requires the package torch"):
+        pool.submit(load).result()

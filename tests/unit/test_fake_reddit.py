@@ -425,7 +425,7 @@ def test_rejects_wrong_credentials(reddit: Reddit) -> None:
 
 def test_accepts_only_issued_tokens(reddit: Reddit, plain: Plain) -> None:
     for headers in ({}, {"Authorization": "bearer nonsense"}, {"Authorization": "bearer"}):
-        answer = requests.get(f"{reddit.url}/r/python/new", headers=headers, timeout=30)
+        answer = requests.get(f"{reddit.url}/r/python/new", headers=headers, timeout=120)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == 'Bearer realm="reddit", error="invalid_token"'
         assert answer.json() == {"message": "Unauthorized", "error": 401}
@@ -481,7 +481,7 @@ def test_expired_token_stays_invalid(reddit: Reddit, plain: Plain) -> None:
 
 def test_echoes_the_connection_header(reddit: Reddit) -> None:
     answers = [
-        requests.post(reddit.url + TOKEN_PATH, headers={"Connection": wish}, timeout=30)
+        requests.post(reddit.url + TOKEN_PATH, headers={"Connection": wish}, timeout=120)
         for wish in ("close", "keep-alive")
     ]
     assert [answer.headers["Connection"] for answer in answers] == ["close", "keep-alive"]
@@ -756,7 +756,7 @@ def test_fault_waits_for_a_request_it_can_affect(reddit: Reddit, plain: Plain) -
 
 def test_unauthorized_requests_do_not_use_up_faults(reddit: Reddit, plain: Plain) -> None:
     reddit.faults.next("server_error_500")
-    assert requests.get(f"{reddit.url}/r/python/new", timeout=30).status_code == 401
+    assert requests.get(f"{reddit.url}/r/python/new", timeout=120).status_code == 401
     assert plain.get("/r/python/new").status_code == 500
 
 
@@ -925,19 +925,19 @@ def test_command_publishes_a_file_and_prints_settings(tmp_path: Path) -> None:
             == exported
         )
         token = requests.post(
-            url + TOKEN_PATH, auth=("id", "secret"), data={"grant_type": "client_credentials"}, timeout=30
+            url + TOKEN_PATH, auth=("id", "secret"), data={"grant_type": "client_credentials"}, timeout=120
         ).json()["access_token"]
 
         def titles() -> list[str]:
             answer = requests.get(
-                f"{url}/r/rust+python+nba/new", headers={"Authorization": f"bearer {token}"}, timeout=30
+                f"{url}/r/rust+python+nba/new", headers={"Authorization": f"bearer {token}"}, timeout=120
             ).json()
             return [child["data"]["title"] for child in answer["data"]["children"]]
 
         # The ten posts are published in order: five at once, the others over time.
         wait_until(lambda: titles() == [f"post {number}" for number in range(9, -1, -1)], "all posts are published")
         process.send_signal(signal.SIGTERM)
-        rest, error = process.communicate(timeout=30)
+        rest, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")
     assert "10 of 10 posts" in rest
     assert tomllib.loads(topics.read_text()) == {
@@ -961,6 +961,6 @@ def test_command_reports_mistakes_in_one_line(tmp_path: Path) -> None:
         started = {named: _start_command(*arguments) for named, arguments in commands.items()}
         for named, process in started.items():
             with process:
-                _, error = process.communicate(timeout=60)
+                _, error = process.communicate(timeout=120)
             assert named in error
             assert (process.returncode, error.count("\n")) == (1, 1)

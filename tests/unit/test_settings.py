@@ -29,6 +29,8 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("FEEDMILL_QUEUE", "my queue", ("64",)),
         ("FEEDMILL_REVISION", "a b", ("'a b'",)),
         ("FEEDMILL_LABELS", "a,a", ("'a'",)),
+        ("FEEDMILL_LABELS", "a,,b", ("a label is empty",)),
+        ("FEEDMILL_LABELS", '["a", ""]', ("a label is empty",)),
         ("FEEDMILL_LABELS", '["a', ("JSON", "Unterminated string")),
         ("FEEDMILL_LABELS", "[" * 100_000, ("JSON",)),
         ("FEEDMILL_LABELS", '{"a": ""}', ("a.0: ",)),

@@ -215,6 +215,23 @@ def test_reads_a_file_of_posts_and_a_test_file(tmp_path: Path) -> None:
     assert collected(path, limit=2).provenance.read == 2
 
 
+def test_reads_files_with_chosen_columns_and_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "posts.csv"
+    path.write_text("key;heading;comment;topic\n7;Café;très bien;a\n", encoding="cp1252")
+    options = {"id_column": "key", "title_column": "heading", "body_column": "comment", "encoding": "cp1252"}
+    found = collected(path, test=str(path), **options)
+    assert found.tested is not None
+    for (each,) in (found.examples, found.tested):
+        assert (each.post.id, each.post.title, each.post.body) == ("7", "Café", "très bien")
+
+
+@pytest.mark.parametrize("option", ["id_column", "title_column", "body_column", "encoding"])
+def test_rejects_options_of_files_for_the_results_stream(option: str) -> None:
+    settings = Settings.model_validate({"redis_url": "redis://127.0.0.1:1/0"})
+    with pytest.raises(UserError, match=f"^{option}: .*not a file"):
+        collect(options_of(**{"from": "results", option: "x"}), settings, NOTES)
+
+
 @pytest.mark.parametrize(
     ("text", "options", "named"),
     [

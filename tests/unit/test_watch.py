@@ -62,11 +62,11 @@ def test_pause_during_a_forward_pass_keeps_the_worker(monkeypatch: pytest.Monkey
     watch: Any = owner.pipeline._watch
     owner.classifier.gate.clear()
     message = owner.send("paused")
-    wait_until(lambda: owner.pipeline._batch_loop._computing[0], "the forward pass began", 10)
+    wait_until(lambda: owner.pipeline._batch_loop._computing[0], "the forward pass began")
     clock.now += 3600.0
     ticks = watch.ticks
-    wait_until(lambda: watch.ticks > ticks + 2 or owner.failures, "the watcher checked again", 10)
+    wait_until(lambda: watch.ticks > ticks + 2 or owner.failures, "the watcher checked again")
     assert owner.pipeline.failure is None
     owner.classifier.gate.set()
-    wait_until(lambda: message in owner.finished, "the message is finished", 10)
+    wait_until(lambda: message in owner.finished, "the message is finished")
     owner.pipeline.stop()

@@ -5,7 +5,7 @@ needs to reply in `pending`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from traceback import format_tb
@@ -117,7 +117,7 @@ class Message:
         self.state = state
         return True
 
-    def read(self) -> list[Post | PostError]:
+    def read(self) -> Sequence[Post | PostError]:
         """Parse the options, and return each post or its error. Raises RequestRefused."""
         # Options first: a newer version may have a different format for posts, too.
         self.options = ClassifyOptions.parse(self.arguments)

@@ -6,8 +6,9 @@ through the results store.
 """
 
 import logging
-import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -17,6 +18,7 @@ from shared.results import Result
 from workers.models.classifiers import Classifier, LabelSet, Row
 from workers.pipeline.backlog import Backlog, Loaded
 from workers.pipeline.context import Context
+from workers.pipeline.inbox import Inbox
 from workers.pipeline.message import Message, PendingPost, traceback_of
 from workers.pipeline.poison import MAX_DEATHS, PoisonTracker
 
@@ -24,6 +26,16 @@ logger = logging.getLogger(__name__)
 
 #: Maximum rows of one message, because all of its rows are prepared and held in memory together.
 MAX_ROWS_PER_MESSAGE = 32_000
+#: Maximum posts of several messages that are prepared together. A larger message is prepared alone.
+POSTS_TOGETHER = 64
+
+
+class Readable(NamedTuple):
+    """A message whose posts were read: those without an outcome, and their label set."""
+
+    message: Message
+    label_set: LabelSet
+    pending: list[PendingPost]
 
 
 class Preparation:
@@ -34,7 +46,7 @@ class Preparation:
         self._context = context
         self._hand_over = hand_over
         #: Messages, and models that apply to all later messages; None ends the thread.
-        self._arrived: queue.SimpleQueue[Message | Loaded | None] = queue.SimpleQueue()
+        self._arrived: Inbox[Message | Loaded | None] = Inbox(_posts_of)
         #: Number of posts submitted, and of posts prepared. Separate counters, because each has its own writing thread.
         self._posts_in = self._posts_prepared = 0
 
@@ -62,36 +74,85 @@ class Preparation:
 
     def loop(self) -> None:
         """Prepare messages until `end`."""
-        while (arrived := self._arrived.get()) is not None and not self._context.stopping.is_set():
-            if isinstance(arrived, Message):
-                self._take_in(arrived)
-            else:
-                self._backlog.load(arrived)
+        while not self._context.stopping.is_set():
+            messages = []
+            for arrived in self._arrived.take(POSTS_TOGETHER):
+                if arrived is None:
+                    return
+                if isinstance(arrived, Loaded):
+                    self._backlog.load(arrived)
+                else:
+                    messages.append(arrived)
+            if messages:
+                self._take_in(messages)
 
-    def _take_in(self, message: Message) -> None:
-        """Prepare a message for the latest model and add its rows to the backlog."""
+    def _take_in(self, messages: Sequence[Message]) -> None:
+        """Prepare messages for the latest model and add their rows to the backlog."""
         loaded = self._backlog.latest
         prepared: list[tuple[PendingPost, list[Row]]] = []
         try:
-            prepared = self._prepare(message, loaded.classifier)
-        except RequestRefused as refused:
-            message.refused = refused
+            prepared = self._prepare(messages, loaded.classifier)
         except Exception as error:
-            count = len(message.raw_posts)
-            logger.exception("cannot prepare message %s: its %d posts become dead letters", message.task_id, count)
-            message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
-            message.tracebacks = dict.fromkeys(range(len(message.raw_posts)), traceback_of(error))
-        unsuspected = [row for work, rows in prepared if work.index not in message.deaths for row in rows]
-        self._backlog.add(loaded, unsuspected, message.priority)
-        for work, rows in prepared:
-            if work.index in message.deaths:
-                self._backlog.add_isolated(loaded, rows)
-        if not prepared:
-            self._hand_over(message)
-        self._posts_prepared += len(message.raw_posts)
+            if len(messages) > 1:  # find the message that is the cause
+                for message in messages:
+                    self._take_in([message])
+                return
+            self._refuse(messages[0], error)
+        for priority, group in groupby(prepared, lambda each: each[0].message.priority):
+            self._add(loaded, list(group), priority)
+        computed = {id(work.message) for work, _ in prepared}
+        for message in messages:
+            if id(message) not in computed:
+                self._hand_over(message)
+            self._posts_prepared += len(message.raw_posts)
 
-    def _prepare(self, message: Message, classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
-        """Return the posts to compute with their rows, and set the outcomes of all other posts."""
+    def _add(self, loaded: Loaded, prepared: Sequence[tuple[PendingPost, list[Row]]], priority: int) -> None:
+        unsuspected = [row for work, rows in prepared if work.index not in work.message.deaths for row in rows]
+        self._backlog.add(loaded, unsuspected, priority)
+        for work, rows in prepared:
+            if work.index in work.message.deaths:
+                self._backlog.add_isolated(loaded, rows)
+
+    def _refuse(self, message: Message, error: Exception) -> None:
+        """Refuse a message whose preparation failed unexpectedly."""
+        count = len(message.raw_posts)
+        logger.error(
+            "cannot prepare message %s: its %d posts become dead letters", message.task_id, count, exc_info=error
+        )
+        message.refused = RequestRefused(f"the posts cannot be prepared: {error!r:.200}")
+        message.tracebacks = dict.fromkeys(range(count), traceback_of(error))
+
+    def _prepare(self, messages: Sequence[Message], classifier: Classifier) -> list[tuple[PendingPost, list[Row]]]:
+        """Return the posts to compute with their rows, and set the outcomes of all other posts.
+
+        May be repeated after an error: until the stored results are found, it changes nothing but refusals.
+        """
+        readable = []
+        for message in messages:
+            try:
+                readable.append(self._read(message, classifier))
+            except RequestRefused as refused:
+                message.refused = refused
+        readable = self._without_results(readable)
+        if poison := self._context.poison:
+            readable = [
+                each._replace(pending=self._without_poison(each.pending, each.message, poison))
+                if each.message.redelivered
+                else each
+                for each in readable
+            ]
+        prepared = [
+            pair
+            for label_set, group in groupby(readable, lambda each: each.label_set)
+            for pair in self._with_rows([work for each in group for work in each.pending], label_set, classifier)
+        ]
+        for work, rows in prepared:
+            for row in rows:
+                row.owner = work
+        return [(work, rows) for work, rows in prepared if rows]
+
+    def _read(self, message: Message, classifier: Classifier) -> Readable:
+        """Read a message, and set the outcomes of malformed posts. Raises RequestRefused."""
         posts = message.read()
         with self._context.watch.step("the preparation of labels", self._context.timeout):
             label_set = classifier.label_set(message.options)
@@ -106,29 +167,26 @@ class Preparation:
                 pending.append(PendingPost(post, message, index, fingerprint(post, label_set.recipe)))
             else:
                 message.set_outcome(index, post)
-        pending = self._without_results(pending)
-        if message.redelivered and self._context.poison:
-            pending = self._without_poison(pending, message, self._context.poison)
-        prepared = list(zip(pending, self._rows(pending, label_set, classifier), strict=True))
-        for work, rows in prepared:
-            for row in rows:
-                row.owner = work
-        return [(work, rows) for work, rows in prepared if rows]
+        return Readable(message, label_set, pending)
 
-    def _without_results(self, pending: list[PendingPost]) -> list[PendingPost]:
-        """Return the posts without a stored classification, and set the outcomes of all other posts."""
+    def _without_results(self, readable: list[Readable]) -> list[Readable]:
+        """Return the messages without the posts that have a stored classification, which becomes their outcome."""
+        pending = [work for each in readable for work in each.pending]
         try:
             found = self._context.store.find([(work.post.id, work.fingerprint) for work in pending])
         except RedisError as fault:
             logger.debug("cannot look up stored results (%s); computing all posts", fault)
-            return pending
+            return readable
+        stored = []
         for work, classification in zip(pending, found, strict=True):
             if classification is not None:
                 work.message.set_outcome(work.index, classification)
-                self._context.statistics.totals.answered += 1
-        pairs = zip(pending, found, strict=True)
-        self._context.store.keep([Result(work.post, stored) for work, stored in pairs if stored is not None])
-        return [work for work, classification in zip(pending, found, strict=True) if classification is None]
+                stored.append(Result(work.post, classification))
+        if not stored:
+            return readable
+        self._context.statistics.totals.answered += len(stored)
+        self._context.store.keep(stored)
+        return [each._replace(pending=_unanswered(each.pending)) for each in readable]
 
     def _without_poison(self, pending: list[PendingPost], message: Message, poison: PoisonTracker) -> list[PendingPost]:
         """Return the posts of a redelivered message that may still be computed, and fail the poison posts."""
@@ -147,6 +205,11 @@ class Preparation:
             logger.warning("computing posts in isolation, because a worker died in their forward pass: %s", named)
         return allowed
 
+    def _with_rows(
+        self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier
+    ) -> Iterator[tuple[PendingPost, list[Row]]]:
+        return zip(pending, self._rows(pending, label_set, classifier), strict=True)
+
     def _rows(self, pending: Sequence[PendingPost], label_set: LabelSet, classifier: Classifier) -> list[list[Row]]:
         """Return the rows of each post. A post that cannot be prepared gets no rows, and the reason as its outcome."""
         if not pending:
@@ -162,3 +225,12 @@ class Preparation:
             pending[0].message.tracebacks[pending[0].index] = traceback_of(error)
             pending[0].message.set_outcome(pending[0].index, PostError(id=pending[0].post.id, error=reason))
             return [[]]
+
+
+def _posts_of(arrived: Message | Loaded | None) -> int | None:
+    """Return a message's size: its posts. Models, and the end, are handled alone."""
+    return max(1, len(arrived.raw_posts)) if isinstance(arrived, Message) else None
+
+
+def _unanswered(pending: Iterable[PendingPost]) -> list[PendingPost]:
+    return [work for work in pending if work.message.outcomes[work.index] is None]

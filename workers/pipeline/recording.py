@@ -24,13 +24,16 @@ from workers.models.classifiers import Classifier, Row, Scores
 from workers.pipeline.backlog import Backlog
 from workers.pipeline.batch_loop import Computed
 from workers.pipeline.context import Context
+from workers.pipeline.inbox import Inbox
 from workers.pipeline.message import Message, PendingPost, traceback_of
 
 logger = logging.getLogger(__name__)
 
-#: Maximum work that waits for the writer thread; beyond it, the device waits too. Limits memory while Redis is
-#: unreachable, and covers slow writes easily.
-MAX_UNWRITTEN_BATCHES = 4
+#: Micro-batches that may wait for the writer thread, and posts, if the micro-batches are small; beyond both, the device
+#: waits too. Limits memory while Redis is unreachable, and covers slow writes easily.
+MAX_UNWRITTEN_BATCHES, MAX_UNWRITTEN_POSTS = 4, 256
+#: Maximum posts of several micro-batches that one script stores. A larger micro-batch is stored alone.
+POSTS_TOGETHER = 256
 #: Maximum seconds between two attempts to write to Redis.
 MAX_RETRY_DELAY_S = 5.0
 
@@ -42,19 +45,28 @@ class Recording:
         self._backlog = backlog
         self._context = context
         #: Work for the writer thread. A message appears by itself if it needed no forward pass.
-        self._finished: queue.SimpleQueue[Computed | Message | Callable[[], None]] = queue.SimpleQueue()
-        #: Limits the work that other threads hand over.
-        self._room = threading.Semaphore(MAX_UNWRITTEN_BATCHES)
+        self._finished: Inbox[Computed | Message | Callable[[], None]] = Inbox(_posts_of)
+        #: Micro-batches and messages handed over and not taken by the writer thread, and their posts.
+        self._unwritten = self._unwritten_posts = 0
+        #: Guards both counts.
+        self._room = threading.Condition()
         self._thread: threading.Thread | None = None
 
     # Called by other threads.
 
     def hand_over(self, finished: Computed | Message) -> None:
         """Queue work for the writer thread. Block while the queue is full."""
-        while not self._context.stopping.is_set():
-            if self._room.acquire(timeout=1):
-                self._finished.put(finished)
-                return
+        size = _posts_of(finished) or 0
+        with self._room:
+            while not self._context.stopping.is_set():
+                if self._room.wait_for(self._has_room, timeout=1):
+                    self._unwritten += 1
+                    self._unwritten_posts += size
+                    self._finished.put(finished)
+                    return
+
+    def _has_room(self) -> bool:
+        return self._unwritten < MAX_UNWRITTEN_BATCHES or self._unwritten_posts < MAX_UNWRITTEN_POSTS
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a job that uses Redis before any work handed over later. On the writer thread, run it at once."""
@@ -77,16 +89,38 @@ class Recording:
         self._thread = threading.current_thread()
         while not self._context.stopping.is_set():
             try:
-                finished = self._finished.get(timeout=1)
+                taken = self._finished.take(POSTS_TOGETHER, timeout=1)
             except queue.Empty:
                 with suppress(RedisError):  # retried by the next iteration or write
                     self._context.store.catch_up()
                 continue
-            if isinstance(finished, Computed | Message):
-                self._room.release()
-                self._record(*(self._set_outcomes(finished) if isinstance(finished, Computed) else ([], [finished])))
+            finished = [each for each in taken if isinstance(each, Computed | Message)]
+            if finished:
+                self._make_room(finished)
+                self._record_together(finished)
             else:
-                finished()
+                for job in taken:
+                    if callable(job):
+                        job()
+
+    def _make_room(self, taken: Sequence[Computed | Message]) -> None:
+        with self._room:
+            self._unwritten -= len(taken)
+            self._unwritten_posts -= sum(_posts_of(each) or 0 for each in taken)
+            self._room.notify_all()
+
+    def _record_together(self, finished: Sequence[Computed | Message]) -> None:
+        """Record micro-batches, and messages that needed no forward pass, with one write."""
+        results: list[Result] = []
+        complete: list[Message] = []
+        for each in finished:
+            if isinstance(each, Message):
+                complete.append(each)
+            else:
+                stored, completed = self._set_outcomes(each)
+                results += stored
+                complete += completed
+        self._record(results, complete)
 
     def retry_write(self, write: Callable[[], object]) -> bool:
         """Retry a write to Redis until it succeeds. Return False if the pipeline stops first.
@@ -194,3 +228,10 @@ class Recording:
         if not results and not dead:
             return not self._context.stopping.is_set()
         return self.retry_write(lambda: self._context.store.write(results, dead))
+
+
+def _posts_of(finished: Computed | Message | Callable[[], None]) -> int | None:
+    """Return the size of a micro-batch or message. Jobs run alone, in order."""
+    if isinstance(finished, Computed):
+        return len(finished.rows)
+    return max(1, len(finished.raw_posts)) if isinstance(finished, Message) else None

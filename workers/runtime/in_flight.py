@@ -63,6 +63,8 @@ class InFlight(Owner):
         self._unended: list[tuple[PendingTask, Callable[[], None]]] = []
         #: Callbacks for the consumer's thread, in order.
         self._deliveries: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: True if the event loop is going to run them: waking it for each takes longer than the callback.
+        self._scheduled = False
         #: Names of micro-batched tasks that store the state STARTED.
         self._tracked: set[str] = set()
         for task in app.tasks.values():
@@ -106,8 +108,13 @@ class InFlight(Owner):
 
     def run_deliveries(self) -> None:
         """Run the callbacks that other threads queued for the consumer's thread."""
-        while not self._deliveries.empty():
-            self._deliveries.get()()
+        self._scheduled = False  # before the queue is read, so that no later callback stays in it
+        try:
+            while not self._deliveries.empty():
+                self._deliveries.get()()
+        finally:
+            if not self._deliveries.empty():  # a callback raised an error
+                self._schedule()
 
     def retry_unended(self) -> None:
         """Retry to finish the requests whose ending failed on Redis."""
@@ -222,7 +229,11 @@ class InFlight(Owner):
 
     def _deliver(self, callback: Callable[[], None]) -> None:
         self._deliveries.put(callback)
-        if self.hub is not None:
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self.hub is not None and not self._scheduled:
+            self._scheduled = True
             self.hub.call_soon(self.run_deliveries)
 
     # Calls into Celery, on the consumer's thread.

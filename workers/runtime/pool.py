@@ -135,6 +135,7 @@ class DevicePool(BasePool):
         self._deployer.request_check()
         classifier = self.pipeline.classifier
         model, labels = classifier.weights.name, getattr(classifier, "fixed_labels", None)
+        one_label = getattr(classifier, "gives_one_label", False)
         try:
             register(self._redis, self._node)
         except RedisError as fault:
@@ -142,7 +143,7 @@ class DevicePool(BasePool):
             return
         for name in self._queues():
             try:
-                other = announce(self._redis, name, model, labels)
+                other = announce(self._redis, name, model, labels, one_label)
             except RedisError as fault:
                 logger.warning("cannot register queue %s as served (%s); retrying in a minute", name, fault)
                 return

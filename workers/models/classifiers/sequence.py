@@ -62,6 +62,8 @@ class SequenceClassifier(Classifier):
         recipe = digest(self.kind, weights.sha256, str(self._tokenizer.max_tokens), self._meaning, *names)
         #: The model's labels; it serves no others. Classifiers without this attribute serve any labels.
         self.fixed_labels = names
+        #: True if `multi_label` has no meaning. Classifiers without this attribute accept it.
+        self.gives_one_label = self._meaning == "softmax"
         self._label_set = LabelSet(names, self._meaning != "softmax", recipe)
 
     def label_set(self, options: ClassifyOptions) -> LabelSet:
@@ -71,7 +73,7 @@ class SequenceClassifier(Classifier):
             if given:
                 known = ", ".join(self._label_set.labels[:20])
                 raise RequestRefused(f"{option}: the worker's model has the fixed labels {known}; omit {option}")
-        if options.multi_label and self._meaning == "softmax":
+        if options.multi_label and self.gives_one_label:
             raise RequestRefused("multi_label: the worker's model gives each post exactly one label; omit multi_label")
         return self._label_set
 

@@ -1,0 +1,33 @@
+"""Groups of commands in `feedmill --help`, by purpose."""
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+#: Commands by purpose, in the order in which users meet them.
+PURPOSES = {
+    "Try it": ("classify", "demo"),
+    "Run it": ("up", "down", "url", "worker", "flower"),
+    "Send posts": ("enqueue", "ingest", "queue"),
+    "Read results": ("results", "export", "report"),
+    "Observe it": ("status", "health", "metrics"),
+    "Handle failures and deletions": ("dead", "purge"),
+    "Improve the model": ("evaluate", "tune", "train", "trainer", "deploy"),
+}
+_PURPOSE_OF = {name: purpose for purpose, names in PURPOSES.items() for name in names}
+
+
+class CommandsByPurpose(TyperGroup):
+    """Commands in the order of PURPOSES, each purpose with a panel of its own in the help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        order = list(_PURPOSE_OF)
+        return sorted(super().list_commands(ctx), key=order.index)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of this name, with its panel; None if there is none."""
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = _PURPOSE_OF[cmd_name]
+        return command

@@ -1,0 +1,74 @@
+"""`feedmill down`: ends the `feedmill up` of its data folder, and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.settings import LOCK_FILE
+from tests.support import feedmill, processes_in, running, wait_until
+
+#: Uses a data folder like `feedmill up`, until SIGTERM.
+HOLDER = """
+import signal, sys, pathlib
+from feedmill.stack.embedded import _lock
+lock = _lock(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout
+            assert holder.stdout.readline() == "locked\n"
+            yield holder
+        finally:
+            holder.kill()
+
+
+def test_ends_the_stack_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with holding(tmp_path / "a") as first, holding(tmp_path / "b") as second:
+        said = feedmill("down", "--data-folder", "a", cwd=tmp_path)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert f"process {first.pid}" in said.stdout
+        assert str(tmp_path / "a") in said.stdout
+        assert first.wait(timeout=60) == -15
+        assert second.poll() is None
+    again = feedmill("down", "--data-folder", "a", cwd=tmp_path)
+    assert again.returncode == 1
+    assert f"No `feedmill up` is running with data in {tmp_path / 'a'}" in again.stderr
+
+
+def test_up_says_that_it_stopped(tmp_path: Path) -> None:
+    data = {"FEEDMILL_DATA_FOLDER": "data"}
+    with running("up", cwd=tmp_path, **data) as up:
+        wait_until(lambda: up.says("`feedmill down` stops everything"), "the stack is up", 150)
+        said = feedmill("down", cwd=tmp_path, **data)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert up.process.wait(60) == 143
+        assert up.text().endswith("stopping …\nstopped\n")
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "7", json.dumps({"pid": os.getpid(), "namespace": "elsewhere"}), '{"pid": -1, "namespace": ""}']
+)
+def test_ends_no_process_that_it_does_not_know(tmp_path: Path, text: str) -> None:
+    """A PID from a container names another process here."""
+    with holding(tmp_path) as holder:
+        (tmp_path / LOCK_FILE).write_text(text)
+        said = feedmill("down", "--data-folder", ".", cwd=tmp_path)
+        assert said.returncode == 2
+        assert "Stop it there" in said.stderr
+        assert holder.poll() is None

@@ -1,0 +1,30 @@
+"""The help of the commands: grouped by purpose, and readable in a narrow terminal."""
+
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from feedmill.cli.command_groups import PURPOSES
+from feedmill.cli.main import app
+
+
+def test_every_command_has_a_purpose() -> None:
+    group: Any = get_command(app)
+    names = [name for names in PURPOSES.values() for name in names]
+    assert sorted(group.commands) == sorted(names)
+    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    places = [said.index(f"─ {purpose} ─") for purpose in PURPOSES]
+    assert places == sorted(places)
+    for purpose, (first, *_) in PURPOSES.items():
+        assert said.index(purpose) < said.index(f" {first} ", said.index(purpose))
+
+
+@pytest.mark.parametrize("command", ["classify", "enqueue"])
+def test_help_is_readable_at_80_columns(command: str) -> None:
+    """The descriptions of the options have at least 35 columns."""
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    (line,) = [line for line in said.splitlines() if "--template" in line]
+    description = line.index("Sentence")
+    assert line.rindex("│") - description >= 35, said

@@ -1,0 +1,166 @@
+"""feedmill/api/request.py: calls of `feedmill.classify` without a model."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pandas
+import polars
+import pyarrow
+import pytest
+
+from feedmill.api.classifier import _naming_arguments, local_settings
+from feedmill.api.items import MAX_CHECKED_ITEMS, Columns
+from feedmill.api.predictions import Prediction, Predictions
+from feedmill.api.request import Request, read_options
+from shared.errors import SettingsError, UserError
+from shared.messages import Classification, ClassifyOptions, Outcome, Post
+from tests.support import naming
+
+LABELS = ["praise", "complaint"]
+TEXTS = ["I love it", "It broke after a day"]
+
+
+def by_words(posts: Iterable[Post], options: ClassifyOptions) -> Iterator[tuple[Post, Outcome]]:
+    """Classify as a complaint what broke."""
+    for post in posts:
+        scores = dict.fromkeys(options.labels or LABELS, 0.25) | {
+            "complaint" if "broke" in post.text else "praise": 0.75
+        }
+        best = sorted(scores, key=lambda label: -scores[label])
+        yield post, Classification(
+            id=post.id, label=best[0], scores={label: scores[label] for label in best}, model="m", revision=None,
+            weights="00", fingerprint="f", classified_at=1.0, worker="w", device="cpu", queued_seconds=None,
+        )  # fmt: skip
+
+
+def classify(
+    items: Any,
+    labels: Any = LABELS,
+    *,
+    title: Any = None,
+    body: Any = None,
+    id: Any = None,  # noqa: A002 - as in feedmill.classify
+    multi_label: Any = False,
+    **others: Any,
+) -> Any:
+    return Request(items, read_options(labels, None, multi_label), Columns(title, body, id), **others).run(by_words, ())
+
+
+@pytest.mark.parametrize("argument", ["multi_label", "scores", "progress"])
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_switches_must_be_bools(argument: str, given: Any) -> None:
+    with pytest.raises(UserError, match=naming(f"{argument}= must be True or False", repr(given))):
+        classify(pandas.Series(TEXTS), **{argument: given})
+
+
+@pytest.mark.parametrize("make", [lambda: TEXTS, lambda: TEXTS[0], lambda: iter(TEXTS)])
+@pytest.mark.parametrize(
+    ("argument", "given"), [("scores", True), ("prefix", "x_"), ("body", "text"), ("title", "text"), ("id", "key")]
+)
+def test_arguments_without_effect_on_texts_are_refused(make: Callable[[], Any], argument: str, given: Any) -> None:
+    with pytest.raises(UserError, match=f"{argument}="):
+        classify(make(), **{argument: given})
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: [1, 2.5], "int"),
+        (lambda: iter([None, 1]), "int"),
+        (lambda: range(MAX_CHECKED_ITEMS + 1), "int"),
+        (lambda: [["a"]], "list"),
+        (lambda: [b"a"], "bytes"),
+        (lambda: [{"text": 5}], "int"),
+        (lambda: pandas.DataFrame([["a", "b"]]).to_numpy(), "numpy.ndarray"),
+        (lambda: pandas.DataFrame({"text": ["a"]}).groupby("text"), "tuple"),
+        (lambda: pandas.DataFrame({"text": [b"a", None]}), "bytes"),
+        (lambda: pandas.Series([1, 2.5], dtype=object), "int"),
+    ],
+)
+def test_items_without_any_text_are_refused(make: Callable[[], Any], kind: str) -> None:
+    with pytest.raises(UserError, match=naming("is text", f"type {kind}")):
+        classify(make())
+
+
+def test_wrong_types_are_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(UserError, match="type int"):
+        Request([1, 2], ClassifyOptions(), Columns())
+
+
+@pytest.mark.filterwarnings("ignore:.* have no label")
+def test_some_text_among_other_items_is_enough() -> None:
+    found = classify([None, 5, b"x", "", TEXTS[1]])
+    assert [each.label for each in found] == [None, "praise", None, None, "complaint"]
+    assert [each.label for each in classify([None, float("nan")])] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("items", "arguments", "words"),
+    [
+        (pandas.DataFrame({"text": TEXTS}), {"body": ["text"]}, ["body=", "list", "title="]),
+        (polars.DataFrame({"text": TEXTS}), {"body": polars.col("text")}, ["body=", "polars.Expr"]),
+        ([{"text": TEXTS[0]}], {"title": ["text"]}, ["title=", "list"]),
+        (pandas.DataFrame({"Customer Comment ": TEXTS, "n": TEXTS}), {"body": "Customer Coment"},
+         ["Did you mean 'Customer Comment '?"]),
+        (pandas.DataFrame(), {}, ["no columns"]),
+        (polars.Series([1, 2]), {}, ["The Series has the type Int64"]),
+        (pyarrow.table({"text": [1]}), {}, ["'text'", "int64"]),
+        (5, {}, ["of type int"]),
+        (TEXTS, {"labels": ["a", " "]}, ["labels: a label is empty"]),
+        (TEXTS, {"labels": {"": "a", "b": "b"}}, ["labels: a label is empty"]),
+    ],
+)  # fmt: skip
+def test_invalid_arguments_are_explained(items: Any, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError, match=naming(*words)):
+        classify(items, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.* have no label")
+def test_arrow_table_keeps_its_columns() -> None:
+    table = pyarrow.table({"n": [1, 2, 3], "text": pyarrow.array([*TEXTS, None]).dictionary_encode()})
+    found = classify(table, scores=True)
+    assert isinstance(found, pyarrow.Table)
+    assert found.to_pydict() == {
+        "n": [1, 2, 3],
+        "text": [*TEXTS, None],
+        "label": ["praise", "complaint", None],
+        "label_score": [0.75, 0.75, None],
+        "score_praise": [0.75, 0.25, None],
+        "score_complaint": [0.25, 0.75, None],
+    }
+
+
+def test_predictions_keep_the_order_of_the_labels() -> None:
+    found = classify(TEXTS[::-1])
+    assert list(found[0].scores) == ["complaint", "praise"]
+    for part in (found, found[1:]):
+        assert part.labels == tuple(LABELS)
+        assert list(part.to_frame(scores=True).columns)[-2:] == ["score_praise", "score_complaint"]
+
+
+def test_predictions_become_dictionaries_and_html() -> None:
+    found = classify([{"id": "a", "text": "<b>It broke</b>"}])
+    assert found.to_dicts() == [
+        {"id": "a", "text": "<b>It broke</b>", "label": "complaint", "score": 0.75,
+         "scores": {"complaint": 0.75, "praise": 0.25}, "error": None}
+    ]  # fmt: skip
+    page = found._repr_html_()
+    assert "<td>complaint</td><td>0.75</td><td>&lt;b&gt;It broke&lt;/b&gt;</td>" in page
+    assert "… and 1 more" in Predictions(list(found) * 11)._repr_html_()
+
+
+def test_labels_above_a_threshold() -> None:
+    found = Prediction("a", 0.9, {"a": 0.9, "b": 0.5, "c": -0.1})
+    assert found.labels_above(0.5) == ["a", "b"]
+    assert found.labels_above(0.95) == []
+
+
+def test_errors_about_the_device_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        with pytest.raises(SettingsError) as raised, _naming_arguments(local_settings(None, "cuda")):
+            raise SettingsError("FEEDMILL_DEVICE: cuda is not available.")
+        return str(raised.value)
+
+    assert fail() == "device: cuda is not available."
+    monkeypatch.setenv("FEEDMILL_DEVICE", "cuda")
+    assert fail() == "FEEDMILL_DEVICE: cuda is not available."

@@ -1,0 +1,48 @@
+"""Type checkers of applications see the package's types."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+APPLICATION = """\
+import feedmill
+import polars
+
+frame = polars.DataFrame({"text": ["x"]})
+reveal_type(feedmill.classify("x"))
+reveal_type(feedmill.classify({"title": "x"}, ["a", "b"]))
+reveal_type(feedmill.classify(["x"], scores=False))
+reveal_type(feedmill.classify(frame, scores=True))
+classifier = feedmill.Classifier(device="cpu")
+reveal_type(classifier("x"))
+reveal_type(classifier(["x"]))
+reveal_type(classifier.classify(frame))
+run = feedmill.submit(frame, ["a", "b"])
+reveal_type(run.results())
+reveal_type([item for item in feedmill.results() if isinstance(item, feedmill.Result)][0].classification.label)
+feedmill.classify(["x"], labels=5)
+"""
+
+#: Without the large packages, which take minutes to analyse and have no part in these types.
+CONFIGURATION = """\
+[mypy]
+python_version = 3.11
+[mypy-celery.*,kombu.*,redis.*,rich.*,typer.*,torch.*,transformers.*,workers.*,producers.*,feedmill.cli.*]
+follow_imports = skip
+"""
+
+
+def test_applications_see_types(tmp_path: Path) -> None:
+    (tmp_path / "application.py").write_text(APPLICATION)
+    (tmp_path / "mypy.ini").write_text(CONFIGURATION)
+    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--cache-dir=cache", "application.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "import-untyped" not in done.stdout
+    revealed = [name.rpartition(".")[2] for name in re.findall(r'Revealed type is "(.+)"', done.stdout)]
+    assert revealed == [
+        "Prediction", "Prediction", "Predictions", "DataFrame", "Prediction", "Predictions", "DataFrame",
+        "Predictions", "str",
+    ], done.stdout  # fmt: skip
+    assert re.search(r'application\.py:16: error: No overload variant of "classify"', done.stdout), done.stdout
+    assert done.stdout.count(": error:") == 1, done.stdout
