@@ -1,11 +1,12 @@
 """Arctic Shift's API: an archive of Reddit, without credentials. Not run or approved by Reddit.
 
 It serves posts in ascending order of creation, so reading can stop and go on at any post, and a busy subreddit leaves
-no gap. Its documentation does not say whether bounds are inclusive: requests overlap by a second, and items outside the
-bounds are dropped.
+no gap. Its documentation does not say whether bounds are inclusive: requests overlap by a second until an answer shows
+that they are, and items outside the bounds are dropped.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class ArcticShiftClient:
         self._topic_of = topic_of
         #: Subreddits whose latest search timed out: they are asked for fewer posts.
         self._slow: set[str] = set()
+        #: Whether an answer has shown that `after` is inclusive.
+        self._inclusive = False
 
     def close(self) -> None:
         self._session.close()
@@ -78,14 +81,20 @@ class ArcticShiftClient:
 
         Call again with the span's `reached`; items of that second are returned again.
         """
+        since = math.floor(since)  # the archive's times are whole seconds
         size = SMALL_PAGE_SIZE if name.lower() in self._slow else PAGE_SIZE
-        bounds = {"after": int(since) - 1} | ({} if until is None else {"before": int(until) + 1})
+        after = since if self._inclusive else since - 1
+        bounds = {"after": after} | ({} if until is None else {"before": int(until) + 1})
         try:
             found = self._search(name, sort="asc", limit=size, **bounds)
         except RequestFailed:
             self._slow.add(name.lower())
             raise
         self._slow.discard(name.lower())
+        if not self._inclusive and any(each.created_utc < since for each in found):
+            # The second before `since` may fill the page: ask without it.
+            self._inclusive = True
+            return self.since(name, since, until)
         wanted = [each for each in found if each.created_utc >= since and (until is None or each.created_utc < until)]
         items = sorted(wanted, key=lambda item: (item.created_utc, item.fullname))
         last = max((item.created_utc for item in found), default=since)

@@ -132,6 +132,7 @@ class GapFiller:
         failures = self._failures.get(gap.field, (0, 0.0))[0]
         retry = min(MIN_RETRY_S * 2 ** min(failures, 16), MAX_RETRY_S)
         self._failures[gap.field] = failures + 1, self._clock.monotonic() + retry
-        if gap.problem != reason:
+        # A crowded second remains the reason: without it, the gap would count as filled later.
+        if gap.problem != reason and not gap.problem.startswith(CROWDED):
             logger.warning("cannot fill the gap in r/%s: %s; retrying in %.0f s", gap.subreddit, reason, retry)
             self._state.update_gap(gap._replace(problem=reason))

@@ -254,3 +254,33 @@ def test_a_crowded_second_keeps_the_gap_open(house: House, archived: Archived) -
     house.run(running, 10 * MINUTE)
     (gap,) = house.state.open_gaps()
     assert gap.problem.startswith(CROWDED)
+
+
+def test_a_fault_after_a_crowded_second_does_not_fill_the_gap(
+    house: House, archived: Archived, archive: ArcticShift
+) -> None:
+    running = house.daemon(archive=archived.client())
+    house.run(running, 2 * MINUTE)
+    at = float(int(house.clock.time()))
+    house.publish("chess", 150, created_utc=at)
+    later = fresh(house, "chess", 120)
+    # Requests for posts after the crowded second fail at first.
+    archive.faults.next("server_error_503", times=1, where=f"after={at:.0f}|after={at + 1:.0f}")
+    house.state.begin({}, [Gap("chess", at - HOUR, at + 110, at)])
+    house.run(running, 10 * MINUTE)
+    assert archive.ledger.faults.total() == 1
+    (gap,) = house.state.open_gaps()
+    assert gap.problem.startswith(CROWDED)
+    assert set(later) <= set(house.ids())
+
+
+def test_a_span_from_a_fraction_of_a_second_is_complete(house: House, archived: Archived) -> None:
+    client, _ = archived.client()
+    at = float(int(house.clock.time()))
+    crowd = house.publish("chess", 150, created_utc=at)
+    (later,) = house.publish("chess", 1, created_utc=at + 1)
+    house.clock.wait(5)
+    span = client.since("chess", at + 0.5)
+    assert {item.fullname for item in span.items} <= set(crowd)
+    assert span.crowded == at
+    assert [item.fullname for item in client.since("chess", span.reached).items] == [later]

@@ -106,7 +106,7 @@ def test_rechecks_wait_for_a_full_queue_without_piling_up(house: House) -> None:
 def test_a_closed_subreddit_does_not_hold_up_the_others(house: House, kind: str) -> None:
     """More posts than fit into a request are unknown to Reddit, and come before a deleted post of another subreddit."""
     daemon = house.daemon(reddit_poll_interval=SELDOM)
-    closed = house.publish("cooking", 120)
+    closed = house.publish("cooking", 250)
     house.run(daemon, 5 * MINUTE)
     (deleted,) = house.publish("tennis")
     house.run(house.daemon(reddit_poll_interval=SELDOM), 5 * MINUTE)
